@@ -131,9 +131,8 @@ class Model:
         self.path = file.paths[0]
         self.context = backend.capacity.context
         self.chunk = backend.options.chunk
-        general = file.metadata.string("general.name", default="")
         self.tokenizer_id = file.metadata.string("tokenizer.ggml.pre", default="default")
-        self.name = config.alias[0] if config.alias else general or self.path.stem
+        self.name = config.alias[0] if config.alias else file.name
         self.fingerprint = _fingerprint(file)
         self.engine = Engine(
             backend,

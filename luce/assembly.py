@@ -307,7 +307,7 @@ def _disk_tier(
         # The digest is that of the paths: snapshots of this model must not get the digest of a newer file.
         for part in file.files:
             part.check_path()
-        return Fingerprint.of(found, meaning, texts)
+        return Fingerprint.of(found, meaning, texts, name=config.alias[0] if config.alias else file.name)
 
     capacity = backend.capacity
     disk = DiskTier(

@@ -128,7 +128,7 @@ def _sizes(flag: str, text: str, low: int) -> list[int]:
 def _facts(file: GGUFFile, spec: ModelSpec, devices: Sequence[Device]) -> dict[str, Any]:
     return {
         "luce": __version__,
-        "model": file.metadata.string("general.name", default="") or Path(file.paths[0]).stem,
+        "model": file.name,
         "family": spec.family,
         "bytes": sum(tensor.nbytes for tensor in file.tensors.values()),
         "devices": [{"device": str(device.name), **device.describe()} for device in devices],

@@ -11,14 +11,16 @@ from typing import Any
 
 import msgspec
 from rich.table import Table
+from rich.text import Text
 
 from luce.cli.arguments import add_json, add_settings, settings
 from luce.cli.console import output
+from luce.cli.markdown import printable
 from luce.cli.options import raise_together
 from luce.config.directories import cache_directory
 from luce.errors import UsageError
 from luce.kvcache.disk.files import open_directory
-from luce.kvcache.disk.fingerprint import read_about
+from luce.kvcache.disk.fingerprint import Fingerprint, read_about
 from luce.kvcache.disk.index import Snapshot
 from luce.kvcache.disk.manifest import LAYOUT
 from luce.kvcache.disk.part import DamagedError
@@ -26,6 +28,8 @@ from luce.kvcache.disk.store import Store
 
 #: groups of the settings that this verb takes
 SETTINGS = ("prefix cache on disk",)
+#: characters of a model's name in a table
+_LONGEST_NAME = 60
 _ACTIONS = {
     "ls": "list the snapshots",
     "show": "print the manifests of the named snapshots",
@@ -116,12 +120,14 @@ def _named(store: Store, ids: list[str]) -> list[Snapshot]:
 def _list(store: Store, *, as_json: bool) -> int:
     snapshots = sorted(store.snapshots, key=lambda snapshot: -snapshot.last_used)
     if as_json:
-        print(json.dumps([_facts(snapshot) for snapshot in snapshots], indent=2))
+        names = _names(store)
+        print(json.dumps([{"name": names[s.manifest.model], **_facts(s)} for s in snapshots], indent=2))
         return 0
     table = Table("id", "tokens", "bytes", "age", "last use", "parent", "model", box=None, padding=(0, 2, 0, 0))
     for column in table.columns[1:3]:
         column.justify = "right"
     now = time.time()
+    names = _names(store)
     for snapshot in snapshots:
         manifest = snapshot.manifest
         table.add_row(
@@ -131,12 +137,32 @@ def _list(store: Store, *, as_json: bool) -> int:
             _duration(now - manifest.created),
             _duration(now - snapshot.last_used),
             "" if manifest.parent is None else manifest.parent[:8],
-            manifest.model[:8],
+            # Files and settings of one name differ in their fingerprint.
+            Text(f"{names[manifest.model]} ({manifest.model[:8]})" if names[manifest.model] else manifest.model[:8]),
         )
     console = output()
     console.print(table)
     console.print(f"{len(snapshots)} snapshots, {store.nbytes:,} bytes in {store.root}", soft_wrap=True)
     return 0
+
+
+def _about(snapshot: Snapshot) -> Fingerprint | None:
+    """What the model's directory says about the model of a snapshot, None if that cannot be read."""
+    try:
+        with open_directory(snapshot.root, LAYOUT, snapshot.manifest.model) as directory:
+            return read_about(directory)
+    except OSError:
+        return None
+
+
+def _names(store: Store) -> dict[str, str]:
+    """By fingerprint, the names of the models that have snapshots; empty where an earlier version wrote them."""
+    names = {}
+    for model, snapshot in {snapshot.manifest.model: snapshot for snapshot in store.snapshots}.items():
+        about = _about(snapshot)
+        # One line of the table, whatever the file says.
+        names[model] = "" if about is None else " ".join(printable(about.name).split())[:_LONGEST_NAME]
+    return names
 
 
 def _facts(snapshot: Snapshot) -> dict[str, Any]:
@@ -148,9 +174,8 @@ def _facts(snapshot: Snapshot) -> dict[str, Any]:
 
 def _show(snapshots: list[Snapshot]) -> int:
     for snapshot in snapshots:
-        with open_directory(snapshot.root, LAYOUT, snapshot.manifest.model) as directory:
-            about = read_about(directory)
-        settings = {} if about is None else {"settings": about.settings}
+        about = _about(snapshot)
+        settings = {} if about is None else {"name": about.name, "settings": about.settings}
         print(json.dumps({"path": str(snapshot.path), **_facts(snapshot), **settings}, indent=2))
     return 0
 

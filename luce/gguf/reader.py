@@ -106,6 +106,11 @@ class GGUFFile:
         #: one for each path
         self.files = files
 
+    @property
+    def name(self) -> str:
+        """The model's own name, or that of the file without its ending. Raises FormatError if it is no string."""
+        return self.metadata.string("general.name", default="") or self.paths[0].stem
+
     def raw(self, name: str) -> NDArray[np.uint8]:
         """The bytes of a tensor: uint8 [rows, row_bytes]. Raises FormatError if there is no such tensor."""
         return self.rows(name)[:]

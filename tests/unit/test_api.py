@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,9 @@ from luce.config.sampling import SamplingParams
 from luce.config.settings import Config
 from luce.engine.events import FinishReason
 from luce.errors import BackendError
+from luce.kvcache.disk.files import open_directory
+from luce.kvcache.disk.fingerprint import read_about
+from luce.kvcache.disk.manifest import LAYOUT
 from luce.runtime.step import Step
 from tests.support.drafters import oracle
 from tests.support.reference import Reference
@@ -32,6 +36,20 @@ def test_a_warm_up_is_neither_counted_nor_cached() -> None:
         assert first.finish is not None and first.finish.timings.cached_tokens == 0
         stats = model.engine.stats()
         assert (stats.steps, stats.prompt_tokens, stats.predicted_tokens, stats.cache.misses) == (2, 2, 2, 1)
+
+
+@pytest.mark.parametrize(("alias", "name"), [((), "qwen3-a"), (("mine", "other"), "mine")])
+def test_snapshots_are_recorded_under_the_models_name(tmp_path: Path, alias: tuple[str, ...], name: str) -> None:
+    path = Reference("qwen3-a-F32").path
+    with luce.load(path, target_devices="cpu:0", max_ctx=256, kv_cache_dir=str(tmp_path), alias=alias) as model:
+        disk = model.engine.cache.disk if model.engine.cache is not None else None
+        assert disk is not None
+        disk.wait_opened(60)
+        assert disk.store is not None
+        with open_directory(tmp_path, LAYOUT, disk.store.model) as directory:
+            about = read_about(directory)
+    assert about is not None and (about.name, about.model) == (name, disk.store.model)
+    assert model.name == name
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from luce.cli.main import main
 from luce.kvcache.disk.files import open_directory
 from luce.kvcache.disk.fingerprint import Fingerprint, write_about
 from luce.kvcache.disk.index import Snapshot
+from luce.kvcache.disk.manifest import LAYOUT
 from luce.kvcache.disk.store import Store
 from tests.support.snapshots import MODEL, conversation_of, sound, write
 
@@ -44,6 +46,23 @@ def test_ls(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert sorted(snapshot["length"] for snapshot in listed) == [100, 200, 300]
 
 
+def test_ls_names_models(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = "f" * 32
+    write(Store(filled, other, 0), conversation_of(1)[0])
+    with open_directory(filled, LAYOUT, MODEL) as directory:
+        # As the file of a stranger may have it: no escape sequence reaches the terminal, no markup is interpreted.
+        write_about(directory, Fingerprint("weights", {}, "Tiny [bold]\x1b[31m\n" + 1000 * "x"))
+    assert cache(filled, "ls") == 0
+    lines = capsys.readouterr().out.splitlines()
+    named = [line for line in lines if re.search(rf" Tiny \[bold\]\[31m x+ \({MODEL[:8]}\)$", line.rstrip())]
+    assert len(named) == 3 and len({len(line) for line in named}) == 1 and len(named[0]) < 160
+    # Without a name, as versions before wrote it, the fingerprint stands there.
+    assert sum(line.rstrip().endswith(f"  {other[:8]}") for line in lines) == 1
+    assert cache(filled, "ls", "--json") == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert {snapshot["model"]: snapshot["name"][:4] for snapshot in listed} == {MODEL: "Tiny", other: ""}
+
+
 def test_show_takes_the_beginning_of_an_id(filled: Path, capsys: pytest.CaptureFixture[str]) -> None:
     snapshot = Store(filled, MODEL, 0).find(conversation_of(3)[1])[0]
     assert cache(filled, "show", snapshot.manifest.id[:12]) == 0
@@ -51,9 +70,9 @@ def test_show_takes_the_beginning_of_an_id(filled: Path, capsys: pytest.CaptureF
     assert shown["key"] == snapshot.manifest.key and shown["path"] == str(snapshot.path)
     assert snapshot.manifest.page_keys not in json.dumps(shown)
     with open_directory(snapshot.path.parent) as directory:
-        write_about(directory, Fingerprint("weights", {"--cache-type-k": "q8_0"}))
+        write_about(directory, Fingerprint("weights", {"--cache-type-k": "q8_0"}, "Tiny"))
     assert cache(filled, "show", snapshot.manifest.id) == 0
-    assert json.loads(capsys.readouterr().out) == {**shown, "settings": {"--cache-type-k": "q8_0"}}
+    assert json.loads(capsys.readouterr().out) == {**shown, "name": "Tiny", "settings": {"--cache-type-k": "q8_0"}}
 
 
 @pytest.mark.parametrize(

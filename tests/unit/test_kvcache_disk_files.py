@@ -48,6 +48,18 @@ def filled(root: Path) -> None:
     content_digest([Path(__file__)], root)
 
 
+def test_names_are_no_part_of_the_fingerprint(tmp_path: Path) -> None:
+    # Of directories that earlier versions wrote.
+    assert ABOUT.model == "a65d8b92fee039ed44997f63e2f62e49"
+    named = Fingerprint(ABOUT.contents, ABOUT.settings, "a name")
+    assert named.model == ABOUT.model
+    with open_directory(tmp_path) as directory:
+        (tmp_path / "about.json").write_text('{"contents":"weights","settings":{"--cache-type-k":"f16"}}')
+        assert read_about(directory) == ABOUT
+        write_about(directory, named)
+        assert read_about(directory) == named
+
+
 def everything(root: Path) -> None:
     """All that servers and `luce cache` do with a directory; what fails is left out."""
 

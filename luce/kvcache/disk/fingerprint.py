@@ -34,17 +34,20 @@ class Fingerprint(msgspec.Struct, frozen=True):
     contents: str
     #: by name, the settings on which the bytes of a snapshot depend
     settings: dict[str, str]
+    #: of the model, for people; the same bytes under another name are the same model
+    name: str = ""
 
     @classmethod
-    def of(cls, contents: str, settings: Mapping[str, str], texts: Mapping[str, str]) -> Fingerprint:
+    def of(cls, contents: str, settings: Mapping[str, str], texts: Mapping[str, str], *, name: str = "") -> Fingerprint:
         """The fingerprint with these settings. `texts` are long ones, of which only digests are stored."""
         digests = {name: hashlib.blake2b(text.encode(), digest_size=8).hexdigest() for name, text in texts.items()}
-        return cls(contents, {**settings, **digests})
+        return cls(contents, {**settings, **digests}, name)
 
     @property
     def model(self) -> str:
         """Name of the model's directory: 32 hex digits."""
-        return hashlib.blake2b(msgspec.json.encode(self, order="sorted"), digest_size=16).hexdigest()
+        meaning = {"contents": self.contents, "settings": self.settings}
+        return hashlib.blake2b(msgspec.json.encode(meaning, order="sorted"), digest_size=16).hexdigest()
 
     def differences(self, other: Fingerprint) -> str:
         """The settings in which another fingerprint differs, for people."""
