@@ -113,7 +113,7 @@ def _read(origin: str, path: Path) -> list[tuple[bytes, bool]]:
         parts = line.split(b":")
         key = parts[0] if len(parts) == 1 else parts[1]
         # `KEY:admin` would make `admin` a key.
-        if not key or key == _ADMIN or len(parts) > 3 or parts[2:] not in ([], [_ADMIN]):
+        if not key or key == _ADMIN or parts[2:] not in ([], [_ADMIN]):
             expected = "expected KEY, NAME:KEY or NAME:KEY:admin"
             raise UsageError(f"{where}: line {number}: {expected}", param="api_key_file")
         keys.append((_digest(key), len(parts) == 3))

@@ -56,6 +56,12 @@ def encode(
     return _Windows(library, text, window).ids(limit, before)
 
 
+def moves(char: str) -> bool:
+    """Whether composing (NFC) may move a character to before the one in front of it."""
+    # Three Tibetan vowels are no marks that move, but consist of such.
+    return bool(unicodedata.combining(unicodedata.normalize("NFD", char)[0]))
+
+
 class _Windows:
     def __init__(self, library: tokenizers.Tokenizer, text: str, size: int) -> None:
         self._library = library
@@ -112,9 +118,8 @@ class _Windows:
                 continue
             if begin == 0 or (inside is not None and begin < width - 2 * margin):
                 break
-            before, end = window.token_to_chars(token - 1)
-            # Not within a character, which may be several tokens.
-            if not before < end == begin or not self._starts(start + begin):
+            # Not within a character, which may be several tokens. One that composes has the range of its first part.
+            if window.token_to_chars(token - 1)[1] > begin or not self._starts(start + begin):
                 continue
             word = window.token_to_word(token)
             if word != window.token_to_word(token - 1):
@@ -131,11 +136,6 @@ class _Windows:
         return self._text[start + begin] not in "\r\n" or self._text[start + word : start + word + 2].isspace()
 
     def _starts(self, at: int) -> bool:
-        """Whether the character composes with none before it, if the vocabulary composes texts (NFC)."""
-        char = self._text[at]
-        if not self._composes or char < "\u0300":
-            return True
-        # The vowels and final consonants of Hangul compose, and so do some letters outside these planes.
-        jamo = "\u1100" <= char <= "\u11ff" or "\ud7b0" <= char <= "\ud7ff"
-        plane = char <= "\uffff" or "\U0001f000" <= char <= "\U000323af"
-        return plane and not jamo and unicodedata.category(char)[0] != "M" and not unicodedata.combining(char)
+        """Whether composing (NFC) moves no character from behind this position to before it. A character that composes
+        with one before it begins no token."""
+        return not (self._composes and moves(self._text[at]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,44 +21,56 @@ PATHS = {
 
 
 class Reading:
-    """Reads for ever, until its client has left."""
+    """Reads until its client has left, or until the test ends."""
 
     def __init__(self) -> None:
         self.begun = threading.Semaphore(0)
-        self.ended = threading.Semaphore(0)
+        self.limits: list[PromptLimit] = []
+        self._over = threading.Event()
 
     def __call__(self, *args: Any, limit: PromptLimit, **options: Any) -> list[int]:
+        self.limits.append(limit)
         self.begun.release()
-        try:
-            while True:
-                limit.check(0)
-                threading.Event().wait(0.001)
-        except RequestError:
-            self.ended.release()
-            raise
+        while not self._over.wait(0.001):
+            limit.check(0)
+        return []
+
+    def end(self) -> None:
+        """Let go of the server's threads, also if nothing else stops them."""
+        self._over.set()
 
 
-def slow(here: Running, monkeypatch: pytest.MonkeyPatch) -> Reading:
+@pytest.fixture
+def reading() -> Iterator[Reading]:
     reading = Reading()
+    yield reading
+    reading.end()
+
+
+def slow(here: Running, reading: Reading, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(here.model.chat, "prompt", reading, raising=False)
     monkeypatch.setattr(here.model.tokenizer, "refuse_long", lambda text, limit: reading(limit=limit), raising=False)
-    return reading
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_a_client_that_leaves_ends_the_reading(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_leaves_ends_the_reading(
+    path: str, reading: Reading, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with running() as here:
-        reading = slow(here, monkeypatch)
+        slow(here, reading, monkeypatch)
         asked = asyncio.create_task(here.post(path, PATHS[path]))
         await asyncio.to_thread(reading.begun.acquire)
+        (limit,) = reading.limits
+        limit.check(0)
         asked.cancel()
-        await asyncio.to_thread(reading.ended.acquire)
         await here.quiet()
+        with pytest.raises(RequestError, match="the client has left"):
+            limit.check(0)
 
 
-async def test_metrics_do_not_wait_for_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_metrics_do_not_wait_for_prompts(reading: Reading, monkeypatch: pytest.MonkeyPatch) -> None:
     async with running() as here:
-        reading = slow(here, monkeypatch)
+        slow(here, reading, monkeypatch)
         asked = [asyncio.create_task(here.post(path, body)) for path, body in PATHS.items() for _ in range(8)]
         for _ in range(4):
             await asyncio.to_thread(reading.begun.acquire)

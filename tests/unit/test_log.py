@@ -80,6 +80,34 @@ def test_nothing_gathers_once_the_writer_has_stopped() -> None:
     assert lines() and not logging.getLogger().handlers
 
 
+def test_text_of_a_client_stays_on_one_line() -> None:
+    for text in ("a\u2028b", "a\x85b", "a\x1b[2Jb", "a\nb"):
+        stream = io.StringIO()
+        writer = log.configure("info", stream=stream)
+        log.event(logging.getLogger("luce.test"), "request", error=text)
+        writer.stop()
+        (line,) = stream.getvalue().splitlines()
+        assert line.endswith("error=" + json.dumps(text))
+
+
+def test_a_failure_that_is_its_own_cause_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    first, second = ValueError(), KeyError()
+    first.__cause__, second.__cause__ = second, first
+    log.failure(logging.getLogger("luce.test"), "it failed", first)
+    assert caplog.messages == ["it failed\nValueError\nKeyError"]
+
+
+def test_a_failure_is_logged_with_what_it_interrupted(caplog: pytest.LogCaptureFixture) -> None:
+    try:
+        try:
+            int("a-" + "prompt")
+        except ValueError:
+            {}["a-" + "key"]
+    except KeyError as error:
+        log.failure(logging.getLogger("luce.test"), "it failed", error)
+    assert "ValueError" in caplog.text and "KeyError" in caplog.text and "a-prompt" not in caplog.text
+
+
 def test_a_failure_is_logged_without_messages(caplog: pytest.LogCaptureFixture) -> None:
     try:
         try:

@@ -54,6 +54,15 @@ def test_bodies_that_would_build_too_much(body: bytes, what: str, monkeypatch: p
         decode(body, ChatRequest)
 
 
+@pytest.mark.parametrize("text", ['a"[[', '\\"[[', '\\\\"[[', "[[\\", '"'])
+def test_a_step_may_end_anywhere_in_a_string(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_size, "CONTAINERS", 1)
+    for step in range(1, 20):
+        monkeypatch.setattr(json_size, "STEP", step)
+        assert not too_many(json.dumps([text, text]).encode())
+        assert too_many(json.dumps([text, []]).encode())
+
+
 def test_text_with_as_many_brackets_is_no_matter() -> None:
     text = '[{,"\\' * 1_000_000
     request, _ = decode(json.dumps({"prompt": text}).encode(), CompletionRequest)

@@ -8,8 +8,10 @@ import random
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import normalizers
 
 from luce.errors import ContextError, RequestError
+from luce.text.pieces import moves
 from luce.text.prompt_limit import PromptLimit
 from luce.text.tokenizer import Tokenizer
 from tests.support.vocabulary import NAMES, byte_level, metadata, nfc, sentencepiece, spelling
@@ -28,6 +30,28 @@ RUNS += [
     "각" * 60,
 ]
 RUNS += ["ᄀ\u1161\u11a8" * 30, "🙂" * 60, "\n" + " " * 70 + "\n" + " " * 70 + "x", "\t" * 70, "!" * 60 + "'s"]
+#: marks out of order, vowels and consonants of Hangul, letters that compose though none is a mark, and such that NFC
+#: takes apart
+COMPOSING = [
+    "\u0301\u0323",
+    "q\u0301\u0323",
+    "\u0344\u0345\u0323",
+    "x\u0f73\u0f71",
+    "\u0f73\u0f71",
+    "ᄀ\u1161\u11a8",
+    "ᄀᄂ\u1161",
+]
+COMPOSING += [
+    "\u11a8\u1161ᄀ",
+    "가\u11a8",
+    "か\u3099",
+    "\u0958",
+    "\u09c7\u09be",
+    "\u1025\u102e",
+    "\u0cc6\u0cc2\u0cd5",
+    "\ufb1d\u05b0",
+]
+COMPOSING += ["\U0001d15e", "\U00011099\U000110ba", "\U000114b9\U000114ba", "\u2126\u0301"]
 TEXT = st.lists(st.text(ALPHABET, max_size=40) | st.sampled_from(RUNS), max_size=8).map("".join)
 WINDOW = 48
 
@@ -59,6 +83,37 @@ def same(keys: dict[str, object], *, composes: bool = False, text: st.SearchStra
 @pytest.mark.parametrize("pre", PRES)
 def test_all_pre_tokenizers(pre: str, composes: bool) -> None:
     same(pairs(pre), composes=composes)
+
+
+@pytest.mark.parametrize("pre", ["qwen35", "gpt-2"])
+@pytest.mark.parametrize("lead", ["x", "日", "q\u0323"])
+@pytest.mark.parametrize("run", COMPOSING)
+def test_characters_that_compose(run: str, lead: str, pre: str) -> None:
+    # Without merges: the first token behind a wrong cut is the right one, as two marks begin with the same byte.
+    keys = byte_level() | {"tokenizer.ggml.pre": pre}
+    whole, pieces = Tokenizer(keys, nfc=True, window=1 << 20), Tokenizer(keys, nfc=True, window=WINDOW)
+    for length in range(WINDOW + 4):
+        text = lead * length + run * 30
+        assert pieces.encode(text, specials=True) == whole.encode(text, specials=True), length
+
+
+def test_python_knows_the_characters_that_composing_moves() -> None:
+    # U+0323 composes with the `a` past a character of another combining class, and not past a starter.
+    starters = [char for char in map(chr, range(0x300, 0x20000)) if not "\ud800" <= char < "\ue000" and not moves(char)]
+    composed = normalizers.NFC().normalize_str("".join(f"\na{char}\u0323" for char in starters))
+    assert not [line for line in composed.split("\n")[1:] if not line.startswith("a")]
+
+
+@pytest.mark.parametrize("pre", PRES)
+@pytest.mark.parametrize("word", ["'sab", "'llab", "'SAB", "x", "7", " x", "\n", "\nx", " \n"])
+@pytest.mark.parametrize("run", "!\n 7x")
+def test_runs_that_end_near_a_cut(run: str, word: str, pre: str) -> None:
+    # Few merges: the first token behind a wrong cut is the right one, as in "!" and "'sab" for "!'" and "sab".
+    keys = byte_level(("s a", "l a", "S A", "a b", "Ġ x", "Ċ x", "Ċ Ċ", "Ġ Ġ")) | {"tokenizer.ggml.pre": pre}
+    whole, pieces = Tokenizer(keys, window=1 << 20), Tokenizer(keys, window=WINDOW)
+    for length in range(WINDOW + 4):
+        text = run * length + word + "x" * WINDOW
+        assert pieces.encode(text, specials=True) == whole.encode(text, specials=True), length
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -94,6 +149,17 @@ def test_reading_stops_between_windows(run: str) -> None:
     assert len(asked) == 6
     with pytest.raises(ContextError, match="at least"):
         tokenizer.encode(run * 200_000, specials=True, limit=PromptLimit(100))
+
+
+@pytest.mark.parametrize(
+    "run", ["a", "!", "日", "🙂", "e\u0301", "ᄀ\u1161\u11a8", "ᄀ\u1161 ", "각", "\u0958", "か\u3099"]
+)
+def test_every_run_can_be_cut(run: str) -> None:
+    # A window that cannot be cut is doubled.
+    tokenizer = Tokenizer(byte_level(), nfc=True, window=WINDOW)
+    asked = []
+    tokenizer.encode(run * 2000, specials=True, limit=PromptLimit(None, lambda: asked.append(None) is not None))
+    assert len(asked) >= len(run) * 2000 // WINDOW
 
 
 @pytest.mark.parametrize("text", ["7" * 400_000, "word " * 200_000, "x" * 1_000_000, "é" * 1_000_000])
