@@ -34,7 +34,7 @@ _WITHOUT_OUTPUT = ("serve", "shard")
 EXAMPLES = {
     "serve": "luce serve smollm2 --max-ctx 4k --port 8080",
     "chat": "luce chat smollm2 --temperature 0",
-    "run": "git diff | luce run smollm2 'Summarise this change.' -n 200",
+    "run": "git log -5 | luce run smollm2 'Summarise these commits.' -n 100",
     "inspect": "luce inspect smollm2 --devices cpu:0,cpu:1",
     "bench": "luce bench smollm2 -p 512,2k -n 128",
     "cache": "luce cache ls",

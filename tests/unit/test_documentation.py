@@ -82,6 +82,25 @@ def test_the_readme_lists_every_verb() -> None:
     assert set(re.findall(r"^\| `luce (\w+)", (ROOT / "README.md").read_text(), re.MULTILINE)) == set(cli.VERBS)
 
 
+def cells(text: str, label: str) -> list[str]:
+    """The cells of the first row of a table whose first cell begins with the label."""
+    row = next(line for line in text.splitlines() if line.startswith(f"| {label}"))
+    return [cell.strip() for cell in row.strip("|").split("|")]
+
+
+def test_figures_of_the_readme_are_those_of_the_measurements() -> None:
+    performance = (ROOT / "docs/internals/performance.md").read_text()
+    one, several = performance.partition("### Two to four H200")[::2]
+    prompt, decode = cells(one, "27B, prompt 8192"), cells(one, "27B, decode")
+    four = [cells(several, label)[cells(several, "| one GPU").index("four")] for label in ("prompt 8192", "decode")]
+    shown = re.findall(r"^\| (?:Luce|best peer) \| .*", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert [[cell.strip() for cell in row.strip("|").split("|")] for row in shown] == [
+        ["Luce", prompt[1], decode[1], "1"],
+        ["best peer", prompt[3], decode[3], "1"],
+        ["Luce", *four, "4"],
+    ]
+
+
 @pytest.mark.parametrize("path", FOR_USERS, ids=lambda p: p.name)
 def test_every_flag_that_is_shown_exists(path: Path) -> None:
     shown = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", path.read_text()))
