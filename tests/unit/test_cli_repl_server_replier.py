@@ -7,9 +7,7 @@ import json
 import queue
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,6 +16,7 @@ from luce.cli.repl.server_client import ServerClient, base_url
 from luce.cli.repl.server_replier import ServerReplier
 from luce.errors import ServerError, UsageError
 from tests.support.http_server import running
+from tests.support.other_server import OtherServer, delta
 from tests.support.scripted_chat import ScriptedModel
 from tests.support.talk import Keys, Talk
 
@@ -26,55 +25,6 @@ from tests.support.talk import Keys, Talk
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STATE_DIRECTORY", str(tmp_path / "state"))
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-
-
-def delta(finish: str | None = None, **fields: Any) -> bytes:
-    return f"data: {json.dumps({'choices': [{'delta': fields, 'finish_reason': finish}]})}\n\n".encode()
-
-
-class OtherServer:
-    """Answers every POST with `status` and `body`; records the requests and their keys."""
-
-    def __init__(self) -> None:
-        self.status, self.body, self.kind = 200, b"", "text/event-stream"
-        self.models: Any = {"data": [{"id": "first", "max_model_len": 100}, {"id": "second"}]}
-        self.requests: list[dict[str, Any]] = []
-        self.keys: list[str | None] = []
-        own = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                self.answer(200, json.dumps(own.models).encode(), "application/json")
-
-            def do_POST(self) -> None:
-                own.requests.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-                own.keys.append(self.headers["Authorization"])
-                self.answer(own.status, own.body, own.kind)
-
-            def answer(self, status: int, body: bytes, kind: str) -> None:
-                self.send_response(status)
-                self.send_header("Content-Type", kind)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *values: Any) -> None:
-                pass
-
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
-        threading.Thread(target=self._http.serve_forever, daemon=True).start()
-
-    def talk(self, *messages: str, model: str | None = None, key: str = "") -> Talk:
-        client = ServerClient(self.url, key)
-        try:
-            return Talk(ScriptedModel(), Keys(*messages), replier=ServerReplier(client, model))
-        finally:
-            client.close()
-
-    def close(self) -> None:
-        self._http.shutdown()
-        self._http.server_close()
 
 
 @pytest.fixture
@@ -177,6 +127,34 @@ def test_errors_are_one_line_and_lose_nothing(server: OtherServer, status: int, 
     assert message in talk.notes and talk.notes.count("\n") == 1 and len(talk.notes) < 400
     assert talk.session.conversation.messages == []
     assert talk.status == ServerError.exit_code
+
+
+def test_a_server_that_refuses_stream_options(server: OtherServer, capsys: pytest.CaptureFixture[str]) -> None:
+    server.refused = {"stream_options"}
+    server.body = delta("stop", content="yes")
+    talk = server.talk("one", "two")
+    assert capsys.readouterr().out == "yes\nyes\n" and talk.status == 0
+    assert ["stream_options" in request for request in server.requests] == [True, False, False]
+    server.refused = {"stream_options", "stream"}
+    assert "400: Unrecognized request argument: stream" in server.talk("one").notes
+    assert len(server.requests) == 5
+
+
+def test_template_and_devices_of_a_server(server: OtherServer, luce: str) -> None:
+    client = ServerClient(luce, "")
+    done = Talk(ScriptedModel(), Keys("/show template", "/show devices"), replier=ServerReplier(client, None))
+    client.close()
+    assert "{%" in done.notes and "cpu:0" in done.notes and "luce:" not in done.notes
+    shard = {"device": "\x1b[31mgpu:0", "layers": [0, 3], "weights": 1 << 20, "state": 0}
+    server.props = {"chat_template": "{{ messages }}\x07", "runtime": {"target_sharding": [shard]}}
+    notes = server.talk("/show template", "/show devices").notes
+    assert "{{ messages }}\n" in notes and "[31mgpu:0  0..3    1.0 MiB" in notes and "\x1b" not in notes
+    for wrong in ([], {"chat_template": 1, "runtime": {"target_sharding": [{}]}}):
+        server.props = wrong
+        assert server.talk("/show template", "/show devices").notes == (
+            "luce: /show template: the server's /props has no chat_template\n"
+            "luce: /show devices: the server's /props has no runtime.target_sharding\n"
+        )
 
 
 def test_what_a_server_does_not_tell(server: OtherServer) -> None:

@@ -50,9 +50,9 @@ class ServerClient:
         self._thread.start()
         self._session = self._call(self._open())
 
-    def get(self, path: str) -> Any:
-        """The JSON of a GET."""
-        return self._call(self._get(path))
+    def get(self, path: str, *, root: bool = False) -> Any:
+        """The JSON of a GET. root: beside the API's /v1, not below it."""
+        return self._call(self._get((self.url.removesuffix("/v1") if root else self.url) + path))
 
     def stream(self, path: str, body: Json) -> Stream:
         """The events of a POST."""
@@ -87,9 +87,9 @@ class ServerClient:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._session.close()
 
-    async def _get(self, path: str) -> Any:
+    async def _get(self, url: str) -> Any:
         try:
-            async with self._session.get(self.url + path, allow_redirects=False) as response:
+            async with self._session.get(url, allow_redirects=False) as response:
                 await self._check(response)
                 return _json(await response.read(), self.url)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:

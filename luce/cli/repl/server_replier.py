@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypedDict
+
+import msgspec
 
 from luce.cli.repl.replier import Ending, Messages, Replier, Reply, Request
 from luce.cli.repl.server_client import Json, ServerClient, Stream
@@ -20,10 +22,12 @@ _LENGTHS = ("max_model_len", "context_length", "context_window", "max_context_le
 
 
 class ServerReply(Reply):
-    """The reply in an event stream."""
+    """The reply in an event stream. `retry` repeats the request without `stream_options`, which older servers refuse;
+    None: it had none."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: Stream, retry: Callable[[], Stream] | None) -> None:
         self._stream = stream
+        self._retry = retry
         self._splitter = ReasoningSplitter(_MARKERS)
         self._reason = ""
         self._usage: Json = {}
@@ -31,7 +35,7 @@ class ServerReply(Reply):
         self._flushed = False
 
     def __next__(self) -> Delta:
-        while (event := self._stream.next()) is not None:
+        while (event := self._next_event()) is not None:
             delta = self._take(event)
             if delta is not None:
                 self.tokens += 1
@@ -47,6 +51,16 @@ class ServerReply(Reply):
     def close(self) -> None:
         """Cancel the reply. Idempotent."""
         self._stream.close()
+
+    def _next_event(self) -> Json | None:
+        retry, self._retry = self._retry, None  # only the first event may be a refusal
+        try:
+            return self._stream.next()
+        except ServerError as error:
+            if retry is None or "stream_options" not in str(error):
+                raise
+        self._stream = retry()
+        return self._stream.next()
 
     def _take(self, event: Json) -> Delta | None:
         """The text of an event; None if it has none."""
@@ -99,6 +113,8 @@ class ServerReplier(Replier):
         entry: Mapping[str, Any] = next((entry for entry in models if entry["id"] == self.name), {})
         self.context = next((n for key in _LENGTHS if (n := _number(entry.get(key)))), None)
         self._last: ServerReply | None = None
+        #: whether the server has refused stream_options: its replies have no counts
+        self._usage_refused = False
 
     def reply(self, messages: Messages, request: Request, on_progress: Callable[[int, int], None]) -> Reply:
         """As in Replier. The reasoning of earlier replies stays here: servers differ in what they make of it."""
@@ -106,7 +122,6 @@ class ServerReplier(Replier):
             "model": self.name,
             "messages": [{"role": m["role"], "content": m["content"]} for m in messages],
             "stream": True,
-            "stream_options": {"include_usage": True},
             **request.sampling,
         }
         if request.think in ("on", "off"):
@@ -115,8 +130,15 @@ class ServerReplier(Replier):
             body["reasoning_effort"] = request.think
         if request.response_format is not None:
             body["response_format"] = request.response_format
-        self._last = ServerReply(self._client.stream("/chat/completions", body))
+        if not self._usage_refused:
+            body["stream_options"] = {"include_usage": True}
+        stream = self._client.stream("/chat/completions", body)
+        self._last = ServerReply(stream, None if self._usage_refused else lambda: self._without_usage(body))
         return self._last
+
+    def _without_usage(self, body: Json) -> Stream:
+        self._usage_refused = True
+        return self._client.stream("/chat/completions", {n: v for n, v in body.items() if n != "stream_options"})
 
     def count(self, text: str) -> int | None:
         """Not known."""
@@ -140,11 +162,18 @@ class ServerReplier(Replier):
 
     def template(self) -> str:
         """As in Replier."""
-        raise UsageError("/show template: a server does not tell its chat template")
+        template = _text(self._props("/show template"), "chat_template")
+        if not template:
+            raise UsageError("/show template: the server's /props has no chat_template")
+        return template
 
     def devices(self) -> list[dict[str, Any]]:
         """As in Replier."""
-        raise UsageError("/show devices: a server does not tell its devices")
+        runtime = _object(self._props("/show devices"), "runtime")
+        try:
+            return [dict(shard) for shard in msgspec.convert(runtime.get("target_sharding"), list[_Shard])]
+        except msgspec.ValidationError:
+            raise UsageError("/show devices: the server's /props has no runtime.target_sharding") from None
 
     def cache(self) -> dict[str, Any]:
         """What the last reply told."""
@@ -153,10 +182,26 @@ class ServerReplier(Replier):
             raise UsageError("/show cache: the server has not told yet what it cached")
         return {"last prompt": f"{ending.cached:,} of {ending.prompt:,} tokens were cached"}
 
+    def _props(self, origin: str) -> Json:
+        try:
+            found = self._client.get("/props", root=True)
+        except ServerError as error:
+            raise UsageError(f"{origin}: the server does not tell: {error}") from None
+        return found if isinstance(found, dict) else {}
+
     def close(self) -> None:
         """End the connection. Idempotent."""
         with contextlib.suppress(ServerError):
             self._client.close()
+
+
+class _Shard(TypedDict):
+    """As in Luce's /props: a device, its first and last layer, bytes."""
+
+    device: str
+    layers: tuple[int, int]
+    weights: int
+    state: int
 
 
 def _object(value: Json, name: str) -> Json:

@@ -76,7 +76,7 @@ def devices(session: Session) -> None:
     for shard in session.replier.devices():
         first, last = shard["layers"]
         sizes = (f"{shard[name] / 2**20:,.1f} MiB" for name in ("weights", "state"))
-        table.add_row(shard["device"], f"{first}..{last}", *sizes)
+        table.add_row(printable(shard["device"]), f"{first}..{last}", *sizes)
     session.screen.notes.print(table)
 
 
