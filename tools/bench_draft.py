@@ -27,7 +27,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ import luce
 from luce.assembly import open_backend
 from luce.backend.layersplit import LayerSplitBackend
 from luce.backend.placement import default_context
+from luce.cli import progress
 from luce.config.resolve import resolve
 from luce.config.sampling import SamplingParams
 from luce.config.settings import Config
@@ -129,10 +130,14 @@ def replied(engine: Engine, prompt: Sequence[int], tokens: int) -> list[tuple[fl
     return [(at, count, event) for at, count, event in events if isinstance(event, Tokens)]
 
 
-def accepted(model: luce.Model, prompts: Sequence[Sequence[int]], tokens: int) -> Accepted:
-    """Greedy replies of up to `tokens` tokens to prompts, one after another."""
+def accepted(
+    model: luce.Model, prompts: Sequence[Sequence[int]], tokens: int, on_progress: Callable[[int, int], None]
+) -> Accepted:
+    """Greedy replies of up to `tokens` tokens to prompts, one after another. `on_progress` gets the replies that are
+    finished, and their number."""
     found = Accepted(len(prompts))
-    for prompt in prompts:
+    for number, prompt in enumerate(prompts):
+        on_progress(number, len(prompts))
         events = replied(model.engine, prompt, tokens)
         # The first token comes with the prompt.
         found.histogram.update([len(event.tokens) for _, _, event in events][1:])
@@ -143,14 +148,16 @@ def acceptance(target: str, prompts: dict[str, list[str]], tokens: int, count: i
     """Load a target with its drafter and report the tokens of its steps by task, for `count` prompts of each task,
     evenly spread (0: all)."""
     settings = {"parallel": 1, "verify_width": 16, "cache_ram": 0, **fields}
-    with luce.load(target, **settings) as model:
+    name = Path(target).name
+    with progress.shown(f"loading {name}", lines=True) as wait, luce.load(target, **settings) as model:
         drafter = model.engine.stats().draft
         if drafter is not None and not drafter.on:
             raise LuceError(f"drafting is off: {drafter.state}")
         tasks = {}
         for task, texts in prompts.items():
             chosen = texts[:: max(1, len(texts) // count)][:count] if count else texts
-            tasks[task] = accepted(model, [model.tokenize(text) for text in chosen], tokens).report()
+            wait.step(f"{task}: {len(chosen)} replies of up to {tokens} tokens")
+            tasks[task] = accepted(model, [model.tokenize(text) for text in chosen], tokens, wait.update).report()
         stats = model.engine.stats().draft
         assert stats is not None
         return {
@@ -248,16 +255,21 @@ def step_times(target: str, rows: Sequence[int], depth: int, steps: int, **field
     """Load a target without and then with its drafter, and report the time of steps behind `depth` tokens."""
     fields = {"max_ctx": depth + 2 * _FIRST + steps + 64, **fields}
     report: dict[str, Any] = {"target": Path(target).name, "draft": fields["draft"], "depth": depth}
-    with opened(target, **{**fields, "draft": ""}) as (backend, _):
-        prompt = np.random.default_rng(0).integers(0, backend.capacity.vocab, depth).tolist()
-        report["devices"] = [shard.info.device for shard in backend.shards]
-        plain = timed(backend, None, 1, prompt, steps)
-    report["plain"] = plain
-    with opened(target, **fields) as (backend, drafter):
-        assert drafter is not None
-        report["facts"] = drafter.describe()
-        widths = [width for width in rows if 1 < width <= min(drafter.block + 1, backend.capacity.verify_rows)]
-        report["widths"] = [timed(backend, drafter, width, prompt, steps) for width in widths]
+    with progress.shown(f"loading {report['target']}", lines=True) as wait:
+        with opened(target, **{**fields, "draft": ""}) as (backend, _):
+            wait.step("measuring steps without a drafter")
+            prompt = np.random.default_rng(0).integers(0, backend.capacity.vocab, depth).tolist()
+            report["devices"] = [shard.info.device for shard in backend.shards]
+            plain = timed(backend, None, 1, prompt, steps)
+        report["plain"], report["widths"] = plain, []
+        wait.step(f"loading {report['target']} with its drafter")
+        with opened(target, **fields) as (backend, drafter):
+            assert drafter is not None
+            report["facts"] = drafter.describe()
+            for width in rows:
+                if 1 < width <= min(drafter.block + 1, backend.capacity.verify_rows):
+                    wait.step(f"measuring steps of {width} rows")
+                    report["widths"].append(timed(backend, drafter, width, prompt, steps))
     for result in report["widths"]:
         result["of_plain"] = result["step"] / plain["step"]
     return report
@@ -398,7 +410,8 @@ def main() -> int:
     try:
         if options.verb == "make":
             kind = Type[options.type.upper()]
-            make(options.target, options.out, kind, options.layers, options.heads, options.block)
+            with progress.shown(f"writing {options.out}", lines=True):
+                make(options.target, options.out, kind, options.layers, options.heads, options.block)
             return 0
         fields = _settings(flags) | {"draft": options.draft}
         if options.verb == "acceptance":

@@ -115,7 +115,11 @@ def test_without_paging(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", str(MODEL), *SMALL, "--target-devices", "cpu:0"]) == 0
-    text = capsys.readouterr().out
+    text, told = capsys.readouterr()
+    # Piped, it says what it does on standard error.
+    lines = told.splitlines()
+    assert lines[:2] == ["luce: measuring the devices", f"luce: loading {MODEL.name} for 1 x 90 tokens"], told
+    assert {"luce: measuring verify 3 rows at 20", "luce: measuring 3 sequences"} <= set(lines)
     for expected in ("qwen35", "copies 2 GB/s, reads 1 GB/s, multiplies 1.00 TFLOP/s", "verify 3 rows at 20", "1 x 90"):
         assert expected in text
 
