@@ -18,6 +18,14 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="path of a GGUF file, or an alias (smollm2)")
 
 
+def add_reply(parser: argparse.ArgumentParser) -> None:
+    """-n and --seed, which luce.cli.options.parse_flags reads."""
+    parser.add_argument(
+        "-n", "--max-tokens", metavar="N", help="longest reply in tokens (default: until the context is full)"
+    )
+    parser.add_argument("--seed", metavar="N", help="seed of the random choices (default: random)")
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     """--json."""
     parser.add_argument("--json", action="store_true", help="machine-readable output")

@@ -14,8 +14,9 @@ from rich.console import Console
 
 from luce.assembly import open_model
 from luce.cli import progress
-from luce.cli.arguments import LOADED, add_settings, settings
+from luce.cli.arguments import LOADED, add_reply, add_settings, settings
 from luce.cli.markdown import printable
+from luce.cli.options import parse_flags
 from luce.cli.pull import fetch
 from luce.cli.repl import conversation as files
 from luce.cli.repl.commands import completer, resume, set_think
@@ -71,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--think", metavar="VALUE", default="", help="as /set think: on, off, low, ..., show or hide")
     parser.add_argument("--allow-shell", action="store_true", help="!COMMAND runs a command")
     parser.add_argument("--plain", action="store_true", help="no colours, no Markdown (also with NO_COLOR)")
+    add_reply(parser)
     add_settings(parser, SETTINGS)
 
 
@@ -80,6 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.model is None and arguments.server is None:
         raise UsageError("MODEL: missing; give a model, or --server", param="model")
     given = Options(arguments.system, arguments.plain, arguments.resume, arguments.allow_shell, arguments.think)
+    given.settings.sampling.update(parse_flags(arguments))
     if given.resume:
         _check_resume()
     if arguments.server is not None:

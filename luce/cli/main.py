@@ -124,7 +124,8 @@ def _parsers(verb: str) -> tuple[_Parser, _Parser]:
     top = _Parser(
         prog="luce",
         description="A local LLM server that splits one GGUF model over devices that need not match.",
-        epilog="example: luce chat smollm2. `luce VERB --help` shows its common flags, `luce VERB --help all` all.",
+        epilog="example: luce chat smollm2. `luce VERB --help` shows its common flags, `luce VERB --help all` all; "
+        "`luce --help all` shows all of every verb.",
     )
     top.add_argument("--version", action="version", version=f"luce {__version__}")
     found = top
@@ -144,11 +145,15 @@ def _parsers(verb: str) -> tuple[_Parser, _Parser]:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """A parsed command line. Raises UsageError for arguments that the verb does not take.
+    """A parsed command line. Raises UsageError for arguments that the verb does not take, SystemExit behind a help.
 
     argparse fills the positionals of a verb before its flags and leaves over those that stand behind flags. A verb
     names the one of its positionals that may stand there with `parser.set_defaults(behind_flags=NAME)`.
     """
+    if list(argv) in (["--help", "all"], ["-h", "all"]):
+        texts = [_parsers("")[0].format_help(), *(_parsers(verb)[1].format_help() for verb in VERBS)]
+        print("\n\n".join(texts), end="")
+        raise SystemExit(0)
     verb = _verb(argv)
     if verb and verb not in VERBS:
         raise UsageError(f"{verb}: no such verb{nearest(verb, VERBS)} (luce --help tells more)")

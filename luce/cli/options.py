@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import Any
 
 from luce.config.sampling import SAMPLERS
+from luce.config.settings import flag
 from luce.errors import UsageError
 
 #: sampling values that a user may set; each is a keyword of Model.generate
@@ -34,6 +36,21 @@ def parse_pairs(pairs: list[str]) -> dict[str, Any]:
             problems.append(error)
     raise_together(problems)
     return options
+
+
+def parse_flags(arguments: argparse.Namespace) -> dict[str, Any]:
+    """-n and --seed as keywords of Model.generate. Raises one UsageError that holds every problem."""
+    given: dict[str, Any] = {}
+    problems: list[UsageError] = []
+    for name in ("max_tokens", "seed"):
+        text = getattr(arguments, name)
+        if text is not None:
+            try:
+                given[name] = parse(name, text, flag(name))
+            except UsageError as error:
+                problems.append(error)
+    raise_together(problems)
+    return given
 
 
 def raise_together(problems: list[UsageError]) -> None:

@@ -12,13 +12,13 @@ from rich.console import Console
 from luce.api import Model
 from luce.assembly import open_model
 from luce.cli import options, progress
-from luce.cli.arguments import LOADED, add_json, add_model, add_settings, settings
+from luce.cli.arguments import LOADED, add_json, add_model, add_reply, add_settings, settings
 from luce.cli.markdown import MarkdownWriter, PlainThoughts, PlainWriter, ThoughtWriter
 from luce.cli.pull import fetch
 from luce.cli.repl.model_replier import ModelReply, template_variables
 from luce.cli.repl.replier import Request, Thinking
 from luce.config.environment import environment
-from luce.config.settings import Config, flag
+from luce.config.settings import Config
 from luce.errors import UsageError
 from luce.text.reasoning import Delta
 
@@ -36,10 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--option", metavar="K=V", action="append", default=[], help="sampling value (repeatable)"
     )
-    parser.add_argument(
-        "-n", "--max-tokens", metavar="N", help="longest reply in tokens (default: until the context is full)"
-    )
-    parser.add_argument("--seed", metavar="N", help="seed of the random choices (default: random)")
+    add_reply(parser)
     parser.set_defaults(behind_flags="prompt")
     parser.add_argument("--think", metavar="VALUE", default="", help="as in luce chat: on, off, low, ..., show or hide")
     add_json(parser)
@@ -69,13 +66,10 @@ def _checked(arguments: argparse.Namespace) -> tuple[Config, dict[str, Any], Thi
         sampling = options.parse_pairs(arguments.option)
     except UsageError as error:
         problems.append(error)
-    for name in ("max_tokens", "seed"):
-        text = getattr(arguments, name)
-        if text is not None:
-            try:
-                sampling[name] = options.parse(name, text, flag(name))
-            except UsageError as error:
-                problems.append(error)
+    try:
+        sampling |= options.parse_flags(arguments)
+    except UsageError as error:
+        problems.append(error)
     if arguments.think:
         try:
             thinking = thinking.changed(arguments.think, "--think")

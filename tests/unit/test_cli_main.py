@@ -64,6 +64,7 @@ def test_help_is_quick() -> None:
         (["serve", "x", "--target-devices"], "argument --target-devices/--devices: expected one argument (luce serve "),
         (["chat", "x", "--xyzzy"], "--xyzzy: unknown (luce chat --help tells more)"),
         (["run", "x", "y", "--max-c", "5"], "--max-c 5: unknown; did you mean --max-ctx? (luce run --help tells more)"),
+        (["chat", "x", "-n", "0", "--seed", "y"], "--max-tokens: expected an integer in 1..2147483647 (4k is 4096), "),
         (["cache"], "the following arguments are required: ACTION (luce cache --help tells more)"),
     ],
 )
@@ -96,6 +97,27 @@ def test_model_errors(verb: str, model: str, status: int, capsys: pytest.Capture
     assert printed.out == ""
     assert printed.err.startswith("luce: ") and printed.err.count("\n") == 1
     assert model in printed.err
+
+
+def test_chat_takes_the_length_and_the_seed_of_replies(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("/set max_tokens\n/set seed\n"))
+    flags = ["--target-devices", "cpu:0", "--max-ctx", "64", "--kv-cache-dir", "off"]
+    assert main(["chat", str(MODEL), *flags, "-n", "2k", "--seed", "7"]) == 0
+    assert capsys.readouterr().err.splitlines() == ["max_tokens 2048", "seed 7"]
+
+
+def test_help_of_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    assert "`luce --help all`" in " ".join(capsys.readouterr().out.split())
+    texts = []
+    for arguments in (["--help"], *([verb, "--help", "all"] for verb in VERBS)):
+        assert main(arguments) == 0
+        texts.append(capsys.readouterr().out)
+    for flag in ("--help", "-h"):
+        assert main([flag, "all"]) == 0
+        assert capsys.readouterr().out == "\n\n".join(texts)
 
 
 def test_help_is_short_unless_all_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
