@@ -1,14 +1,23 @@
-"""The model file changes under a load and under a loaded model: no process dies without a word, no reply is wrong."""
+"""The model file changes under a load and under a loaded model, of this process and of a daemon: no process dies
+without a word, no reply is wrong."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import luce
+from luce.api import Model
+from luce.errors import ShardLostError
+from luce.gguf.reader import open_gguf
+from luce.ipc import supervisor
+from tests.support.daemons import HERE, children
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "tests" / "reference" / "qwen3-a-F32.gguf"
@@ -75,3 +84,50 @@ def test_a_load_is_refused_with_the_name_of_the_file(change: str, tmp_path: Path
 
 def test_a_load_goes_on_with_a_file_that_is_replaced(tmp_path: Path) -> None:
     assert run(tmp_path, "replace", "loading", "cpu:0,cpu:1") == run(tmp_path, "none", "loading", "cpu:0,cpu:1")
+
+
+def split(path: Path) -> Model:
+    """A model whose second half is in a daemon, which reads the file itself."""
+    return luce.load(path, target_devices="cpu:0,cpu:1", target_shard_ipc_bin=HERE, max_ctx=128, kv_cache_dir="off")
+
+
+def reply(model: Model) -> list[int]:
+    return [token.id for token in model.generate([1, 2, 3, 4, 5], max_tokens=8, temperature=0.0, ignore_eos=True)]
+
+
+def change_in_place(path: Path, change: str) -> None:
+    """Cut the file off, or fill all of it, or its tensors, with zeros."""
+    if change == "truncate":
+        os.truncate(path, 4096)
+        return
+    with open_gguf(path) as opened:
+        begin = min(info.offset for info in opened.tensors.values()) if change == "zero tensors" else 0
+    with path.open("r+b") as file:
+        file.seek(begin)
+        file.write(bytes(path.stat().st_size - begin))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ("truncate", "the value of .* passes the end of the file at 4096 bytes"),
+        ("zero", "is not a GGUF file"),
+        ("zero tensors", "the daemon's file is not the server's: their contents differ"),
+    ],
+)
+def test_a_daemon_goes_on_as_before_and_is_not_replaced(
+    change: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "RESTARTS", 1)
+    path = tmp_path / "model.gguf"
+    shutil.copy(SOURCE, path)
+    with split(path) as model:
+        (pid,) = children()
+        expected = reply(model)
+        change_in_place(path, change)
+        assert reply(model) == expected and children() == {pid}
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(ShardLostError, match="ended by SIGKILL"):
+            reply(model)
+        with pytest.raises(ShardLostError, match=rf"^shard 1 \(cpu:1\): {path}: {why}"):
+            reply(model)
