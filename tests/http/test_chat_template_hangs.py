@@ -44,22 +44,29 @@ async def test_the_conversation_goes_to_a_new_process() -> None:
 
 
 async def test_conversations_that_wait_hold_up_nothing_else() -> None:
-    async with stopped(seconds=60, patience=60) as (here, template):
+    async with stopped(seconds=10, patience=10) as (here, template):
+
+        async def others() -> list[int]:
+            metrics = await here.get("/metrics")
+            completion = await here.post("/v1/completions", {"prompt": "hi", "temperature": 0, "max_tokens": 4})
+            return [metrics[0], completion[0]]
+
         waiting = [asyncio.create_task(here.chat()) for _ in range(9)]
         await here.until(lambda: here.server.active == 9)
-        assert (await here.get("/metrics"))[0] == 200
-        status, reply, _ = await here.post("/v1/completions", {"prompt": "hi", "temperature": 0, "max_tokens": 4})
-        assert status == 200, reply
-        assert not any(task.done() for task in waiting)
+        beside = asyncio.create_task(others())
+        # Others that are held up end behind the conversations, which go to a new process some time.
+        first, _ = await asyncio.wait([beside, *waiting], return_when=asyncio.FIRST_COMPLETED)
+        assert first == {beside} and await beside == [200, 200]
         os.kill(template.process.pid, signal.SIGCONT)
         assert [(await task)["choices"][0]["message"]["content"] for task in waiting] == [REPLY] * 9
 
 
 async def test_health_notices() -> None:
-    async with stopped(seconds=1, patience=60) as (here, template):
+    async with stopped(seconds=1, patience=20) as (here, template):
         assert (await here.get("/health"))[0] == 200
         waiting = asyncio.create_task(here.chat())
         while (await here.get("/health"))[0] == 200:
+            assert not waiting.done()
             await asyncio.sleep(0.01)
         status, body, _ = await here.get("/health")
         assert status == 503 and body["status"] == "error"
