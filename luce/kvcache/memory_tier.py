@@ -186,9 +186,10 @@ class MemoryTier:
         """A new checkpoint with the state of a slot. Raises LuceError."""
         residency = None if self._pager is None else self._pager.residency(slot, len(ids))
         state = self._backend.state.save(*self.state_place(slot, len(ids)))
+        # A daemon that is lost meanwhile has no size to tell: nothing is in the tree yet.
+        self.bytes += state.nbytes
         checkpoint = self.tree.add(ids, state, None, interim=interim)
         checkpoint.residency = residency
-        self.bytes += state.nbytes
         return checkpoint
 
     def _share_host_page(self, node: PageNode, slot: int) -> None:

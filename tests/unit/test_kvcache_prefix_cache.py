@@ -259,6 +259,22 @@ def test_a_copy_that_fails_costs_the_cache_only(verb: str, monkeypatch: pytest.M
         assert r.engine.stats().pages_used == 0
 
 
+def test_a_state_that_is_lost_before_its_size_is_known_is_no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Lost:
+        @property
+        def nbytes(self) -> int:
+            raise DeviceError("the daemon is lost")
+
+    with rig(recurrent=True) as r:
+        with monkeypatch.context() as patch:
+            patch.setattr(r.backend.state, "save", lambda *given: Lost())
+            assert r.ask(ids(200), 2)[0] == r.backend.reply(ids(200), 2)
+        assert r.engine.cache is not None
+        # As the engine does behind a loss.
+        r.engine.cache.memory.clear()
+        assert r.engine.cache.memory.bytes == 0
+
+
 @settings(max_examples=30)
 @given(data=st.data())
 def test_any_traffic_gives_the_replies_of_an_engine_without_a_cache(data: st.DataObject) -> None:
