@@ -153,6 +153,11 @@ class ChatFormat:
         plain = _merged([_plain(message, i) for i, message in enumerate(messages)])
         if continues and (plain[-1].get("role") != "assistant" or plain[-1].get("tool_calls")):
             raise _not_continued("the last message must be an assistant's, without tool calls")
+        # Before the template gets it: the conversation as JSON is one call, which stops all other threads. Templates
+        # write a user's words as they are, but for the whitespace around them.
+        for message in plain:
+            if message.get("role") == "user" and isinstance(message["content"], str):
+                self._tokenizer.refuse_long(message["content"].strip(), limit)
         variables = {**kwargs, "tools": tools, "add_generation_prompt": opens}
         try:
             return self._render_plain(plain, variables, limit, continues=continues)

@@ -81,6 +81,15 @@ async def test_metrics_do_not_wait_for_prompts(reading: Reading, monkeypatch: py
         await here.quiet()
 
 
+async def test_a_long_message_is_refused_before_it_is_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running() as here:
+        monkeypatch.setattr(here.model.chat.template, "render", None, raising=False)
+        body = json.dumps({"messages": [{"role": "user", "content": "word " * (6 << 20)}]}).encode()
+        status, reply, _ = await here.post("/v1/chat/completions", body)
+        assert status == 400 and reply["error"]["code"] == "context_length_exceeded"
+        assert "resulted in at least" in reply["error"]["message"]
+
+
 async def test_200000_messages_are_refused_before_they_are_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running() as here:
         monkeypatch.setattr(here.model.chat.template, "render", None, raising=False)

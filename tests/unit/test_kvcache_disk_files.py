@@ -19,7 +19,7 @@ from luce.cli.main import main
 from luce.errors import LuceError
 from luce.kvcache.disk import files
 from luce.kvcache.disk.directory import Directory
-from luce.kvcache.disk.files import OpenDirectory, UnsafeDirectoryError, open_directory
+from luce.kvcache.disk.files import IrregularFileError, OpenDirectory, UnsafeDirectoryError, open_directory
 from luce.kvcache.disk.fingerprint import RECORD, Fingerprint, content_digest, read_about, recorded_digest, write_about
 from luce.kvcache.disk.manifest import LAYOUT
 from luce.kvcache.disk.store import Store, StoreFullError
@@ -312,6 +312,22 @@ def test_a_lock_that_is_no_file_is_an_error(kind: str, tmp_path: Path) -> None:
     store.budget = 1000
     with pytest.raises((OSError, StoreFullError)):
         snapshots.write(store, ids(100))
+
+
+def test_a_file_that_becomes_something_else_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, real = tmp_path / "file", os.open
+    place.write_bytes(b"x")
+
+    def late(name: str, *given: int, **more: int) -> int:
+        if name == "file":
+            place.unlink()
+            os.mkfifo(place)
+        return real(name, *given, **more)
+
+    with open_directory(tmp_path) as directory:
+        monkeypatch.setattr(os, "open", late)
+        with pytest.raises(IrregularFileError, match="has just become a FIFO"):
+            directory.open("file")
 
 
 def test_every_operation_on_a_link_leaves_its_target(tmp_path: Path) -> None:
