@@ -6,9 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
+from luce.cli import progress
 from luce.cli.arguments import add_model
 from luce.errors import ModelError
 from luce.hub import resolve_model
@@ -34,11 +32,14 @@ def fetch(name: str) -> Path:
         return resolve_model(name, download=False)
     except ModelError:
         print(f"luce: {name} is not on this machine yet; downloading it into the user's cache", file=sys.stderr)
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-        with Progress(*columns, console=Console(stderr=True)) as progress:
-            task = progress.add_task(f"downloading {name}", total=None)
+        doing = "downloading"
+        with progress.shown(f"{doing} {name}", unit="bytes") as wait:
 
-            def unpacking(done: int, total: int) -> None:
-                progress.update(task, description=f"unpacking {name}", completed=done, total=total)
+            def update(now: str, done: int, total: int) -> None:
+                nonlocal doing
+                if now != doing:
+                    doing = now
+                    wait.step(f"{doing} {name}")
+                wait.update(done, total)
 
-            return resolve_model(name, progress=unpacking)
+            return resolve_model(name, progress=update)
