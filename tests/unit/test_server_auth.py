@@ -98,8 +98,8 @@ def test_addresses_that_others_reach(host: str) -> None:
 
 
 def test_several_hosts_are_names_of_the_server() -> None:
-    check = HostCheck(Config(host=("127.0.0.2", "[::1]", "localhost")))
-    for name in ("127.0.0.2:80", "[::1]:80", "localhost"):
+    check = HostCheck(Config(host=("127.0.0.2", "127.0.0.3", "[::1]")))
+    for name in ("127.0.0.2:80", "127.0.0.3", "[::1]:80", "localhost"):
         check.check(name)
     with pytest.raises(ForbiddenError):
         check.check("evil.example")
