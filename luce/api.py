@@ -36,6 +36,7 @@ from luce.shard.sizes import activation_bytes
 from luce.shard.timing import ShardTimes
 from luce.text.chat import ChatFormat
 from luce.text.detokenizer import Detokenizer
+from luce.text.grammar import GrammarCompiler
 from luce.text.output import ReplyText
 from luce.text.tokenizer import Tokenizer
 
@@ -127,6 +128,7 @@ class Model:
         self.spec = parts.spec
         self.tokenizer = parts.tokenizer
         self.chat = parts.chat
+        self.grammars = GrammarCompiler(parts.tokenizer, parts.spec.vocab)
         self.config = config
         self.path = file.paths[0]
         self.context = backend.capacity.context
@@ -240,6 +242,7 @@ class Model:
         stop: str | Sequence[str] = (),
         ignore_eos: bool = False,
         logprobs: int | None = None,
+        response_format: Mapping[str, Any] | None = None,
         on_progress: Callable[[int, int], None] | None = None,
         **sampling: float | None,
     ) -> Generation:
@@ -248,6 +251,9 @@ class Model:
         `sampling` are values of luce.config.sampling.SAMPLERS (temperature, top_k, seed, ...); a value that is None or
         absent is the Config's default. Raises UsageError for a value outside its range, TypeError for an unknown
         name.
+
+        `response_format` is OpenAI's: {"type": "json_object"}, or json_schema with a schema that the reply, behind its
+        reasoning, then follows. Raises RequestError for a schema that cannot be enforced.
 
         Iterates over tokens with `.id`, `.text`, `.logprob`. `on_progress` gets (done, total) prompt rows.
         """
@@ -263,6 +269,9 @@ class Model:
         if max_tokens is not None and not 0 <= max_tokens <= 2**31:
             raise UsageError(f"max_tokens: expected a number in [0, {2**31}], got {max_tokens!r}", param="max_tokens")
         ids, stops = prompt, (stop,) if isinstance(stop, str) else tuple(stop)
+        constraint = None
+        if response_format is not None:
+            constraint = self.grammars.constraint(response_format, self.chat.reasoning_tokens(ids))
 
         def submit(sink: Callable[[Event], None]) -> SequenceHandle:
             try:
@@ -272,6 +281,7 @@ class Model:
                     output=self.reply_text(stops, ids),
                     on_event=sink,
                     boundaries=self.chat.boundaries(ids),
+                    constraint=constraint,
                 )
             except ContextError:
                 raise self._overflow(len(ids)) from None

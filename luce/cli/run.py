@@ -15,6 +15,8 @@ from luce.cli import options, progress
 from luce.cli.arguments import LOADED, add_json, add_model, add_reply, add_settings, settings
 from luce.cli.markdown import MarkdownWriter, PlainThoughts, PlainWriter, ThoughtWriter
 from luce.cli.pull import fetch
+from luce.cli.repl.attachments import path_of
+from luce.cli.repl.commands import schema_format
 from luce.cli.repl.model_replier import ModelReply, template_variables
 from luce.cli.repl.replier import Request, Thinking
 from luce.config.environment import environment
@@ -37,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-o", "--option", metavar="K=V", action="append", default=[], help="sampling value (repeatable)"
     )
     add_reply(parser)
+    parser.add_argument("--schema", metavar="FILE", help="JSON schema that the reply follows")
     parser.set_defaults(behind_flags="prompt")
     parser.add_argument("--think", metavar="VALUE", default="", help="as in luce chat: on, off, low, ..., show or hide")
     add_json(parser)
@@ -66,6 +69,11 @@ def _checked(arguments: argparse.Namespace) -> tuple[Config, dict[str, Any], Thi
         sampling = options.parse_pairs(arguments.option)
     except UsageError as error:
         problems.append(error)
+    if arguments.schema is not None:
+        try:
+            sampling["response_format"] = schema_format(path_of(arguments.schema, "--schema"), "--schema")
+        except UsageError as error:
+            problems.append(error)
     try:
         sampling |= options.parse_flags(arguments)
     except UsageError as error:

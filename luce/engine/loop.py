@@ -29,7 +29,7 @@ from luce.engine.parts import EngineParts
 from luce.engine.reply import Reply
 from luce.engine.sampling import needs_candidates, needs_logits
 from luce.engine.scheduler import ScheduledStep
-from luce.engine.sequence import CacheState, Sequence
+from luce.engine.sequence import CacheState, Constraint, Sequence
 from luce.engine.speculate import DraftStats
 from luce.errors import BackendError, ContextError, LuceError, RequestError, ShardLostError
 from luce.kvcache.disk.stats import CachedPrefix
@@ -89,6 +89,7 @@ class Engine:
         timeout: float = 0,
         boundaries: Many[int] = (),
         max_cached_tokens: int | None = None,
+        constraint: Constraint | None = None,
     ) -> SequenceHandle:
         """Queue a prompt; `on_event` gets its events on the engine's thread.
 
@@ -96,12 +97,16 @@ class Engine:
         Sessions share slots and prompts. `timeout`, in seconds from now (0: only the engine's holds), ends the
         sequence with FinishReason.DEADLINE. `boundaries`: lengths, ascending, at which prompts often diverge
         (luce.text.boundaries). `max_cached_tokens`: how many of the prompt's first tokens the prefix cache may restore
-        and save; None for the whole prompt, and the reply.
+        and save; None for the whole prompt, and the reply. `constraint`: which tokens the reply may hold; it belongs to
+        this reply.
 
         Raises RequestError (no token, or an id outside the vocabulary), ContextError, QueueFullError, UnavailableError.
         """
         ids = self._check_prompt(prompt, params)
         sequence = self._sequence(ids, params, session, timeout, self._cache_state(ids, boundaries, max_cached_tokens))
+        if constraint is not None:
+            # The mask is applied to whole rows.
+            sequence.constraint, sequence.needs_logits, sequence.needs_candidates = constraint, True, False
         handle = self._admission.handle(self._cancel)
         reply = Reply(
             handle,

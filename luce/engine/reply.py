@@ -66,7 +66,10 @@ class Reply:
         self.seed = secrets.randbits(32) if params.seed is None else params.seed
         self._eos = frozenset() if params.ignore_eos else eos
         ends = frozenset(i for i in params.stop_token_ids | self._eos if 0 <= i < vocab)
-        self._sampler = Sampler(params, sequence.prompt, seed=self.seed, ends=ends) if needs_logits(params) else None
+        constraint = sequence.constraint
+        self._sampler: Sampler | None = None
+        if needs_logits(params) or constraint is not None:
+            self._sampler = Sampler(params, sequence.prompt, seed=self.seed, ends=ends, constraint=constraint)
         self._scores: list[Token] = []
         self._submitted_at = submitted_at
         #: when the sequence got a slot
@@ -107,6 +110,8 @@ class Reply:
         text = self.output.push(token)
         if self.output.stopped is not None:
             return FinishReason.STOP, text, self.output.stopped
+        if sequence.constraint is not None and sequence.constraint.over:
+            return FinishReason.EOS, text, None
         if len(sequence.reply) < sequence.max_new_tokens:
             return None, text, None
         return FinishReason.LENGTH if len(sequence.reply) == params.max_tokens else FinishReason.CONTEXT, text, None

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from math import inf
+from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from luce.runtime.step import Int32
 
@@ -77,6 +79,33 @@ class CacheState:
     has_boundary: bool = False
 
 
+class Constraint(Protocol):
+    """Which tokens may come next in one reply. Used on the engine's thread."""
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing but the end may come."""
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the reply may end here."""
+
+    def allows(self, token: int) -> bool:
+        """Whether a token may come next. Quicker than a mask."""
+
+    def mask(self) -> NDArray[np.bool_]:
+        """Which tokens may come next, ends of the reply among them: bool [vocab].
+
+        Raises RequestError if the grammar is too large for it.
+        """
+
+    def push(self, token: int) -> None:
+        """Append a token to the reply: one that may come next, or an end token.
+
+        Raises BackendError for another token, RequestError if the grammar grows too large.
+        """
+
+
 @dataclass(eq=False)
 class Sequence:
     """One prompt and its reply."""
@@ -91,6 +120,8 @@ class Sequence:
     needs_logits: bool = False
     #: whether choosing a token needs the row's candidates
     needs_candidates: bool = False
+    #: which tokens the reply may hold; None: all
+    constraint: Constraint | None = None
     #: whether every prompt position needs its whole logits
     scores_prompt: bool = False
     #: the caller's time at which the sequence ends

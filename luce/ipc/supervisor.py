@@ -293,8 +293,7 @@ class Supervisor:
                 attempts = len(deaths) + missed - 1
                 delay = RESTART_DELAYS[attempts] if attempts < RESTARTS else RETRY_INTERVAL
                 if self._closing or not self._ever_ready or (reached and attempts >= RESTARTS):
-                    # Before it was ready once, whoever waits for it gets the error, and tells it.
-                    if not self._closing and self._ever_ready:
+                    if not self._closing:
                         _log.error("%s", error)
                     self._given_up = True
                     self._changed.notify_all()

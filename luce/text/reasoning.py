@@ -72,8 +72,16 @@ class ReasoningSplitter:
         return Delta("", text.rstrip()) if self._state == "reasoning" else Delta(text)
 
 
-def reasoning_splitter(markers: Markers, tokenizer: Tokenizer, prompt: Sequence[int]) -> ReasoningSplitter | None:
-    """The splitter of a reply to a prompt; the prompt may have opened the reasoning already.
+class ReasoningTokens(NamedTuple):
+    """The marker tokens of a model that reasons, and whether the prompt has opened the reasoning."""
+
+    opens: int
+    closes: int
+    inside: bool
+
+
+def reasoning_tokens(markers: Markers, tokenizer: Tokenizer, prompt: Sequence[int]) -> ReasoningTokens | None:
+    """The markers as a reply to a prompt finds them; the prompt may have opened the reasoning already.
 
     None if the vocabulary lacks one of the markers: the template of such a file has no reasoning.
     """
@@ -86,7 +94,13 @@ def reasoning_splitter(markers: Markers, tokenizer: Tokenizer, prompt: Sequence[
     # The text behind the last control token is what the reply continues. Without such a token, only its end counts.
     opened = prompt[begin or -_SUFFIX :]
     last = next((token for token in reversed(opened) if token in (opens, closes)), None)
-    return ReasoningSplitter(markers, inside=last == opens)
+    return ReasoningTokens(opens, closes, last == opens)
+
+
+def reasoning_splitter(markers: Markers, tokenizer: Tokenizer, prompt: Sequence[int]) -> ReasoningSplitter | None:
+    """The splitter of a reply to a prompt; None if the vocabulary lacks one of the markers."""
+    found = reasoning_tokens(markers, tokenizer, prompt)
+    return None if found is None else ReasoningSplitter(markers, inside=found.inside)
 
 
 def overlap(text: str, marker: str) -> int:

@@ -106,7 +106,8 @@ class ScriptedModel:
         self, ids: Sequence[int], *, on_progress: Callable[[int, int], None] | None = None, **options: Any
     ) -> ScriptedGeneration:
         self.prompts.append(json.loads(bytes(ids)))
-        self.options.append(options)
+        form = options.pop("response_format", None)
+        self.options.append(options if form is None else options | {"response_format": form})
         if on_progress is not None:
             on_progress(4, 8)
         reply = self._replies.pop(0)

@@ -376,7 +376,6 @@ def test_think_is_a_variable_of_the_template() -> None:
     [
         ("/set think low", "/set: think low: the model's chat template has no reasoning_effort"),
         ("/set think maybe", "/set think: expected show, hide, default, on, off, minimal, low, medium, high, xhigh, "),
-        ("/set format json", "/set format: replies of the model in this process cannot be held to a format"),
         ("/set format /nowhere", "/set format /nowhere: No such file or directory"),
     ],
 )

@@ -394,3 +394,83 @@ def test_candidates_that_are_no_numbers(bad: float) -> None:
     found = unpack_candidates(top_k_keys(HostDevice(), logits[None]))
     with pytest.raises(BackendError, match="the logits are not finite"):
         sampler(SamplingParams(temperature=1.0, top_k=5)).choose_among(found.ids[0], found.logits[0])
+
+
+class Scripted:
+    """A constraint of a few ids."""
+
+    def __init__(self, *ids: int, may_end: bool = False) -> None:
+        self.ids, self.may_end, self.over = ids, may_end, False
+        self.pushed: list[int] = []
+        self.masks = 0
+
+    def allows(self, token: int) -> bool:
+        return token in self.ids
+
+    def mask(self) -> NDArray[np.bool_]:
+        self.masks += 1
+        return np.isin(np.arange(8), self.ids)
+
+    def push(self, token: int) -> None:
+        self.pushed.append(token)
+
+
+LADDER = np.arange(8, dtype=np.float32)
+
+
+@pytest.mark.parametrize(
+    ("params", "ids", "chosen"),
+    [
+        ({"temperature": 0.0}, (1, 4), 4),
+        # A forced id that is masked is not forced; one of two is.
+        ({"temperature": 0.0, "logit_bias": {7: 100.0}}, (1, 4), 4),
+        ({"temperature": 0.0, "logit_bias": {7: 100.0, 1: 100.0}}, (1, 4), 1),
+        ({"temperature": 0.0, "logit_bias": {1: 9.0}}, (1, 4), 1),
+        ({"temperature": 1.0, "top_k": 1}, (2, 3), 3),
+        ({"temperature": 1e-6, "top_p": 0.5}, (0, 5), 5),
+        # min_tokens bans the end, 6, unless nothing else may come.
+        ({"temperature": 0.0, "min_tokens": 3}, (2, 6), 2),
+        ({"temperature": 0.0, "min_tokens": 3}, (6,), 6),
+    ],
+)
+def test_a_constraint_comes_before_everything(params: dict[str, Any], ids: tuple[int, ...], chosen: int) -> None:
+    constraint = Scripted(*ids)
+    made = Sampler(SamplingParams(**params), np.zeros(1, np.int32), seed=1, ends=frozenset({6}), constraint=constraint)
+    assert made.choose(LADDER) == chosen
+    made.push(chosen)
+    assert constraint.pushed == [chosen]
+    assert LADDER.tolist() == list(range(8))
+
+
+def test_stop_tokens_may_come_where_the_body_may_end() -> None:
+    for may_end in (False, True):
+        constraint = Scripted(2, may_end=may_end)
+        made = Sampler(
+            SamplingParams(temperature=0.0), np.zeros(1, np.int32), seed=1, ends=frozenset({6}), constraint=constraint
+        )
+        assert made.choose(LADDER) == (6 if may_end else 2)
+        made.push(6)
+        assert constraint.pushed == []
+
+
+def test_a_mask_is_made_only_where_the_best_token_is_refused() -> None:
+    constraint = Scripted(7)
+    made = Sampler(
+        SamplingParams(temperature=0.0), np.zeros(1, np.int32), seed=1, ends=frozenset(), constraint=constraint
+    )
+    assert made.choose(LADDER) == 7 and constraint.masks == 0
+    constraint.ids = (3,)
+    assert made.choose(LADDER) == 3 and constraint.masks == 1
+
+
+def test_a_bias_that_leaves_a_constraint_nothing_is_the_clients() -> None:
+    made = Sampler(
+        SamplingParams(temperature=0.0, logit_bias={3: -100.0}),
+        np.zeros(1, np.int32),
+        seed=1,
+        ends=frozenset(),
+        constraint=Scripted(3),
+    )
+    with pytest.raises(RequestError) as caught:
+        made.choose(LADDER)
+    assert caught.value.param == "logit_bias"

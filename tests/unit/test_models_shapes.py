@@ -48,18 +48,10 @@ def test_counts_that_the_tensors_contradict(
     assert message.format(layers) in shown and str(path) in shown and shown.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "tensor"),
-    [
-        *[("qwen3-a-F32", f"blk.3.attn_{part}") for part in ("q", "k", "output")],
-        *[("qwen3-a-F32", f"blk.3.ffn_{part}") for part in ("gate", "up", "down")],
-        *[("qwen35moe-a-F32", f"blk.0.attn_{part}") for part in ("qkv", "gate")],
-        *[("qwen35moe-a-F32", f"blk.0.ffn_{part}") for part in ("gate_inp", "up_exps", "down_exps")],
-        ("qwen35moe-a-F32", "output"),
-    ],
-)
-def test_a_tensor_of_another_shape(name: str, tensor: str) -> None:
-    with open_gguf(Reference(name).path) as file:
-        wrong = file.tensors["output_norm.weight"]
-        with pytest.raises(UnsupportedError, match=rf"^x\.gguf: tensor {tensor}\.weight has shape \[64\], expected \["):
-            read_spec(Source("x.gguf", file.metadata, {**file.tensors, f"{tensor}.weight": wrong}))
+def test_a_vocabulary_of_another_size_than_the_head(tmp_path: Path) -> None:
+    reference = Reference("qwen35moe-a-F32")
+    with open_gguf(reference.path) as file:
+        tensors = dict(file.tensors)
+        tensors["token_embd.weight"] = tensors["output_norm.weight"]
+        with pytest.raises(UnsupportedError, match=r"tensor output\.weight has shape"):
+            read_spec(Source("x.gguf", file.metadata, tensors))

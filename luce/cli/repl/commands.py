@@ -146,7 +146,11 @@ def response_format(value: str, origin: str) -> Mapping[str, Any] | None:
         return None
     if value == "json":
         return {"type": "json_object"}
-    path = path_of(value, origin)
+    return schema_format(path_of(value, origin), origin)
+
+
+def schema_format(path: Path, origin: str) -> Mapping[str, Any]:
+    """OpenAI's `response_format` for a file that holds a JSON schema. Raises UsageError that begins with `origin`."""
     try:
         schema = msgspec.json.decode(read_file(path, origin).text)
     except msgspec.DecodeError as error:

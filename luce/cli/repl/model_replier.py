@@ -11,7 +11,7 @@ from luce.cli.repl.replier import Ending, Messages, Replier, Reply, Request
 from luce.config.sampling import SAMPLERS
 from luce.config.settings import sampling_default
 from luce.engine.events import Token
-from luce.errors import UsageError
+from luce.errors import RequestError, UsageError
 from luce.text.reasoning import Delta, ReasoningSplitter
 
 _MIB = 2**20
@@ -89,7 +89,9 @@ class ModelReplier(Replier):
         self.check(request, "this chat")
         model = self._model
         ids = model.chat.prompt(messages, **template_variables(self._source, request.think, "this chat"))
-        generation = model.generate(ids, on_progress=on_progress, **request.sampling)
+        generation = model.generate(
+            ids, response_format=request.response_format, on_progress=on_progress, **request.sampling
+        )
         return ModelReply(generation, model.chat.splitter(ids), len(ids))
 
     def count(self, text: str) -> int:
@@ -104,7 +106,10 @@ class ModelReplier(Replier):
         """As in Replier."""
         template_variables(self._source, request.think, origin)
         if request.response_format is not None:
-            raise UsageError(f"{origin}: replies of the model in this process cannot be held to a format")
+            try:
+                self._model.grammars.constraint(request.response_format)
+            except RequestError as error:
+                raise UsageError(f"{origin}: {error}") from None
 
     def default(self, name: str) -> Any:
         """As in Replier."""

@@ -1,0 +1,76 @@
+"""Constrained replies: valid, and the same tokens with and without drafting, in a batch and alone, everywhere."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+import luce
+from luce.engine.events import FinishReason
+from tests.support.draft_identity import PAIRS, PLACES, SETTINGS, TINY, prompts
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 3},
+        "size": {"type": "integer", "minimum": 0, "maximum": 999},
+    },
+    "required": ["name", "tags", "size"],
+    "additionalProperties": False,
+}
+FORM = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA}}
+#: of a reply each in turn
+SAMPLING: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 1.0, "top_k": 5},
+    {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.2},
+    {"temperature": 0.0, "logit_bias": {200: 5.0}, "min_tokens": 400},
+]
+
+
+def replies(**settings: Any) -> list[tuple[list[int], str]]:
+    """Ids and text of replies by parameters and seeds of their own; every third one is not constrained."""
+    with luce.load(TINY / "target.gguf", **SETTINGS, **settings) as model:
+        running = [
+            model.generate(
+                prompt,
+                max_tokens=32 if seed % 3 == 2 else 200,
+                seed=seed,
+                response_format=None if seed % 3 == 2 else FORM,
+                ignore_eos=seed % 3 == 2,
+                **SAMPLING[seed % len(SAMPLING)],
+            )
+            for seed, prompt in enumerate(prompts(model, 6))
+        ]
+        found = []
+        for number, generation in enumerate(running):
+            tokens = list(generation)
+            found.append(([token.id for token in tokens], "".join(token.text for token in tokens)))
+            assert generation.finish is not None
+            if number % 3 != 2:
+                assert generation.finish.reason is FinishReason.EOS
+        return found
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[tuple[list[int], str]]:
+    return replies(target_devices="cpu:0", parallel=1)
+
+
+def test_every_constrained_reply_is_valid(plain: list[tuple[list[int], str]]) -> None:
+    for number, (_, text) in enumerate(plain):
+        if number % 3 != 2:
+            value = json.loads(text)
+            assert list(value) == ["name", "tags", "size"] and len(value["name"]) <= 12
+            assert set(value["tags"]) <= {"red", "green", "blue"} and 0 <= value["size"] <= 999
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("pair", ["trained model", "trained draft's trees"])
+def test_drafting_and_placement_change_no_token(plain: list[tuple[list[int], str]], pair: str, place: str) -> None:
+    draft = {"draft": PAIRS[pair].draft, "ddtree": PAIRS[pair].tree}
+    assert replies(parallel=4, **draft, **PLACES[place]) == plain

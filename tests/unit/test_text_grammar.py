@@ -1,0 +1,178 @@
+"""Constraints by JSON schemas: what they let a reply hold, token by token, against the json module and the schema."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from luce.engine.sequence import Constraint
+from luce.errors import BackendError, RequestError
+from luce.text.grammar import GrammarCompiler
+from luce.text.reasoning import ReasoningTokens
+from luce.text.tokenizer import Tokenizer
+from tests.support.vocabulary import byte_level
+
+MERGES = ('{ "', '" :', '" }', "y y", '" ,')
+TOKENIZER = Tokenizer(byte_level(MERGES, control=("<end>",), visible=("<t>", "</t>"), eos_token_id=256 + len(MERGES)))
+#: the model has more ids than the tokenizer
+VOCAB = TOKENIZER.vocab + 37
+COMPILER = GrammarCompiler(TOKENIZER, VOCAB)
+OPENS, CLOSES = (TOKENIZER.encode(text, specials=True)[0] for text in ("<t>", "</t>"))
+END = min(TOKENIZER.eos_ids)
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}, "b": {"enum": ["x", "yy"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+
+
+def form(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "test", "schema": schema}}
+
+
+def made(schema: Any = SCHEMA, reasoning: ReasoningTokens | None = None) -> Constraint:
+    constraint = COMPILER.constraint(form(schema), reasoning)
+    assert constraint is not None
+    return constraint
+
+
+def push(constraint: Constraint, text: str) -> None:
+    for token in TOKENIZER.encode(text, specials=False):
+        assert constraint.allows(token) and constraint.mask()[token], text
+        constraint.push(token)
+
+
+def allowed(constraint: Constraint) -> set[int]:
+    return set(np.flatnonzero(constraint.mask()).tolist())
+
+
+@given(st.integers(0, 2**32), st.booleans())
+def test_whatever_the_mask_allows_is_valid(seed: int, free: bool) -> None:
+    random, constraint = np.random.default_rng(seed), made()
+    ids: list[int] = []
+    while not constraint.over and len(ids) < 400:
+        mask = constraint.mask()
+        assert mask.shape == (VOCAB,) and not mask[TOKENIZER.vocab :].any() and mask.any()
+        choices = np.flatnonzero(mask) if free else np.flatnonzero(mask)[:3]
+        token = int(random.choice(choices))
+        assert constraint.allows(token)
+        constraint.push(token)
+        if token != END:
+            ids.append(token)
+    text = b"".join(TOKENIZER.token_bytes(i) for i in ids).decode()
+    if constraint.over:
+        value = json.loads(text)
+        assert value.keys() == {"a", "b"} and 0 <= value["a"] <= 99 and value["b"] in ("x", "yy")
+    else:
+        # Blanks are bounded at each place, and there are nine of them.
+        raise AssertionError(f"no end after {len(ids)} tokens: {text!r}")
+
+
+def test_a_token_is_allowed_where_its_bit_is_set() -> None:
+    constraint = made()
+    for text in ("", '{"a', '": 1', ', "b": "y', 'y"'):
+        push(constraint, text)
+        mask = constraint.mask()
+        assert [constraint.allows(token) for token in range(TOKENIZER.vocab)] == mask[: TOKENIZER.vocab].tolist()
+
+
+def test_a_reply_may_end_where_the_body_does() -> None:
+    constraint = made()
+    push(constraint, '{"a": 1, "b": "x"')
+    assert not constraint.may_end and not constraint.over and not constraint.allows(END)
+    push(constraint, "}")
+    assert constraint.may_end and constraint.over and allowed(constraint) == {END}
+
+
+def test_special_tokens_are_no_text() -> None:
+    constraint = made({"type": "string"})
+    push(constraint, '"')
+    assert not {OPENS, CLOSES, END} & allowed(constraint)
+    # The spelling of a marker is text.
+    for letter in "<t>":
+        push(constraint, letter)
+
+
+def test_white_space_is_bounded() -> None:
+    constraint = made()
+    push(constraint, "{\n" + " " * 40)
+    assert not constraint.allows(TOKENIZER.encode(" ", specials=False)[0])
+    # A schema cannot switch that off.
+    own = made(SCHEMA | {"x-guidance": {"whitespace_flexible": True}, "$schema": "https://example.com/unknown"})
+    push(own, "{\n" + " " * 40)
+    assert not own.allows(TOKENIZER.encode(" ", specials=False)[0])
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_the_body_begins_behind_the_reasoning(inside: bool) -> None:
+    constraint = made(reasoning=ReasoningTokens(OPENS, CLOSES, inside))
+    if not inside:
+        assert OPENS in allowed(constraint) and constraint.allows(OPENS)
+        constraint.push(OPENS)
+    push(constraint, "free } text")
+    assert not constraint.may_end and not constraint.over and END not in allowed(constraint)
+    assert not constraint.allows(END) and constraint.allows(CLOSES)
+    constraint.push(CLOSES)
+    assert OPENS not in allowed(constraint) and not constraint.allows(OPENS)
+    push(constraint, '\n\n{"a": 2, "b": "x"}')
+    assert constraint.over
+
+
+def test_a_reply_without_reasoning_begins_with_the_body() -> None:
+    constraint = made(reasoning=ReasoningTokens(OPENS, CLOSES, False))
+    push(constraint, "{")
+    assert OPENS not in allowed(constraint) and not constraint.allows(OPENS)
+
+
+def test_any_object() -> None:
+    constraint = COMPILER.constraint({"type": "json_object"})
+    assert constraint is not None and not constraint.allows(TOKENIZER.encode("[", specials=False)[0])
+    push(constraint, '{"k": [1.5, null, {"é": "\\n"}]}')
+    assert constraint.over
+    assert COMPILER.constraint({"type": "text"}) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "expected type text, json_object or json_schema, got 'None'"),
+        ({"type": "xml"}, "expected type text, json_object or json_schema, got 'xml'"),
+        ({"type": "json_schema"}, "json_schema.schema: expected an object"),
+        ({"type": "json_schema", "json_schema": {"schema": 1}}, "json_schema.schema: expected an object"),
+        (form({"not": {"type": "string"}}), 'Unimplemented keys: ["not"]'),
+        (form({"type": "strnig"}), "strnig"),
+    ],
+)
+def test_formats_that_cannot_be_enforced_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        COMPILER.constraint(given)
+    assert caught.value.param == "response_format" and message in str(caught.value)
+    assert str(caught.value).startswith("response_format: ") and len(str(caught.value)) < 400
+
+
+def test_a_schema_that_grows_too_large_in_a_reply_is_the_clients() -> None:
+    constraint = made({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(3000)}})
+    with pytest.raises(RequestError, match=r"^response_format: ") as caught:
+        push(constraint, '{"p2": "x"')
+    assert caught.value.param == "response_format"
+
+
+def test_a_token_that_was_not_allowed_is_an_error() -> None:
+    constraint = made()
+    with pytest.raises(BackendError, match=r"^response_format: "):
+        constraint.push(TOKENIZER.encode("]", specials=False)[0])
+    push(constraint, "{")
+
+
+def test_without_the_library_nothing_is_unconstrained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(RequestError, match="llguidance cannot be imported") as caught:
+        COMPILER.constraint({"type": "json_object"})
+    assert caught.value.code == "unsupported_parameter"
