@@ -40,9 +40,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("--prove"):
         return
-    whole = not config.option.keyword and not config.option.deselect and not any("::" in arg for arg in config.args)
-    if not whole:
-        raise pytest.UsageError("--prove: -k, --deselect and single tests would prove a file by a part of its tests")
+    parts = (config.option.keyword, config.option.deselect, config.option.maxfail)
+    if any(parts) or any("::" in arg for arg in config.args):
+        raise pytest.UsageError(
+            "--prove: -k, -x, --deselect and single tests would prove a file by a part of its tests"
+        )
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Recorder(), "luce-recorder")
 
@@ -90,7 +92,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> object:
 
 
 class Recorder:
-    """Adds files all of whose emulated tests passed to the record, at the end of a run without a failure."""
+    """Adds files all of whose emulated tests passed to the record, at the end of a run."""
 
     def __init__(self) -> None:
         self.passed: dict[str, bool] = defaultdict(lambda: True)
@@ -100,7 +102,8 @@ class Recorder:
             self.passed[_file(report.nodeid)] &= report.passed
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
-        if exitstatus == 0:
+        # A run that ended early knows of a part of a file's tests.
+        if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             files = [name for name, passed in self.passed.items() if passed]
             proofs.record("tests", {name: proofs.test_digest(proofs.ROOT / name) for name in files})
 

@@ -139,10 +139,12 @@ def test_emulated_tests_run_until_they_are_proved(tree: Path, pytester: pytest.P
     assert run(pytester, *here, "--skip-proved") == other and run(pytester, *here) == both
     # A change takes the proof away, and a failure gives none.
     file.write_text(TESTS.format(kernel=False))
+    proofs.RECORD.unlink()
     proofs.forget()
     for _ in range(2):
         assert run(pytester, *here, "--prove") == {"passed": 1, "failed": 1}
-    for part in (["-k", "kernel"], ["--deselect", f"{file}::test_other"]):
+    assert proofs.recorded("tests") == {}
+    for part in (["-k", "kernel"], ["-x"], ["--deselect", f"{file}::test_other"]):
         assert pytester.runpytest_inprocess("-p", "tests.support.selection", *here, "--prove", *part).ret == 4
 
 
