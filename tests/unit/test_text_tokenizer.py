@@ -204,12 +204,15 @@ def test_laguna_splits_as_its_published_tokenizer_does() -> None:
     ids, _ = tables(keys)
     bpe = {"type": "BPE", "ignore_merges": False, "vocab": ids, "merges": keys["tokenizer.ggml.merges"]}
     other = tokenizers.Tokenizer.from_str(json.dumps({"version": "1.0", "pre_tokenizer": published, "model": bpe}))
-    for text in (
-        "x = 12345",
-        "if a:\n    b()\n\n\n    c()\n",
-        "a;\r\nb\r\n\r\n  c\n \r d\r\r\n",
-        "it's 2026-11-23\n\n\ty",
-    ):
+    breaks = ["\n", "\r\n", "\n\n  ", "!\r\n", ".\n", " \r", "12", "345"]
+
+    @settings(max_examples=250)
+    @given(st.lists(st.sampled_from([*ALPHABET, *breaks, *breaks, *breaks]), max_size=30).map("".join))
+    def check(text: str) -> None:
+        assert tokenizer.encode(text, specials=False) == other.encode(text).ids
+
+    check()
+    for text in ("x = 12345", "if a:\n    b()\n\n\n    c()\n", "x!\r\n\r\ny\r\n  c\n \r d\r\r\n"):
         assert tokenizer.encode(text, specials=False) == other.encode(text).ids, text
 
 
