@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import logging
 import signal
 import subprocess
@@ -13,6 +12,7 @@ from typing import Any
 
 from luce.errors import LuceError, ModelError, RequestError, UnavailableError
 from luce.text.template_child import HungError, TemplateChild
+from luce.text.template_message import pack, unpack
 
 _log = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class ChatTemplate:
         }
         request = {"variables": variables, "now": datetime.datetime.now().isoformat(), "seconds": self._seconds}
         try:
-            line = json.dumps(request)
+            line = pack(request)
         except (TypeError, ValueError, RecursionError) as problem:
             raise RequestError(f"chat template: a variable is not a JSON value: {problem}") from None
         try:
@@ -122,7 +122,7 @@ class ChatTemplate:
         if self._child is not None:
             self._child.end()
 
-    def _render(self, line: str) -> str:
+    def _render(self, line: bytes) -> str:
         if self._child is None or self._child.process.poll() is not None:
             self._start()
         try:
@@ -143,7 +143,7 @@ class ChatTemplate:
         self._child = None
         try:
             self._child = TemplateChild()
-            self._ask(json.dumps({"source": self.source, "seconds": self._seconds}))
+            self._ask(pack({"source": self.source, "seconds": self._seconds}))
         except _ChildError:
             self.close()
             raise
@@ -155,11 +155,11 @@ class ChatTemplate:
                 self._failure = f"its process cannot be started: {problem.strerror}: {problem.filename}"
             raise _DownError(self._failure) from None
 
-    def _ask(self, line: str) -> str:
+    def _ask(self, line: bytes) -> str:
         assert self._child is not None
         child = self._child
         try:
-            response = child.ask(line.encode() + b"\n", self._seconds + self._patience)
+            response = child.ask(line, self._seconds + self._patience)
         except BaseException:
             # Interrupted between request and response: the next request must not get this response.
             child.end()
@@ -170,7 +170,7 @@ class ChatTemplate:
             if status == -signal.SIGALRM:
                 raise _ChildError(f"took longer than {self._seconds:g} s")
             raise _ChildError(f"its process ended with status {status}")
-        message = json.loads(response)
+        message = unpack(response)
         if "error" in message:
             raise _ChildError(message["error"])
         return str(message["text"])

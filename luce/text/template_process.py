@@ -1,4 +1,4 @@
-"""The child process that renders one chat template; started by luce.text.template_child, spoken to in lines of JSON.
+"""The child process that renders one chat template; started by luce.text.template_child.
 
 A template comes with a model from the internet. Jinja's sandbox protects Python's internals, but does not prevent
 nested `range` loops, `10 ** 10 ** 10`, `'a' * 10 ** 10`, `'%99999999999d' % 1` or a filter that doubles a string, and a
@@ -6,6 +6,7 @@ thread that runs such code can neither be stopped nor does it release the interp
 sets the limits: an alarm whose default action ends the process, even within one long C call, and a bound on the
 address space, which turns results that are too large into MemoryError.
 
+Lines, as luce.text.template_message packs them.
 Lines in:   {"source": str, "seconds": float}                                    first, once
             {"variables": {...}, "now": ISO time, "seconds": float}
 Lines out:  {"text": str}, text "" for the first line, or {"error": str}
@@ -26,6 +27,7 @@ from jinja2 import ext, nodes, sandbox
 from jinja2.parser import Parser
 
 from luce.ipc.parent import die_with_parent
+from luce.text.template_message import pack, unpack
 
 _MEMORY = 512 << 20
 _MEMORY_PER_BYTE = 32
@@ -103,17 +105,17 @@ def main(parent: int) -> None:
     for line in sys.stdin.buffer:
         _limit_memory(len(line))
         try:
-            request = json.loads(line)
+            request = unpack(line)
             signal.setitimer(signal.ITIMER_REAL, request["seconds"])
             if template is None:
                 template = environment.from_string(request["source"])
                 reply = {"text": ""}
             else:
                 reply = {"text": _render(template, request, _CHARACTERS + _CHARACTERS_PER_BYTE * len(line))}
-            encoded = json.dumps(reply).encode()
+            encoded = pack(reply)
         except Exception as error:
             # Every exception of a template becomes a response: nothing else runs in this process.
-            encoded = json.dumps({"error": _describe(error)}).encode()
+            encoded = pack({"error": _describe(error)})
         signal.setitimer(signal.ITIMER_REAL, 0)
-        sys.stdout.buffer.write(encoded + b"\n")
+        sys.stdout.buffer.write(encoded)
         sys.stdout.buffer.flush()

@@ -121,7 +121,7 @@ def test_weights(text: str, values: tuple[float, ...]) -> None:
             "--target-devices cuda:1,cpu:0,cuda:1: cuda:1 is named twice",
         ),
         ({"target_devices": "auto,auto"}, "--target-devices auto,auto: auto is named twice"),
-        ({"max_ctx": "-1"}, "--max-ctx: expected an integer in 0..2147483647, got '-1'"),
+        ({"max_ctx": "-1"}, "--max-ctx: expected an integer in 0..2147483647 (4k is 4096), got '-1'"),
     ],
 )
 def test_combinations(given: dict[str, str], message: str) -> None:

@@ -145,4 +145,4 @@ def test_integers(text: str) -> None:
         return
     with pytest.raises(UsageError) as caught:
         resolve({}, env=env)
-    assert str(caught.value) == f"LUCE_MAX_CTX: expected an integer in 0..2147483647, got {text!r}"
+    assert str(caught.value) == f"LUCE_MAX_CTX: expected an integer in 0..2147483647 (4k is 4096), got {text!r}"
