@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import gc
 import re
-import threading
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -14,6 +12,7 @@ from msgspec import Meta
 from luce.config.sampling import SAMPLERS, Sampler
 from luce.errors import RequestError, TooLargeError
 from luce.server.json_size import too_many
+from luce.text.collector import COLLECTOR_OFF
 
 _Unit = Annotated[float, Meta(ge=0, le=1)]
 _Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -251,7 +250,7 @@ def _decode(body: bytes, kind: type[Body]) -> tuple[Body, int]:
 def _typed(body: bytes, kind: type[Body]) -> tuple[Body, int]:
     """Builds the fields that Luce knows; the others are skipped, and counted from their names unless the body has very
     many values."""
-    with _COLLECTOR:
+    with COLLECTOR_OFF:
         request = decoder(kind).decode(body)
         names = _NAMES.decode(body) if body.count(b",") < _MOST_NAMED else {}
     known = {field.encode_name for field in msgspec.structs.fields(kind)}
@@ -264,30 +263,6 @@ def decoder(kind: type[Body]) -> msgspec.json.Decoder[Body]:
     return msgspec.json.Decoder(kind)
 
 
-class _CollectorOff:
-    """Keeps Python's collector off while any thread decodes: it would look at all that is being built, again and again,
-    while other threads wait."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._users = 0
-        self._was_on = False
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._users:
-                self._was_on = gc.isenabled()
-                gc.disable()
-            self._users += 1
-
-    def __exit__(self, *exc: object) -> None:
-        with self._lock:
-            self._users -= 1
-            if not self._users and self._was_on:
-                gc.enable()
-
-
-_COLLECTOR = _CollectorOff()
 # Commas of a body whose names are counted.
 _MOST_NAMED = 100_000
 _NAMES = msgspec.json.Decoder(dict[str, msgspec.Raw])

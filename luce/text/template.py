@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from luce.errors import LuceError, ModelError, RequestError, UnavailableError
+from luce.text.collector import COLLECTOR_OFF
 from luce.text.template_child import HungError, TemplateChild
 from luce.text.template_message import pack, unpack
 
@@ -97,7 +98,8 @@ class ChatTemplate:
         }
         request = {"variables": variables, "now": datetime.datetime.now().isoformat(), "seconds": self._seconds}
         try:
-            line = pack(request)
+            with COLLECTOR_OFF:
+                line = pack(request)
         except (TypeError, ValueError, RecursionError) as problem:
             raise RequestError(f"chat template: a variable is not a JSON value: {problem}") from None
         try:
@@ -170,7 +172,8 @@ class ChatTemplate:
             if status == -signal.SIGALRM:
                 raise _ChildError(f"took longer than {self._seconds:g} s")
             raise _ChildError(f"its process ended with status {status}")
-        message = unpack(response)
+        with COLLECTOR_OFF:
+            message = unpack(response)
         if "error" in message:
             raise _ChildError(message["error"])
         return str(message["text"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from luce.text import template_message
+from luce.text import template, template_message
+from luce.text.template import ChatTemplate
 from luce.text.template_message import pack, unpack
 
 LONGEST = 1 << 18
@@ -67,3 +69,21 @@ def test_no_value_passes_for_a_cut_one() -> None:
 def test_what_is_no_json(value: Any) -> None:
     with pytest.raises(TypeError):
         pack(value)
+
+
+def test_the_collector_is_off_while_values_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, bool] = {}
+
+    def seeing(call: Any) -> Any:
+        def called(value: Any) -> Any:
+            seen[call.__name__] = gc.isenabled()
+            return call(value)
+
+        return called
+
+    made = ChatTemplate("{{ messages }}")
+    for call in (pack, unpack):
+        monkeypatch.setattr(template, call.__name__, seeing(call))
+    made.render([])
+    made.close()
+    assert seen == {"pack": False, "unpack": False} and gc.isenabled()
