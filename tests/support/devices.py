@@ -59,7 +59,8 @@ def on_devices(
     for devices, own in ((HOST, host), (emulated_devices, emulated), (gpu_devices, gpu)):
         chosen = own if own is not None else common
         rows = [()] if chosen is None else [(case,) if len(arguments) == 1 else tuple(case) for case in chosen]
-        if devices is gpu_devices and not gpu_present():
+        # A test of a GPU alone keeps its cases, which the mark leaves out: a test without cases would be skipped.
+        if devices is gpu_devices and params and not gpu_present():
             continue
         marks = [pytest.mark.gpu] if devices is gpu_devices else []
         params += [pytest.param(device, *row, marks=marks) for device in devices for row in rows]
