@@ -19,11 +19,11 @@ def delta(finish: str | None = None, **fields: Any) -> bytes:
 
 class OtherServer:
     """Answers every POST with `status` and `body`, or `hangs` behind the body until the client leaves; records the
-    requests and their keys. One with a field of `refused` gets 400."""
+    requests and their keys. One with a field of `refused` gets 400, which names the first of them."""
 
     def __init__(self) -> None:
         self.hangs, self.left = False, threading.Event()
-        self.refused: set[str] = set()
+        self.refused: tuple[str, ...] = ()
         self.props: Any = None
         self.status, self.body, self.kind = 200, b"", "text/event-stream"
         self.models: Any = {"data": [{"id": "first", "max_model_len": 100}, {"id": "second"}]}
@@ -41,7 +41,7 @@ class OtherServer:
             def do_POST(self) -> None:
                 own.requests.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
                 own.keys.append(self.headers["Authorization"])
-                for name in own.refused & own.requests[-1].keys():
+                for name in filter(own.requests[-1].__contains__, own.refused):
                     error = {"error": {"message": f"Unrecognized request argument: {name}"}}
                     self.answer(400, json.dumps(error).encode(), "application/json")
                     return

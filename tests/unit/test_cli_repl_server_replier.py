@@ -130,12 +130,12 @@ def test_errors_are_one_line_and_lose_nothing(server: OtherServer, status: int, 
 
 
 def test_a_server_that_refuses_stream_options(server: OtherServer, capsys: pytest.CaptureFixture[str]) -> None:
-    server.refused = {"stream_options"}
+    server.refused = ("stream_options",)
     server.body = delta("stop", content="yes")
     talk = server.talk("one", "two")
     assert capsys.readouterr().out == "yes\nyes\n" and talk.status == 0
     assert ["stream_options" in request for request in server.requests] == [True, False, False]
-    server.refused = {"stream_options", "stream"}
+    server.refused = ("stream_options", "stream")
     assert "400: Unrecognized request argument: stream" in server.talk("one").notes
     assert len(server.requests) == 5
 

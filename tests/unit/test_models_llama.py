@@ -29,7 +29,11 @@ def spec(path: Path) -> ModelSpec:
         Key("llama.attention.layer_norm_rms_epsilon", GGUFValueType.FLOAT32, 1e-5),
         *(Key(f"llama.{name}", GGUFValueType.UINT32, value) for name, value in numbers.items()),
     ]
-    path.write_bytes(encode(keys, [Tensor("token_embd.weight", (8, 300), data=floats(8, 300))]))
+    tensors = [
+        Tensor("token_embd.weight", (8, 300), data=floats(8, 300)),
+        Tensor("blk.0.attn_norm.weight", (8,), data=floats(8)),
+    ]
+    path.write_bytes(encode(keys, tensors))
     with open_gguf(path) as file:
         return read_spec(Source(str(path), file.metadata, file.tensors))
 
