@@ -1,0 +1,97 @@
+"""The parts of a reply while it is generated: reasoning, text, and calls of tools."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from luce.text.reasoning import Delta, ReasoningSplitter
+
+
+class TextPart(NamedTuple):
+    """New text of the reply."""
+
+    text: str
+
+
+class ReasoningPart(NamedTuple):
+    """New text of the reasoning before the reply."""
+
+    text: str
+
+
+class CallStarted(NamedTuple):
+    """A call of a tool begins; calls are numbered from 0 in a reply."""
+
+    index: int
+    name: str
+
+
+class CallArguments(NamedTuple):
+    """A further piece of a call's arguments; all pieces of a call together are the JSON text of an object."""
+
+    index: int
+    fragment: str
+
+
+class CallEnded(NamedTuple):
+    """The arguments of a call are complete."""
+
+    index: int
+
+
+Part = TextPart | ReasoningPart | CallStarted | CallArguments | CallEnded
+
+
+class ReplyParser:
+    """Divides the text of one reply into its parts. The parts, each kind joined, do not depend on the division of the
+    text into pieces.
+
+    `splitter` separates the reasoning; None: the model marks no reasoning.
+    """
+
+    def __init__(self, splitter: ReasoningSplitter | None = None) -> None:
+        self._splitter = splitter
+        #: tokens of the reasoning, its markers included
+        self.reasoning_tokens = 0
+
+    def push(self, token: int, text: str) -> list[Part]:
+        """The parts that one more token makes final, with the text that it makes certain."""
+        splitter = self._splitter
+        if splitter is None:
+            return _parts([Delta(text)])
+        before = splitter.inside
+        delta = splitter.push(text)
+        self.reasoning_tokens += before or splitter.inside
+        return _parts([delta])
+
+    def flush(self, text: str) -> list[Part]:
+        """The last parts, with the text that was held back until the reply's end."""
+        splitter = self._splitter
+        return _parts([Delta(text)] if splitter is None else [splitter.push(text), splitter.flush()])
+
+
+def _parts(deltas: Iterable[Delta]) -> list[Part]:
+    found: list[Part] = []
+    for delta in deltas:
+        if delta.reasoning:
+            found.append(ReasoningPart(delta.reasoning))
+        if delta.content:
+            found.append(TextPart(delta.content))
+    return found
+
+
+def joined(parts: Iterable[Part]) -> list[Part]:
+    """The parts, neighbours of one kind as one."""
+    found: list[Part] = []
+    for part in parts:
+        last = found[-1] if found else None
+        if isinstance(part, TextPart) and isinstance(last, TextPart):
+            found[-1] = TextPart(last.text + part.text)
+        elif isinstance(part, ReasoningPart) and isinstance(last, ReasoningPart):
+            found[-1] = ReasoningPart(last.text + part.text)
+        elif isinstance(part, CallArguments) and isinstance(last, CallArguments) and part.index == last.index:
+            found[-1] = CallArguments(part.index, last.fragment + part.fragment)
+        else:
+            found.append(part)
+    return found
