@@ -7,10 +7,11 @@
     schema       request bodies: decoding, types, ranges
     prepare      a checked body to prompts and sampling values; runs in a worker thread
     completions  the handlers of /v1/chat/completions and /v1/completions
+    answer       the way of every request for replies: its job, the events of its sequences, its response
     replies      the sequences of one request, on the event loop
     choice       one reply of a request while it is generated
-    response     OpenAI response objects and stream chunks: the part of both endpoints;
-                 chat_response: of /v1/chat/completions; completion_response: of /v1/completions
+    response     the response to a job, whole or streamed: what every API shares;
+                 openai_response: OpenAI's objects and chunks; chat_response and completion_response: of each endpoint
     stream       server-sent events, with a limit for slow readers
     status       /health, /livez, /v1/models, /metrics
     cache        /v1/cache: lists and clears the prefix cache

@@ -2,47 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from luce.api import Model
 from luce.engine.events import Token
 from luce.server.choice import Choice
-from luce.server.prepare import Job
-from luce.server.response import Json, ResponseBuilder, finite
-from luce.text.reasoning import Delta
+from luce.server.openai_response import OpenAIResponse, finite
+from luce.server.response import Json
+from luce.server.stream import ServerSentEvent
+from luce.text.reply_parser import Part, ReasoningPart, ReplyParser, TextPart
 
 
-class ChatResponse(ResponseBuilder):
+class ChatResponse(OpenAIResponse):
     """/v1/chat/completions."""
 
     whole_object = "chat.completion"
     prefix = "chatcmpl-"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, job: Job, model: Model, version: str) -> None:
-        super().__init__(job, model, version)
-        for choice in self.choices:
-            choice.splitter = model.chat.splitter(choice.prompt)
+    def _parser(self, index: int) -> ReplyParser:
+        return self._model.chat.reply_parser(self._job.prompts[index // self._job.n])
 
-    def opening(self, index: int) -> Json | None:
-        choice = {
-            "index": index,
-            "delta": {"role": "assistant", "content": ""},
-            "logprobs": None,
-            "finish_reason": None,
-        }
-        return self._chunk(choice) | ({} if index else self._request_ids())
+    def _opening(self, index: int) -> Json:
+        delta = {"role": "assistant", "content": ""}
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def opening(self, index: int) -> Iterable[ServerSentEvent]:
+        """The first chunk; that of the first reply has the ids of the prompt, as vLLM sends them."""
+        return (self._chunk(self._opening(index), **({} if index else self._request_ids())),)
 
     def _request_ids(self) -> Json:
         """As vLLM: all choices of a chat have one prompt."""
         return {"prompt_token_ids": list(self.choices[0].prompt)} if self._job.token_ids else {}
 
-    def _chunk_choice(self, index: int, delta: Delta | None) -> Json:
-        fields: Json = {}
-        if delta is not None and delta.reasoning:
-            fields |= _reasoning(delta.reasoning)
-        if delta is not None and (delta.content or not delta.reasoning):
-            fields["content"] = delta.content
+    def _chunk_choice(self, index: int, parts: Sequence[Part] | None) -> Json:
+        reasoning = "".join([part.text for part in parts or () if isinstance(part, ReasoningPart)])
+        content = "".join([part.text for part in parts or () if isinstance(part, TextPart)])
+        fields: Json = _reasoning(reasoning) if reasoning else {}
+        if content or (parts is not None and not reasoning):
+            fields["content"] = content
         return {"index": index, "delta": fields, "logprobs": None, "finish_reason": None}
 
     def _logprobs(self, choice: Choice, tokens: Sequence[Token]) -> Json:

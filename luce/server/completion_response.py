@@ -2,36 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from luce.api import Model
 from luce.engine.events import Token
 from luce.server.choice import Choice
-from luce.server.prepare import token_texts
-from luce.server.response import Json, ResponseBuilder, finite
-from luce.text.reasoning import Delta
+from luce.server.openai_response import OpenAIResponse, finite
+from luce.server.prepare import Job, token_texts
+from luce.server.response import Json
+from luce.server.stream import ServerSentEvent
+from luce.text.detokenizer import Detokenizer
+from luce.text.reply_parser import Part, TextPart
 
 
-class CompletionResponse(ResponseBuilder):
+class _Offsets:
+    """Where the text of each token of a reply begins, counted from the echo's first character."""
+
+    def __init__(self, echo: str, decoder: Detokenizer) -> None:
+        self._at = len(echo)
+        self._decoder = decoder
+
+    def push(self, token: int) -> int:
+        """The characters before the next token."""
+        before = self._at
+        self._at += len(self._decoder.push(token))
+        return before
+
+
+class CompletionResponse(OpenAIResponse):
     """/v1/completions."""
 
     whole_object = "text_completion"
     prefix = "cmpl-"
     chunk_object = "text_completion"
 
-    def opening(self, index: int) -> Json | None:
+    def __init__(self, job: Job, model: Model) -> None:
+        super().__init__(job, model)
+        self._offsets = [_Offsets(choice.echo or "", Detokenizer(model.tokenizer)) for choice in self.choices]
+
+    def _opening(self, index: int) -> Json | None:
         choice = self.choices[index]
         if self._echo_waits(choice):
             return None
         if not choice.echo and not self._job.token_ids:
             return None
-        return self._chunk({**self._chunk_choice(index, Delta(choice.echo or "")), **self._prompt_ids(choice)})
+        return {**self._chunk_choice(index, (TextPart(choice.echo or ""),)), **self._prompt_ids(choice)}
 
-    def scored(self, index: int) -> Json | None:
+    def scores(self, index: int) -> Iterable[ServerSentEvent]:
+        """The echo, with the log probabilities of the prompt."""
         choice = self.choices[index]
-        if not self._echo_waits(choice):
-            return None
-        opening = self._chunk_choice(index, Delta(choice.echo or ""))
-        return self._chunk({**opening, "logprobs": self._prompt_logprobs(choice), **self._prompt_ids(choice)})
+        if self._echo_waits(choice):
+            opening = self._chunk_choice(index, (TextPart(choice.echo or ""),))
+            yield self._chunk({**opening, "logprobs": self._prompt_logprobs(choice), **self._prompt_ids(choice)})
 
     def _prompt_ids(self, choice: Choice) -> Json:
         """As vLLM: a request may have several prompts, so each choice has the ids of its own."""
@@ -41,19 +63,17 @@ class CompletionResponse(ResponseBuilder):
         """Whether the echo waits for the prompt's log probabilities."""
         return choice.echo is not None and self._job.logprobs is not None
 
-    def _chunk_choice(self, index: int, delta: Delta | None) -> Json:
-        return {"index": index, "text": "" if delta is None else delta.content, "logprobs": None, "finish_reason": None}
+    def _chunk_choice(self, index: int, parts: Sequence[Part] | None) -> Json:
+        text = "".join([part.text for part in parts or () if isinstance(part, TextPart)])
+        return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
 
     def _logprobs(self, choice: Choice, tokens: Sequence[Token]) -> Json:
-        offsets = []
-        for token in tokens:
-            offsets.append(choice.offset)
-            choice.offset += len(choice.decoder.push(token.id))
+        offsets = self._offsets[choice.index]
         return {
             "tokens": [self._name(token.id) for token in tokens],
             "token_logprobs": [finite(token.logprob) for token in tokens],
             "top_logprobs": [self._top(token) for token in tokens],
-            "text_offset": offsets,
+            "text_offset": [offsets.push(token.id) for token in tokens],
         }
 
     def _top(self, token: Token) -> dict[str, float | None]:
@@ -97,7 +117,7 @@ class CompletionResponse(ResponseBuilder):
                 logprobs = {key: prompt[key] + logprobs[key] for key in logprobs}
         return {
             "index": choice.index,
-            "text": choice.content,
+            "text": (choice.echo or "") + choice.content,
             "logprobs": logprobs,
             **self._ids(choice),
             **self._prompt_ids(choice),

@@ -17,7 +17,7 @@ from luce.errors import ExpectationError, LuceError, MalformedError, NotSupporte
 from luce.server.errors import openai_error
 from luce.server.response import new_id
 from luce.server.state import Server
-from luce.server.stream import PING
+from luce.server.stream import COMMENT_PING
 
 _log = logging.getLogger("luce.http")
 
@@ -111,7 +111,7 @@ class Connection(web.RequestHandler):
 
 async def _ping(request: web.BaseRequest) -> None:
     try:
-        await request.writer.write(PING)
+        await request.writer.write(COMMENT_PING)
     except ConnectionError:
         return
 

@@ -79,6 +79,18 @@ class Job:
 def chat_job(body: bytes, headers: Mapping[str, str], model: Model, stopped: Callable[[], bool] = lambda: False) -> Job:
     """The Job of a /v1/chat/completions body. Raises RequestError, also soon after `stopped` has become true."""
     request, unknown = decode(body, ChatRequest)
+    return chat_request_job(request, unknown, headers, model, stopped)
+
+
+def chat_request_job(
+    request: ChatRequest,
+    unknown: int,
+    headers: Mapping[str, str],
+    model: Model,
+    stopped: Callable[[], bool] = lambda: False,
+) -> Job:
+    """The Job of a chat, whichever API's body it comes from; `unknown` fields of that body are no field of Luce.
+    Raises as chat_job."""
     if request.top_logprobs is not None and not request.logprobs:
         raise invalid("top_logprobs", "needs logprobs: true")
     if request.modalities not in (None, ["text"]):

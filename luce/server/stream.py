@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
-from typing import Any
+from collections.abc import Awaitable, Iterable
+from typing import Any, NamedTuple
 
 import msgspec
 from aiohttp import web
@@ -15,8 +15,22 @@ _HEADERS = {
     "X-Accel-Buffering": "no",
 }
 
-#: a comment, which clients skip
-PING = b": ping\n\n"
+#: a comment, which clients skip; it keeps proxies from closing the connection
+COMMENT_PING = b": ping\n\n"
+
+
+class ServerSentEvent(NamedTuple):
+    """One event of a stream."""
+
+    #: a JSON value
+    data: dict[str, Any]
+    #: the event's name, for APIs that name events
+    name: str | None = None
+
+    def encoded(self) -> bytes:
+        """The event's bytes."""
+        name = b"" if self.name is None else b"event: " + self.name.encode() + b"\n"
+        return name + b"data: " + msgspec.json.encode(self.data) + b"\n\n"
 
 
 class ClientGoneError(Exception):
@@ -38,23 +52,13 @@ class EventStream:
         """Send status and headers."""
         await self._sent(self.response.prepare(self._request))
 
-    async def send(self, value: Any) -> None:
-        """One event with a JSON value."""
-        await self.send_encoded(msgspec.json.encode(value))
+    async def send(self, events: Iterable[ServerSentEvent]) -> None:
+        """Events in one write; none is no write."""
+        if data := b"".join([event.encoded() for event in events]):
+            await self.send_encoded(data)
 
     async def send_encoded(self, data: bytes) -> None:
-        """One event with encoded JSON."""
-        await self._write(b"data: " + data + b"\n\n")
-
-    async def ping(self) -> None:
-        """A comment, which clients skip; it keeps proxies from closing the connection."""
-        await self._write(PING)
-
-    async def done(self) -> None:
-        """The event that ends OpenAI's streams."""
-        await self._write(b"data: [DONE]\n\n")
-
-    async def _write(self, data: bytes) -> None:
+        """Events that are encoded already."""
         await self._sent(self.response.write(data))
 
     async def _sent(self, sending: Awaitable[object]) -> None:

@@ -6,6 +6,8 @@ Not here: request and response bodies (server) and choosing tokens (engine). Cal
     detokenizer       ids to whole characters
     output            the text of a reply: stop strings, text that is held back
     reasoning         separates reasoning from content in a reply
+    reply_parser      the parts of a reply: reasoning, text, and calls of tools
+    grammar           makes constraints of replies from JSON schemas; constraint: a grammar's state behind a reply's tokens
     template          chat templates, rendered by a child process
     template_child    the server's end of that process; template_process: the process itself
     chat              conversations to prompts

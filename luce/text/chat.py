@@ -14,6 +14,7 @@ from luce.models.spec import Dialect
 from luce.text.boundaries import Boundaries
 from luce.text.prompt_limit import NO_LIMIT, PromptLimit
 from luce.text.reasoning import ReasoningSplitter, ReasoningTokens, reasoning_splitter, reasoning_tokens
+from luce.text.reply_parser import ReplyParser
 from luce.text.template import ChatTemplate
 from luce.text.token_memory import TokenMemory
 from luce.text.tokenizer import Tokenizer
@@ -126,6 +127,10 @@ class ChatFormat:
     def splitter(self, prompt: Sequence[int]) -> ReasoningSplitter | None:
         """Separates reasoning from content in a reply to this prompt; None if the model marks no reasoning."""
         return None if self._reasoning is None else reasoning_splitter(self._reasoning, self._tokenizer, prompt)
+
+    def reply_parser(self, prompt: Sequence[int]) -> ReplyParser:
+        """Divides a reply to this prompt into its parts."""
+        return ReplyParser(self.splitter(prompt))
 
     def reasoning_tokens(self, prompt: Sequence[int]) -> ReasoningTokens | None:
         """The markers of reasoning as a reply to this prompt finds them; None if the model marks no reasoning."""

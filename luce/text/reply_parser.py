@@ -23,21 +23,21 @@ class ReasoningPart(NamedTuple):
 class CallStarted(NamedTuple):
     """A call of a tool begins; calls are numbered from 0 in a reply."""
 
-    index: int
+    call: int
     name: str
 
 
 class CallArguments(NamedTuple):
     """A further piece of a call's arguments; all pieces of a call together are the JSON text of an object."""
 
-    index: int
+    call: int
     fragment: str
 
 
 class CallEnded(NamedTuple):
     """The arguments of a call are complete."""
 
-    index: int
+    call: int
 
 
 Part = TextPart | ReasoningPart | CallStarted | CallArguments | CallEnded
@@ -90,8 +90,8 @@ def joined(parts: Iterable[Part]) -> list[Part]:
             found[-1] = TextPart(last.text + part.text)
         elif isinstance(part, ReasoningPart) and isinstance(last, ReasoningPart):
             found[-1] = ReasoningPart(last.text + part.text)
-        elif isinstance(part, CallArguments) and isinstance(last, CallArguments) and part.index == last.index:
-            found[-1] = CallArguments(part.index, last.fragment + part.fragment)
+        elif isinstance(part, CallArguments) and isinstance(last, CallArguments) and part.call == last.call:
+            found[-1] = CallArguments(part.call, last.fragment + part.fragment)
         else:
             found.append(part)
     return found

@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 
 from luce.runtime.step import Step
-from luce.server import completions
+from luce.server import answer
 from luce.server.stream import EventStream
 from tests.support.http_server import Running, running
 from tests.support.scripted_model import saying
@@ -117,7 +117,7 @@ async def test_a_reset_before_the_first_byte_is_no_error_of_the_server(
         request.transport.abort()
         return EventStream(request, write_timeout)
 
-    monkeypatch.setattr(completions, "EventStream", reset)
+    monkeypatch.setattr(answer, "EventStream", reset)
     caplog.set_level(logging.INFO)
     async with running() as here:
         async with connected(here, request(stream=True)) as reader:

@@ -1,0 +1,131 @@
+"""Answers a request for replies: its job, the events of its sequences, and the response, whole or streamed."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+
+import msgspec
+from aiohttp import web
+
+from luce import log
+from luce.api import Model
+from luce.engine.events import Event, Failed, Finished, FinishReason, Progress, PromptScores, Tokens
+from luce.errors import DeadlineError, LuceError
+from luce.server.body import read_body
+from luce.server.prepare import Job
+from luce.server.replies import Replies
+from luce.server.response import ResponseBuilder
+from luce.server.state import CALL, SERVER, Server
+from luce.server.stream import ClientGoneError, EventStream
+from luce.text.reply_parser import Part
+
+_log = logging.getLogger(__name__)
+
+
+async def answer(
+    request: web.Request,
+    prepare: Callable[[bytes, Mapping[str, str], Model, Callable[[], bool]], Awaitable[Job]],
+    builder_type: type[ResponseBuilder],
+) -> web.StreamResponse:
+    """The response to a request. `prepare` makes the job of a body, on a worker thread."""
+    server = request.app[SERVER]
+    server.serving_model()
+    body = await read_body(request, server)
+    model = server.serving_model()
+    left = threading.Event()
+    try:
+        job = await prepare(body, request.headers, model, left.is_set)
+    finally:
+        # A client that has left cancels this task, not the thread.
+        left.set()
+    del body
+    server.metrics.unknown_fields.inc(job.unknown_fields)
+    builder = builder_type(job, model)
+    call = request[CALL]
+    call.log_fields |= {"stream": int(job.stream), "session": _short(job.session)}
+    job = replace(job, session=_fair_key(request, job, server.keys.holder(request.headers)))
+    with Replies(job, model, server.metrics, call.arrived) as replies:
+        try:
+            replies.admit()
+            if job.stream:
+                return await _stream(request, server, job, builder, replies)
+            while not replies.ended:
+                index, event = await replies.next()
+                _add(builder, index, event)
+            encoded = await server.work(lambda: msgspec.json.encode(builder.reply()))
+            return web.Response(body=encoded, content_type="application/json")
+        finally:
+            call.log_fields |= builder.log_fields(call.arrived)
+
+
+async def _stream(
+    request: web.Request, server: Server, job: Job, builder: ResponseBuilder, replies: Replies
+) -> web.StreamResponse:
+    out = EventStream(request, server.config.write_timeout)
+    try:
+        await out.start()
+        try:
+            for index in range(job.choices):
+                await out.send(builder.opening(index))
+            while not replies.ended:
+                try:
+                    index, event = await replies.next(server.config.sse_ping)
+                except TimeoutError:
+                    await out.send_encoded(builder.ping)
+                    continue
+                parts = _add(builder, index, event)
+                if isinstance(event, Tokens):
+                    await out.send(builder.extension(index, parts, event.tokens))
+                elif isinstance(event, Finished):
+                    await out.send([*builder.extension(index, parts), *builder.closing(index)])
+                elif isinstance(event, PromptScores):
+                    await out.send_encoded(await server.work(_encoded_scores, builder, index))
+                elif isinstance(event, Progress):
+                    await out.send(builder.progress(index, event))
+            await out.send(builder.ending())
+        except (ClientGoneError, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            if not isinstance(error, LuceError):
+                log.failure(_log, "stream failed", error)
+                error = LuceError("internal error")
+            request[CALL].log_fields["error"] = error.code or error.type
+            # The status is sent already, so the error is sent as an event, and the connection closes after it.
+            await out.send(builder.failure(error))
+            request.protocol.close()
+        if builder.end:
+            await out.send_encoded(builder.end)
+    except ClientGoneError:
+        request[CALL].client_gone = True
+    return out.response
+
+
+def _add(builder: ResponseBuilder, index: int, event: Event) -> list[Part]:
+    """Give an event to the builder; raises the error of a sequence that failed."""
+    if isinstance(event, Failed):
+        raise event.error
+    parts = builder.add(index, event)
+    if isinstance(event, Finished) and event.reason is FinishReason.DEADLINE and not builder.choices[index].tokens:
+        raise DeadlineError("the deadline of this request passed before its first token")
+    return parts
+
+
+def _encoded_scores(builder: ResponseBuilder, index: int) -> bytes:
+    return b"".join([event.encoded() for event in builder.scores(index)])
+
+
+def _fair_key(request: web.Request, job: Job, holder: str) -> str:
+    """Who shares slots and chunks of prompts with others: a session of an API key, the key, or the connection."""
+    if job.session or holder:
+        return f"{holder}/{job.session}"
+    return f"connection {id(request.protocol)}"
+
+
+def _short(session: str) -> str | None:
+    """Four hex digits that distinguish sessions in the log without revealing their ids."""
+    return hashlib.blake2b(session.encode(errors="replace"), digest_size=2).hexdigest() if session else None
