@@ -7,7 +7,8 @@ Not here: request and response bodies (server) and choosing tokens (engine). Cal
     output            the text of a reply: stop strings, text that is held back
     reasoning         separates reasoning from content in a reply
     reply_parser      the parts of a reply: reasoning, text, and calls of tools
-    grammar           makes constraints of replies from JSON schemas; constraint: a grammar's state behind a reply's tokens
+    grammar           makes constraints of replies from JSON schemas
+    constraint        a grammar's state behind the tokens of a reply
     template          chat templates, rendered by a child process
     template_child    the server's end of that process; template_process: the process itself
     chat              conversations to prompts
