@@ -6,12 +6,12 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pexpect
 import pyte
 
-ROOT = Path(__file__).parents[2]
+from tests.support.terminal import ROOT, interruptible
+
 CODE = """
 import sys
 from luce.cli import run as run_verb
@@ -34,7 +34,10 @@ class Screen:
 
     def __init__(self, code: str) -> None:
         env = {name: value for name, value in os.environ.items() if name != "NO_COLOR"} | {"TERM": "xterm-256color"}
-        self.child = pexpect.spawn(sys.executable, ["-c", code], dimensions=(10, 80), cwd=ROOT, env=env, echo=False)
+        command = [sys.executable, "-c", code]
+        self.child = pexpect.spawn(
+            command[0], command[1:], dimensions=(10, 80), cwd=ROOT, env=env, echo=False, preexec_fn=interruptible
+        )
         self._screen = pyte.Screen(80, 10)
         self._stream = pyte.ByteStream(self._screen)
 

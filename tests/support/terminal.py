@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +17,11 @@ ROWS, COLUMNS = 24, 80
 UP, TAB, ENTER, ESCAPE = "\x1b[A", "\t", "\r", "\x1b"
 CTRL_C, CTRL_D, CTRL_G, CTRL_J, CTRL_L, CTRL_R, CTRL_Z = "\x03", "\x04", "\x07", "\x0a", "\x0c", "\x12", "\x1a"
 HINT = "a message, or /? for help"
+
+
+def interruptible() -> None:
+    """Give a child that is about to run SIGINT's default: the tests' shell may ignore it for what runs behind `&`."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class Terminal:
@@ -32,7 +38,9 @@ class Terminal:
         words = [sys.executable, "-m", *(command or ("tests.support.scripted_chat",)), *arguments]
         if shell is not None:
             words = ["bash", "-c", shell.format(shlex.join(words))]
-        self.child = pexpect.spawn(words[0], words[1:], dimensions=(ROWS, COLUMNS), cwd=ROOT, env=env)
+        self.child = pexpect.spawn(
+            words[0], words[1:], dimensions=(ROWS, COLUMNS), cwd=ROOT, env=env, preexec_fn=interruptible
+        )
         self.child.delaybeforesend = None
         self.screen = pyte.HistoryScreen(COLUMNS, ROWS, history=10000)
         self.stream = pyte.ByteStream(self.screen)

@@ -22,8 +22,8 @@ from luce.cli.main import EXAMPLES, VERBS, main, parse
 from luce.runtime.device import Memory
 from luce.runtime.host import HostDevice
 from tests.support.scripted_chat import LoadedModel, ScriptedModel
+from tests.support.terminal import ROOT, interruptible
 
-ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "tests/reference/qwen3-a-MIX.gguf"
 HYBRID = ROOT / "tests/reference/qwen35-a-Q8_0.gguf"
 
@@ -283,16 +283,14 @@ def test_run_strips_control_characters_on_a_terminal_only(scripted: Any, monkeyp
 
 def test_run_ends_with_130_on_ctrl_c() -> None:
     code = (
-        # A parent in the background may ignore SIGINT, which its children inherit.
-        "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from luce.cli import run as run_verb\nfrom luce.cli.main import main\n"
+        "import sys\nfrom luce.cli import run as run_verb\nfrom luce.cli.main import main\n"
         "from tests.support.scripted_chat import HANG, LoadedModel\n"
         "run_verb.open_model = lambda path, config, on_progress: LoadedModel(['begun', HANG])\n"
         "sys.exit(main(['run', 'x.gguf', 'hi']))"
     )
     command = [sys.executable, "-c", code]
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as child:  # type: ignore[call-overload]
+    with subprocess.Popen(command, cwd=ROOT, text=True, preexec_fn=interruptible, **pipes) as child:  # type: ignore[call-overload]
         assert child.stdout.read(5) == "begun"
         child.send_signal(signal.SIGINT)
         out, err = child.communicate()
