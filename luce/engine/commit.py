@@ -88,7 +88,7 @@ class Committer:
             # dataclasses.replace takes three times as long, and the drafter waits for as many tokens as were accepted.
             tokens.append(Token(token.id, text, token.logprob, token.top))
             child = None if scheduled is None else scheduled.child(path[-1], token.id)
-            if reason is not None or child is None:
+            if reason is not None or child is None or not reply.can_choose(rows[child]):
                 break
             path.append(child)
         if scheduled is not None and scheduled.draft.tokens:

@@ -104,9 +104,7 @@ class Engine:
         """
         ids = self._check_prompt(prompt, params)
         sequence = self._sequence(ids, params, session, timeout, self._cache_state(ids, boundaries, max_cached_tokens))
-        if constraint is not None:
-            # The mask is applied to whole rows.
-            sequence.constraint, sequence.needs_logits, sequence.needs_candidates = constraint, True, False
+        sequence.constraint = constraint
         handle = self._admission.handle(self._cancel)
         reply = Reply(
             handle,
@@ -232,8 +230,8 @@ class Engine:
             prompt=ids,
             max_new_tokens=rest if params.max_tokens is None else min(params.max_tokens, rest),
             session=session,
-            needs_logits=needs_logits(params) and not needs_candidates(params),
-            needs_candidates=needs_candidates(params),
+            samples_logits=needs_logits(params) and not needs_candidates(params),
+            samples_candidates=needs_candidates(params),
             scores_prompt=params.prompt_logits or params.prompt_logprobs is not None,
             deadline=now + min(limits) if limits else inf,
             queue_deadline=now + queue_seconds if queue_seconds > 0 else inf,

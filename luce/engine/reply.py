@@ -83,6 +83,11 @@ class Reply:
         #: draft tokens that were verified, and draft tokens that are in the reply
         self.drafted = self.accepted = 0
 
+    def can_choose(self, row: OutputRow) -> bool:
+        """Whether a row has what the next token is chosen from. A draft row behind the token at which a constraint
+        begins has no logits to mask."""
+        return row.logits is not None or not self.sequence.masked
+
     def choose(self, row: OutputRow) -> Token:
         """Choose the next token and append it: the one with the largest logit, or the sampler's. It has no text yet."""
         token = row.token
@@ -91,9 +96,9 @@ class Reply:
         if self._sampler is not None:
             if row.logits is not None:
                 token = self._sampler.choose(row.logits)
-            else:
-                assert row.candidates is not None
+            elif row.candidates is not None:
                 token = self._sampler.choose_among(*row.candidates)
+            # Otherwise the constraint masks nothing here, and the largest logit decides.
             self._sampler.push(token)
             if self.params.logprobs is not None and row.logits is not None:
                 logprob, top = score(row.logits, token, self.params.logprobs)

@@ -1,9 +1,8 @@
 """Logits to a token, and log probabilities.
 
 Order: the constraint's mask, logit bias, penalties, then (temperature 0: argmax, lowest id on ties) top-k, temperature,
-top-p, min-p, draw.
-The draw is a function of (seed, position) alone, so a reply does not depend on what else runs, nor on how rows are
-distributed over steps. Log probabilities are of the unmodified distribution.
+top-p, min-p, draw. The draw is a function of (seed, position) alone, so a reply does not depend on what else runs, nor
+on how rows are distributed over steps. Log probabilities are of the unmodified distribution.
 
 Vocabularies have up to a quarter of a million entries, so no function here sorts or partitions a whole row if a part of
 it decides (luce.ops.sample.largest). Where a sampler needs few candidates, the device finds them.
@@ -93,17 +92,17 @@ class Sampler:
         but the ends before `min_tokens`.
         """
         temperature = self.params.temperature
-        if temperature == 0 and self._constraint is not None and not self._adjusts():
+        if temperature == 0 and self._mask is not None and not self._adjusts:
             # A mask takes a hundred times as long as a look at one token, which mostly is allowed.
             best = int(logits.argmax())
-            if math.isfinite(logits[best]) and self._constraint.allows(best):
+            if math.isfinite(logits[best]) and self._mask.allows(best):
                 return best
         values = self.adjust(logits)
         best = int(values.argmax())
         top = float(values[best])
         if not math.isfinite(top):
             if top == -math.inf:
-                biased = len(self._banned) and (self._constraint is not None or len(self._banned) == len(values))
+                biased = len(self._banned) and (self._mask is not None or len(self._banned) == len(values))
                 param = "logit_bias" if biased else "min_tokens"
                 raise RequestError(f"{param}: every token is banned", param=param, code="invalid_value")
             raise BackendError(f"position {self._position}: the logits are not finite")
@@ -128,20 +127,29 @@ class Sampler:
         self._count += 1
         self._position += 1
 
+    @property
+    def _mask(self) -> Constraint | None:
+        """The constraint, if it masks the next token."""
+        return None if self._constraint is None or self._constraint.open else self._constraint
+
+    @property
+    def _early(self) -> bool:
+        """Whether the reply is too short for an end."""
+        return self._count < self.params.min_tokens and len(self._ends) > 0
+
+    @property
     def _adjusts(self) -> bool:
         """Whether anything but the constraint changes logits at the reply's end."""
-        early = self._count < self.params.min_tokens and len(self._ends) > 0
-        return bool(self.params.logit_bias or self._history or self._counts or early)
+        return bool(self.params.logit_bias or self._history or self._counts or self._early)
 
     def adjust(self, logits: Logits) -> Logits:
         """Logits after mask, bias, penalties and bans: float32 [vocab], `logits` itself if nothing applies."""
-        params = self.params
-        early = self._count < params.min_tokens and len(self._ends) > 0
-        if self._constraint is None and not self._adjusts():
+        params, constraint, early = self.params, self._mask, self._early
+        if constraint is None and not self._adjusts:
             return logits
         values, forced = logits.copy(), self._forced
-        if self._constraint is not None:
-            allowed = self._allowed(self._constraint)
+        if constraint is not None:
+            allowed = self._allowed(constraint)
             values[~allowed] = -np.inf
             forced = forced[allowed[forced]]
             # Where the constraint leaves nothing but the end, it wins over min_tokens.

@@ -83,6 +83,10 @@ class Constraint(Protocol):
     """Which tokens may come next in one reply. Used on the engine's thread."""
 
     @property
+    def open(self) -> bool:
+        """Whether any token may come next, so that no mask is asked for."""
+
+    @property
     def over(self) -> bool:
         """Whether nothing but the end may come."""
 
@@ -105,6 +109,9 @@ class Constraint(Protocol):
         Raises BackendError for another token, RequestError if the grammar grows too large.
         """
 
+    def copy(self) -> Constraint:
+        """The constraint of another reply, in the same state."""
+
 
 @dataclass(eq=False)
 class Sequence:
@@ -116,10 +123,10 @@ class Sequence:
     max_new_tokens: int
     #: sessions share slots and chunks of prompts
     session: str = ""
-    #: whether choosing a token needs the whole row of logits
-    needs_logits: bool = False
-    #: whether choosing a token needs the row's candidates
-    needs_candidates: bool = False
+    #: whether sampling a token needs the whole row of logits
+    samples_logits: bool = False
+    #: whether sampling a token needs the row's candidates
+    samples_candidates: bool = False
     #: which tokens the reply may hold; None: all
     constraint: Constraint | None = None
     #: whether every prompt position needs its whole logits
@@ -145,6 +152,21 @@ class Sequence:
     def computed(self) -> int:
         """Positions whose keys, values and recurrent states are computed."""
         return self.schedule.computed
+
+    @property
+    def masked(self) -> bool:
+        """Whether a constraint masks the next token."""
+        return self.constraint is not None and not self.constraint.open
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether choosing the next token needs the whole row of logits."""
+        return self.samples_logits or self.masked
+
+    @property
+    def needs_candidates(self) -> bool:
+        """Whether choosing the next token needs the row's candidates."""
+        return self.samples_candidates and not self.masked
 
     @property
     def tokens(self) -> Int32:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,7 +18,11 @@ if TYPE_CHECKING:
 
 class GrammarConstraint(Constraint):
     """A grammar's state behind the tokens of one reply. The tokenizer has the first `known` of the model's `vocab` ids,
-    of which `ends` end a reply."""
+    of which `ends` end a reply.
+
+    With `triggers` the reply is free until one of these tokens comes; the grammar begins with it, and holds until
+    nothing can follow. Then the reply is free again, or over if it is `once`.
+    """
 
     def __init__(
         self,
@@ -26,6 +31,9 @@ class GrammarConstraint(Constraint):
         vocab: int,
         ends: frozenset[int],
         reasoning: ReasoningTokens | None = None,
+        *,
+        triggers: frozenset[int] = frozenset(),
+        once: bool = False,
     ) -> None:
         self._matcher = matcher
         self._known = known
@@ -34,19 +42,31 @@ class GrammarConstraint(Constraint):
         self._reasoning = reasoning
         self._inside = reasoning is not None and reasoning.inside
         self._ended = False
+        self._triggers = triggers
+        self._once = once
+        #: the matcher at its beginning, for the next time that a trigger comes
+        self._first = matcher.deep_copy() if triggers else None
+        self._waits = bool(triggers)
+
+    @property
+    def open(self) -> bool:
+        """As in Constraint: before a trigger, in reasoning too."""
+        return self._waits and not self._ended
 
     @property
     def over(self) -> bool:
         """As in Constraint."""
-        return self._ended or (not self._inside and self._matcher.is_stopped())
+        return self._ended or (not self._waits and not self._inside and self._matcher.is_stopped())
 
     @property
     def may_end(self) -> bool:
         """As in Constraint."""
-        return not self._inside and bool(self._matcher.is_accepting())
+        return self._waits or (not self._inside and bool(self._matcher.is_accepting()))
 
     def allows(self, token: int) -> bool:
         """As in Constraint."""
+        if self._waits:
+            return True
         if self._inside:
             return token not in self._ends
         if self._reasoning is not None and token == self._reasoning.opens:
@@ -57,6 +77,8 @@ class GrammarConstraint(Constraint):
 
     def mask(self) -> NDArray[np.bool_]:
         """As in Constraint."""
+        if self._waits:
+            return np.arange(self._vocab) < self._known
         if self._inside:
             mask = np.arange(self._vocab) < self._known
             mask[list(self._ends)] = False
@@ -71,6 +93,13 @@ class GrammarConstraint(Constraint):
 
     def push(self, token: int) -> None:
         """As in Constraint."""
+        if self._waits:
+            if token in self._ends:
+                self._ended = True
+            elif token in self._triggers:
+                self._waits = False
+                self._consume(token)
+            return
         reasoning = self._reasoning
         if self._inside:
             if reasoning is not None and token == reasoning.closes:
@@ -84,14 +113,25 @@ class GrammarConstraint(Constraint):
         if token in self._ends:
             self._ended = True
         else:
-            if not self.allows(token):
-                raise BackendError(f"response_format: token {token} was chosen, which the schema does not allow")
-            self._matcher.consume_token(token)
-            self._check()
+            self._consume(token)
+
+    def copy(self) -> GrammarConstraint:
+        """As in Constraint."""
+        made = copy.copy(self)
+        made._matcher = self._matcher.deep_copy()
+        return made
 
     def check(self) -> None:
         """Make the first mask. Raises RequestError if the library gives up."""
         self._words()
+
+    def _consume(self, token: int) -> None:
+        if not self._matcher.validate_tokens([token]):
+            raise BackendError(f"token {token} was chosen, which the grammar does not allow")
+        self._matcher.consume_token(token)
+        self._check()
+        if self._first is not None and not self._once and self._matcher.is_stopped():
+            self._matcher, self._waits = self._first.deep_copy(), True
 
     def _words(self) -> NDArray[np.uint32]:
         words = np.zeros(-(-self._known // 32), np.uint32)

@@ -45,14 +45,37 @@ class GrammarCompiler:
         schema = _schema(form)
         if schema is None:
             return None
-        matcher = self._matcher(schema, space=reasoning is not None)
+        plain = {name: value for name, value in schema.items() if name not in ("$schema", "x-guidance")}
+        text = json.dumps({**plain, "x-guidance": {"whitespace_pattern": _SPACE}})
+        blank = "" if reasoning is None else _BLANK
+        return self.grammar(f"start: {blank}body\nbody: %json {text}\n", reasoning)
+
+    def grammar(
+        self,
+        lark: str,
+        reasoning: ReasoningTokens | None = None,
+        *,
+        triggers: frozenset[int] = frozenset(),
+        once: bool = False,
+    ) -> Constraint:
+        """The constraint for one reply by a grammar in llguidance's Lark. `reasoning` as in `constraint`; `triggers`,
+        `once` as in GrammarConstraint. Raises RequestError for a grammar that cannot be enforced.
+        """
         tokenizer = self._tokenizer
-        made = GrammarConstraint(matcher, tokenizer.vocab, self._vocab, tokenizer.eos_ids, reasoning)
+        made = GrammarConstraint(
+            self._matcher(lark),
+            tokenizer.vocab,
+            self._vocab,
+            tokenizer.eos_ids,
+            reasoning,
+            triggers=triggers,
+            once=once,
+        )
         # Some limits strike only at the first mask.
         made.check()
         return made
 
-    def _matcher(self, schema: Mapping[str, Any], *, space: bool) -> LLMatcher:
+    def _matcher(self, lark: str) -> LLMatcher:
         try:
             from llguidance import LLMatcher
         except ImportError as error:
@@ -60,9 +83,6 @@ class GrammarCompiler:
         with self._lock:
             if self._made is None:
                 self._made = _library_tokenizer(self._tokenizer)
-        plain = {name: value for name, value in schema.items() if name not in ("$schema", "x-guidance")}
-        text = json.dumps({**plain, "x-guidance": {"whitespace_pattern": _SPACE}})
-        lark = f"start: {_BLANK if space else ''}body\nbody: %json {text}\n"
         matcher = LLMatcher(self._made, LLMatcher.grammar_from_lark(lark), log_level=0)
         if matcher.is_error():
             raise refused(first_line(matcher.get_error()))

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 
 import luce
-from luce.engine.events import FinishReason
+from luce.api import Generation
+from luce.config.sampling import SamplingParams
+from luce.engine.admission import SequenceHandle
+from luce.engine.events import EventSink, FinishReason
 from tests.support.draft_identity import PAIRS, PLACES, SETTINGS, TINY, prompts
 
 SCHEMA = {
@@ -74,3 +78,48 @@ def test_every_constrained_reply_is_valid(plain: list[tuple[list[int], str]]) ->
 def test_drafting_and_placement_change_no_token(plain: list[tuple[list[int], str]], pair: str, place: str) -> None:
     draft = {"draft": PAIRS[pair].draft, "ddtree": PAIRS[pair].tree}
     assert replies(parallel=4, **draft, **PLACES[place]) == plain
+
+
+def triggered(**settings: Any) -> list[list[int]]:
+    """Ids of replies that are free until a token that the model is fond of; three capitals and a comma follow it."""
+    with luce.load(TINY / "target.gguf", **SETTINGS, **settings) as model:
+        (comma,) = model.tokenize(",")
+
+        def reply(prompt: list[int], seed: int) -> Generation:
+            # The most frequent token of the prompt.
+            trigger = max(prompt, key=prompt.count)
+            lark = f"start: <[{trigger}]> /[A-Z]{{3}}/ <[{comma}]>"
+            constraint = model.grammars.grammar(lark, triggers=frozenset({trigger}))
+            params = SamplingParams(max_tokens=60, seed=seed, ignore_eos=True, **SAMPLING[seed % 4])
+
+            def submit(sink: EventSink) -> SequenceHandle:
+                output = model.reply_text()
+                return model.engine.submit(prompt, params, output=output, on_event=sink, constraint=constraint)
+
+            return Generation(submit, None)
+
+        running = [reply(prompt, seed) for seed, prompt in enumerate(prompts(model, 6))]
+        return [[token.id for token in generation] for generation in running]
+
+
+@pytest.fixture(scope="module")
+def plainly_triggered() -> list[list[int]]:
+    return triggered(target_devices="cpu:0", parallel=1)
+
+
+def test_the_grammar_begins_at_its_trigger(plainly_triggered: list[list[int]]) -> None:
+    with luce.load(TINY / "target.gguf", **SETTINGS) as model:
+        begun = 0
+        for prompt, ids in zip(prompts(model, 6), plainly_triggered, strict=True):
+            trigger = max(prompt, key=prompt.count)
+            for at in [at for at, token in enumerate(ids[:-4]) if token == trigger]:
+                assert re.match(r"[A-Z]{3},", model.detokenize(ids[at + 1 : at + 5]))
+                begun += 1
+        assert begun > 6
+
+
+@pytest.mark.parametrize("place", ["one", "three"])
+@pytest.mark.parametrize("pair", ["trained model", "trained draft's trees"])
+def test_drafts_across_a_trigger_change_no_token(plainly_triggered: list[list[int]], pair: str, place: str) -> None:
+    draft = {"draft": PAIRS[pair].draft, "ddtree": PAIRS[pair].tree}
+    assert triggered(parallel=4, **draft, **PLACES[place]) == plainly_triggered

@@ -399,6 +399,8 @@ def test_candidates_that_are_no_numbers(bad: float) -> None:
 class Scripted:
     """A constraint of a few ids."""
 
+    open = False
+
     def __init__(self, *ids: int, may_end: bool = False) -> None:
         self.ids, self.may_end, self.over = ids, may_end, False
         self.pushed: list[int] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -166,7 +167,7 @@ def test_a_schema_that_grows_too_large_in_a_reply_is_the_clients() -> None:
 
 def test_a_token_that_was_not_allowed_is_an_error() -> None:
     constraint = made()
-    with pytest.raises(BackendError, match=r"^response_format: "):
+    with pytest.raises(BackendError, match=r"^token 93 was chosen, which the grammar does not allow$"):
         constraint.push(TOKENIZER.encode("]", specials=False)[0])
     push(constraint, "{")
 
@@ -176,3 +177,47 @@ def test_without_the_library_nothing_is_unconstrained(monkeypatch: pytest.Monkey
     with pytest.raises(RequestError, match="llguidance cannot be imported") as caught:
         COMPILER.constraint({"type": "json_object"})
     assert caught.value.code == "unsupported_parameter"
+
+
+def triggered(*, once: bool = False) -> Constraint:
+    return COMPILER.grammar(f'start: <[{OPENS}]> "call" <[{CLOSES}]>', triggers=frozenset({OPENS}), once=once)
+
+
+def test_a_reply_is_free_until_a_trigger_comes() -> None:
+    constraint = triggered()
+    for _ in range(2):
+        assert constraint.open and constraint.may_end and not constraint.over
+        assert allowed(constraint) == set(range(TOKENIZER.vocab))
+        push(constraint, "any } text")
+        constraint.push(OPENS)
+        assert not constraint.open and not constraint.may_end and END not in allowed(constraint)
+        push(constraint, "call")
+        assert allowed(constraint) == {CLOSES} and not constraint.allows(OPENS)
+        constraint.push(CLOSES)
+    constraint.push(END)
+    assert constraint.over and not constraint.open
+
+
+def test_a_reply_of_one_call_is_over_behind_it() -> None:
+    constraint = triggered(once=True)
+    constraint.push(OPENS)
+    push(constraint, "call")
+    assert not constraint.over
+    constraint.push(CLOSES)
+    assert constraint.over and not constraint.open
+
+
+@pytest.mark.parametrize("made", [made, triggered])
+def test_a_copy_goes_its_own_way(made: Callable[[], Constraint]) -> None:
+    constraint = made()
+    if constraint.open:
+        constraint.push(OPENS)
+        begin, more = "ca", "ll"
+    else:
+        begin, more = '{"a": 1, "b": ', '"x"}'
+    push(constraint, begin)
+    other = constraint.copy()
+    push(constraint, more)
+    assert allowed(other) != allowed(constraint)
+    push(other, more)
+    assert allowed(other) == allowed(constraint)
