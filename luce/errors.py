@@ -116,9 +116,19 @@ class MalformedError(RequestError):
 
 
 class ContextError(RequestError):
-    """The prompt, or the prompt with its reply, exceeds the context length."""
+    """The prompt, or the prompt with its reply, exceeds the context length.
+
+    `tokens` of the prompt (or more) exceed a `context` of so many; None where they are not known.
+    """
 
     code = "context_length_exceeded"
+
+    def __init__(
+        self, message: str, *, param: str | None = None, tokens: int | None = None, context: int | None = None
+    ) -> None:
+        super().__init__(message, param=param)
+        self.tokens = tokens
+        self.context = context
 
 
 class AuthError(RequestError):

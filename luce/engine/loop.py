@@ -199,7 +199,9 @@ class Engine:
         if need > self._context:
             raise ContextError(
                 f"This model's maximum context length is {self._context} tokens. However, your messages resulted in "
-                f"{len(prompt)} tokens. Please reduce the length of the messages."
+                f"{len(prompt)} tokens. Please reduce the length of the messages.",
+                tokens=len(prompt),
+                context=self._context,
             )
         try:
             ids = np.array(prompt, np.int64)

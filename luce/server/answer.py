@@ -20,7 +20,7 @@ from luce.server.body import read_body
 from luce.server.prepare import Job
 from luce.server.replies import Replies
 from luce.server.response import ResponseBuilder
-from luce.server.state import CALL, SERVER, Server
+from luce.server.state import CALL, SERVER, Result, Server
 from luce.server.stream import ClientGoneError, EventStream
 from luce.text.reply_parser import Part
 
@@ -35,16 +35,9 @@ async def answer(
     """The response to a request. `prepare` makes the job of a body, on a worker thread."""
     server = request.app[SERVER]
     server.serving_model()
-    body = await read_body(request, server)
-    model = server.serving_model()
-    left = threading.Event()
-    try:
-        job = await prepare(body, request.headers, model, left.is_set)
-    finally:
-        # A client that has left cancels this task, not the thread.
-        left.set()
-    del body
+    job, model = await prepared(request, prepare, server.serving_model)
     server.metrics.unknown_fields.inc(job.unknown_fields)
+    server.metrics.skipped_tools.inc(job.skipped_tools)
     builder = builder_type(job, model)
     call = request[CALL]
     call.log_fields |= {"stream": int(job.stream), "session": _short(job.session)}
@@ -61,6 +54,22 @@ async def answer(
             return web.Response(body=encoded, content_type="application/json")
         finally:
             call.log_fields |= builder.log_fields(call.arrived)
+
+
+async def prepared(
+    request: web.Request,
+    prepare: Callable[[bytes, Mapping[str, str], Model, Callable[[], bool]], Awaitable[Result]],
+    model: Callable[[], Model],
+) -> tuple[Result, Model]:
+    """What `prepare` makes of the body, on a worker thread, and the model; `model` is called when the body is there."""
+    body = await read_body(request, request.app[SERVER])
+    found = model()
+    left = threading.Event()
+    try:
+        return await prepare(body, request.headers, found, left.is_set), found
+    finally:
+        # A client that has left cancels this task, not the thread.
+        left.set()
 
 
 async def _stream(

@@ -23,7 +23,7 @@ from luce.errors import (
     TooLargeError,
     UnavailableError,
 )
-from luce.server import cache, completions, props, status
+from luce.server import cache, completions, messages, props, status
 from luce.server.auth import OPEN_PATHS
 from luce.server.connection import Connection, protocol_error, refusal
 from luce.server.errors import anthropic_error, openai_error
@@ -71,6 +71,8 @@ def create_app(server: Server) -> web.Application:
     for version in ("/v1", ""):
         add("POST", version + "/chat/completions", completions.chat)
         add("POST", version + "/completions", completions.completions)
+        add("POST", version + "/messages", messages.messages)
+        add("POST", version + "/messages/count_tokens", messages.count_tokens)
         app.router.add_get(version + "/models", status.models)
         app.router.add_get(version + "/models/{id:.+}", status.model_card)
         app.router.add_get(version + "/cache", cache.listing)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from luce.errors import LuceError, NotFoundError, RequestError
+from luce.errors import ContextError, LuceError, NotFoundError, RequestError
 
 _ANTHROPIC_TYPES = {400: "invalid_request_error", 413: "request_too_large", 503: "overloaded_error"}
 
@@ -17,7 +17,11 @@ def openai_error(error: LuceError) -> dict[str, Any]:
 def anthropic_error(error: LuceError, request_id: str) -> dict[str, Any]:
     """The error body of the paths that Anthropic's clients use."""
     kind = _ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else error.type)
-    return {"type": "error", "error": {"type": kind, "message": str(error)}, "request_id": request_id}
+    message = str(error)
+    if isinstance(error, ContextError) and error.tokens is not None:
+        # Claude Code recognises these words, and reads both numbers.
+        message = f"prompt is too long: {error.tokens} tokens > {error.context} maximum"
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
 
 
 def unsupported(param: str, why: str) -> RequestError:

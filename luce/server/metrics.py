@@ -64,6 +64,11 @@ class Metrics:
         self.unknown_fields = Counter(
             "luce_unknown_request_fields", "Fields of request bodies that Luce does not know.", registry=registry
         )
+        self.skipped_tools = Counter(
+            "luce_skipped_tools",
+            "Tools of request bodies that only the servers of their API could run.",
+            registry=registry,
+        )
         registry.register(_EngineCollector(stats))
         registry.register(_ShardCollector(model))
 

@@ -69,6 +69,10 @@ class Job:
     progress: bool
     #: every chunk has timings
     running_timings: bool
+    #: tools of the body that only the servers of its API could run
+    skipped_tools: int = 0
+    #: what only the ResponseBuilder of the body's API reads
+    details: object = None
 
     @property
     def choices(self) -> int:

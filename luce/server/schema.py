@@ -18,7 +18,7 @@ _Unit = Annotated[float, Meta(ge=0, le=1)]
 _Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 _Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 _Alternatives = Annotated[int, Meta(ge=0, le=20)]
-_Stop = Annotated[str, Meta(min_length=1, max_length=256)]
+Stop = Annotated[str, Meta(min_length=1, max_length=256)]
 _Json = dict[str, Any]
 
 
@@ -101,11 +101,11 @@ def _type(sampler: Sampler) -> Any:
 
 
 if TYPE_CHECKING:
-    _Sampling = msgspec.Struct
+    Sampling = msgspec.Struct
 else:
     # `max_tokens` has another lowest value in each endpoint.
-    _Sampling = msgspec.defstruct(
-        "_Sampling",
+    Sampling = msgspec.defstruct(
+        "Sampling",
         [
             (key, _type(sampler), None)
             for name, sampler in SAMPLERS.items()
@@ -116,13 +116,13 @@ else:
     )
 
 
-class Common(_Sampling, kw_only=True):
+class Common(Sampling, kw_only=True):
     """Fields of both endpoints, with those of SAMPLERS. None is the same as absent."""
 
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: _Stop | Annotated[list[_Stop], Meta(max_length=16)] | None = None
+    stop: Stop | Annotated[list[Stop], Meta(max_length=16)] | None = None
     stop_token_ids: Annotated[list[_Count], Meta(max_length=1024)] | None = None
     ignore_eos: bool | None = None
     n: _Positive | None = None
@@ -197,7 +197,7 @@ class CompletionRequest(Common, kw_only=True):
     best_of: _Positive | None = None
 
 
-Body = TypeVar("Body", bound=Common)
+Body = TypeVar("Body", bound=msgspec.Struct)
 
 # An escaped pair of surrogates, a lone one, a NUL, or any other escape (so that `\\ud800` does not count as one).
 _ESCAPES = re.compile(

@@ -27,7 +27,9 @@ class PromptLimit:
         if self.tokens is not None and read > self.tokens + _EXCESS:
             raise ContextError(
                 f"This model's maximum context length is {self.tokens} tokens. However, your messages resulted in at "
-                f"least {read} tokens. Please reduce the length of the messages."
+                f"least {read} tokens. Please reduce the length of the messages.",
+                tokens=read,
+                context=self.tokens,
             )
 
 

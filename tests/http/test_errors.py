@@ -192,11 +192,11 @@ async def test_endpoints_that_do_not_exist() -> None:
         for path in ("/v1/embeddings", "/v1/rerank", "/infill", "/v1/audio/speech", "/v1/images/generations"):
             status, body, _ = await here.post(path, {})
             assert status == 501 and body["error"]["code"] == "not_supported"
-        status, body, headers = await here.post("/v1/messages", {})
+        status, body, headers = await here.post("/v1/other/messages", {})
         assert status == 404
         assert body == {
             "type": "error",
-            "error": {"type": "not_found_error", "message": "unknown endpoint: POST /v1/messages"},
+            "error": {"type": "not_found_error", "message": "unknown endpoint: POST /v1/other/messages"},
             "request_id": headers["request-id"],
         }
 

@@ -27,7 +27,7 @@ from luce.kvcache.disk.stats import DiskStats
 from luce.models.registry import FAMILIES
 from luce.ops.weight import KERNEL_TYPES
 from luce.remote import messages
-from luce.server import schema
+from luce.server import messages_request, schema
 from tests.support.http_server import running
 
 ROOT = Path(__file__).parents[2]
@@ -213,6 +213,7 @@ def test_fields_of_requests_are_in_the_guide() -> None:
     text = page("http-api") + page("prefix-cache")
     named = {part for word in words(text) for part in re.split(r"[.\[\]]", word)}
     assert (fields(schema.ChatRequest) | fields(schema.CompletionRequest)) - {"extra_body", "metadata"} <= named
+    assert fields(messages_request.MessagesRequest) <= named
     assert {alias for sampler in SAMPLERS.values() for alias in sampler.aliases} <= named
 
 
