@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,11 +117,12 @@ class ScriptedModel:
         context: int = 512,
         drafter: Drafter | None = None,
         no_drafter_reason: str = "",
+        chat: Callable[[], ChatFormat] = chat_format,
         **backend: Any,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer(add_bos=add_bos)
-        self.chat = chat_format()
+        self.chat = chat()
         self.name = config.alias[0] if config.alias else "scripted"
         self.path = Path("scripted.gguf")
         self.context = context

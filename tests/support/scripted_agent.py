@@ -1,0 +1,99 @@
+"""A scripted model that calls tools, which small models do not do by themselves: for real agents on the application.
+
+It speaks Hermes' format: a call is `<tool_call>`, the JSON of name and arguments, `</tool_call>`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from luce.models.spec import Dialect
+from luce.text.chat import ChatFormat
+from luce.text.reasoning import overlap
+from luce.text.reply_parser import CallArguments, CallEnded, CallStarted, Part, ReplyParser, TextPart
+from luce.text.template import ChatTemplate
+from tests.support.scripted_backend import Script
+from tests.support.scripted_model import END, START, OffLoopChat, saying, tokenizer
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n# Tools\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}"
+    "<|im_end|>\n{% endif %}"
+    "{% for m in messages %}"
+    "{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m.content }}\n</tool_response><|im_end|>\n"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{% if m.content or not loop.first %}\n{% endif %}<tool_call>\n"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
+    "<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_RESPONSE = b"</tool_response>"
+
+
+def call(name: str, arguments: Mapping[str, Any]) -> str:
+    """A call in the model's format."""
+    return f"{OPEN}\n" + json.dumps({"name": name, "arguments": arguments}) + f"\n{CLOSE}"
+
+
+class CallParser(ReplyParser):
+    """Finds the calls of a reply; each is a part when it is complete."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._text = ""
+        self._calls = 0
+
+    def push(self, token: int, text: str) -> list[Part]:
+        self._text += text
+        parts: list[Part] = []
+        while CLOSE in self._text:
+            inside, _, rest = self._text.partition(CLOSE)
+            before, _, inside = inside.partition(OPEN)
+            made = json.loads(inside)
+            parts += [TextPart(before)] if before else []
+            arguments = CallArguments(self._calls, json.dumps(made["arguments"]))
+            parts += [CallStarted(self._calls, made["name"]), arguments, CallEnded(self._calls)]
+            self._text, self._calls = rest, self._calls + 1
+        if OPEN not in self._text:
+            held = overlap(self._text, OPEN)
+            free, self._text = self._text[: len(self._text) - held], self._text[len(self._text) - held :]
+            parts += [TextPart(free)] if free else []
+        return parts
+
+    def flush(self, text: str) -> list[Part]:
+        parts = self.push(-1, text)
+        return [*parts, TextPart(self._text)] if self._text else parts
+
+
+class AgentChat(OffLoopChat):
+    """The template of this module with the byte tokenizer."""
+
+    def reply_parser(self, prompt: Sequence[int]) -> ReplyParser:
+        return CallParser()
+
+
+@functools.cache
+def agent_chat() -> ChatFormat:
+    """One for all tests, as each has a child process."""
+    return AgentChat(ChatTemplate(TEMPLATE, bos="", eos="<|im_end|>"), tokenizer(), Dialect())
+
+
+def playing(*replies: str) -> Script:
+    """A script that says the first reply to a conversation without results of tools, the second to one with one
+    result, and so on; the last one to all further ones."""
+    scripts = [saying(reply) for reply in replies]
+    results: dict[int, int] = {}
+
+    def script(history: Sequence[int]) -> int | None:
+        opened = len(history)
+        while opened and history[opened - 1] not in (START, END):
+            opened -= 1
+        if opened not in results:
+            text = bytes(token for token in history[:opened] if token < 256)
+            results[opened] = text.count(_RESPONSE)
+        return scripts[min(results[opened], len(scripts) - 1)](history)
+
+    return script
