@@ -22,7 +22,7 @@
         ├── TooLargeError      the body exceeds the limit                   HTTP 413
         ├── MediaTypeError     the body is not JSON, or encoded differently HTTP 415
         ├── ExpectationError   an Expect header that Luce does not know     HTTP 417
-        ├── NotSupportedError  a known endpoint that Luce does not serve    HTTP 501
+        ├── NotSupportedError  a part of HTTP that Luce does not do         HTTP 501
         ├── QueueFullError     the bounded queue is full                    HTTP 503
         ├── UnavailableError   loading or draining                          HTTP 503
         ├── DeadlineError      deadline passed before the first token       HTTP 504
@@ -224,7 +224,7 @@ class BodyTimeoutError(RequestError):
 
 
 class NotSupportedError(RequestError):
-    """A known endpoint that Luce does not serve."""
+    """A part of HTTP that Luce does not do: proxies and other protocols."""
 
     status = 501
     code = "not_supported"

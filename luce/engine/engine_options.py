@@ -1,4 +1,4 @@
-"""EngineOptions: the settings of an engine; EngineStats: its numbers."""
+"""EngineOptions: the settings of an engine; EngineStats and SlotStats: its numbers."""
 
 from __future__ import annotations
 
@@ -77,3 +77,18 @@ class EngineStats:
     cache: CacheStats
     draft: DraftStats | None = None
     paging: PagingStats | None = None
+
+
+@dataclass(frozen=True)
+class SlotStats:
+    """What one slot does at one moment."""
+
+    slot: int
+    #: number of its sequence in order of arrival
+    number: int
+    prompt_tokens: int
+    #: prompt tokens that are computed, or restored from the prefix cache
+    prompt_done: int
+    #: tokens of the reply so far, and how many more it may have
+    predicted_tokens: int
+    remaining_tokens: int

@@ -22,7 +22,7 @@ from luce.draft.feature_tail import FeatureTails
 from luce.engine.admission import SequenceHandle, shutting_down_error
 from luce.engine.commit import Committer
 from luce.engine.delivery import Delivery
-from luce.engine.engine_options import EngineOptions, EngineStats
+from luce.engine.engine_options import EngineOptions, EngineStats, SlotStats
 from luce.engine.events import EventSink, FinishReason, Started, TextOutput
 from luce.engine.failures import Failures
 from luce.engine.parts import EngineParts
@@ -139,6 +139,18 @@ class Engine:
             draft=no_draft if parts.speculator is None else parts.speculator.stats(),
             paging=None if parts.pager is None else parts.pager.stats(),
         )
+
+    def slots(self) -> tuple[SlotStats, ...]:
+        """The slots that have a sequence, in order. Any thread may ask, also while a step runs."""
+        found = []
+        for sequence in self._scheduler.running:
+            # Read once: the engine's thread goes on meanwhile.
+            slot, computed, predicted = sequence.slot, sequence.computed, len(sequence.reply)
+            if slot is not None:
+                prompt = len(sequence.prompt)
+                number, left = sequence.schedule.number, max(0, sequence.max_new_tokens - predicted)
+                found.append(SlotStats(slot, number, prompt, min(computed, prompt), predicted, left))
+        return tuple(sorted(found, key=lambda stats: stats.slot))
 
     def cached_prefixes(self) -> list[CachedPrefix]:
         """The contents of the prefix cache, the newest first. Blocks until the engine's thread is between two steps."""

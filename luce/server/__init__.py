@@ -14,6 +14,9 @@
                  openai_response: OpenAI's objects and chunks; chat_response and completion_response: of each endpoint
     stream       server-sent events, with a limit for slow readers
     status       /health, /livez, /v1/models, /metrics
+    codex_models the model in Codex's catalogue
+    tokens       /tokenize, /detokenize, /apply-template
+    slots        /slots: what each slot does
     cache        /v1/cache: lists and clears the prefix cache
     props        /props: settings and placement
     metrics      Prometheus counters

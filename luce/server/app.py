@@ -17,13 +17,12 @@ from luce.errors import (
     MediaTypeError,
     MethodError,
     NotFoundError,
-    NotSupportedError,
     QueueFullError,
     RequestError,
     TooLargeError,
     UnavailableError,
 )
-from luce.server import cache, completions, messages, props, status
+from luce.server import cache, completions, messages, props, slots, status, tokens
 from luce.server.auth import OPEN_PATHS
 from luce.server.connection import Connection, protocol_error, refusal
 from luce.server.errors import anthropic_error, openai_error
@@ -67,12 +66,16 @@ def create_app(server: Server) -> web.Application:
     app.router.add_get("/metrics", status.metrics)
     app.router.add_get("/props", props.props)
     add("POST", "/infill", _not_supported)
+    app.router.add_get("/slots", slots.slots)
     # Some clients leave out /v1: every path under it is also served without it.
     for version in ("/v1", ""):
         add("POST", version + "/chat/completions", completions.chat)
         add("POST", version + "/completions", completions.completions)
         add("POST", version + "/messages", messages.messages)
         add("POST", version + "/messages/count_tokens", messages.count_tokens)
+        add("POST", version + "/tokenize", tokens.tokenize)
+        add("POST", version + "/detokenize", tokens.detokenize)
+        add("POST", version + "/apply-template", tokens.apply_template)
         app.router.add_get(version + "/models", status.models)
         app.router.add_get(version + "/models/{id:.+}", status.model_card)
         app.router.add_get(version + "/cache", cache.listing)
@@ -192,7 +195,8 @@ async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 async def _not_supported(request: web.Request) -> web.StreamResponse:
-    raise NotSupportedError(f"{request.path} is not supported")
+    # Not 501: clients repeat a request that a server error answers.
+    raise RequestError(f"{request.path} is not supported", code="unsupported_endpoint")
 
 
 async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:

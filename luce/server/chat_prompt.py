@@ -21,6 +21,17 @@ _TEMPLATE_NAMES = {"messages", "tools", "add_generation_prompt", "continue_final
 
 def chat_prompt(request: ChatRequest, chat: ChatFormat, limit: PromptLimit) -> list[int]:
     """The prompt as ids. Raises RequestError, and what `limit` raises."""
+    return _rendered(request, chat, limit)[0]
+
+
+def chat_text(request: ChatRequest, chat: ChatFormat, limit: PromptLimit) -> str:
+    """The prompt as text, control tokens by their name. Raises what chat_prompt raises."""
+    _, messages, options = _rendered(request, chat, limit)
+    return chat.text(messages, **options)
+
+
+def _rendered(request: ChatRequest, chat: ChatFormat, limit: PromptLimit) -> tuple[list[int], list[_Json], _Json]:
+    """The prompt as ids, and what the chat format makes it of: messages and options."""
     if not request.messages:
         raise invalid("messages", "expected at least one message")
     # No template writes less than a token per message.
@@ -33,21 +44,20 @@ def chat_prompt(request: ChatRequest, chat: ChatFormat, limit: PromptLimit) -> l
         raise invalid("chat_template_kwargs", f"the server sets {min(taken)}")
     thinking = ReasoningSwitch(request, chat)
     messages = [_plain(message, i) for i, message in enumerate(request.messages)]
+    options = {
+        "tools": _tools(request),
+        "add_generation_prompt": not continues if opens is None else opens,
+        "continue_final_message": continues,
+        **thinking.variables,
+    }
     try:
-        ids = chat.prompt(
-            messages,
-            tools=_tools(request),
-            add_generation_prompt=not continues if opens is None else opens,
-            continue_final_message=continues,
-            limit=limit,
-            **thinking.variables,
-        )
+        ids = chat.prompt(messages, limit=limit, **options)
     except (ContextError, UnavailableError):
         raise
     except RequestError as error:
         raise RequestError(str(error), param=error.param or "messages", code=error.code or "template_error") from None
     thinking.check(ids)
-    return ids
+    return ids, messages, options
 
 
 # --- messages

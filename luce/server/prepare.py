@@ -151,14 +151,18 @@ def token_texts(ids: Sequence[int], model: Model) -> list[str]:
     return found
 
 
+def names(model: Model) -> tuple[str, ...]:
+    """The names of the model; responses use the first."""
+    return model.config.alias or (model.name,)
+
+
 def served_name(requested: str | None, model: Model) -> str:
     """The model name of the response. Raises NotFoundError for an unknown one with --strict-model."""
-    names = model.config.alias or (model.name,)
-    if requested in names:
+    if requested in names(model):
         return str(requested)
     if requested is not None and model.config.strict_model:
         raise unknown_model(requested)
-    return names[0]
+    return names(model)[0]
 
 
 def _job(

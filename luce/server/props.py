@@ -15,9 +15,10 @@ from luce.engine.speculate import DraftStats
 from luce.kvcache.paging import PagingStats
 from luce.runtime.step import PAGE
 from luce.server.auth import is_loopback
+from luce.server.prepare import names
 from luce.server.schema import Common
 from luce.server.state import ENDPOINTS, SERVER, Server
-from luce.server.status import capabilities, json_response, names
+from luce.server.status import capabilities, json_response
 from luce.server.thinking import efforts
 from luce.shard.shard import DaemonState
 

@@ -197,6 +197,25 @@ class CompletionRequest(Common, kw_only=True):
     best_of: _Positive | None = None
 
 
+class TokenizeRequest(ChatRequest, kw_only=True):
+    """The body of /tokenize: llama.cpp's `content`, or vLLM's `prompt` or a chat."""
+
+    content: str | list[str | int] | None = None
+    add_special: bool | None = None
+    parse_special: bool | None = None
+    with_pieces: bool | None = None
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """The body of /detokenize."""
+
+    model: str | None = None
+    tokens: list[int] | None = None
+
+
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 # An escaped pair of surrogates, a lone one, a NUL, or any other escape (so that `\\ud800` does not count as one).

@@ -9,7 +9,9 @@ import msgspec
 from aiohttp import web
 
 from luce.api import Model
+from luce.server.codex_models import codex_entry
 from luce.server.errors import unknown_model
+from luce.server.prepare import names
 from luce.server.state import SERVER, Server
 
 
@@ -33,8 +35,10 @@ async def livez(request: web.Request) -> web.Response:
 
 
 async def models(request: web.Request) -> web.Response:
-    """GET /v1/models: the model, with its further names as aliases."""
+    """GET /v1/models: the model, with its further names as aliases; for Codex, which sends its version, in its form."""
     server = request.app[SERVER]
+    if "client_version" in request.query:
+        return json_response({"models": [codex_entry(server.ready_model())]})
     entry = _entry(server.ready_model(), server)
     return json_response(
         {"object": "list", "data": [entry], "has_more": False, "first_id": entry["id"], "last_id": entry["id"]}
@@ -55,11 +59,6 @@ async def metrics(request: web.Request) -> web.Response:
     server = request.app[SERVER]
     text = await server.work(server.metrics.text)
     return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
-
-
-def names(model: Model) -> tuple[str, ...]:
-    """The names of the model; responses use the first."""
-    return model.config.alias or (model.name,)
 
 
 def capabilities(model: Model) -> list[str]:

@@ -57,10 +57,13 @@ class ChatFormat:
         *,
         tools: Sequence[Message] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         **kwargs: Any,
     ) -> str:
-        """The prompt as text, as the template renders it. Raises RequestError."""
-        text, marks = self._render(messages, tools, kwargs, opens=add_generation_prompt)
+        """The prompt as text, as the template renders it. Arguments are those of `prompt`. Raises RequestError."""
+        text, marks = self._render(
+            messages, tools, kwargs, opens=add_generation_prompt, continues=continue_final_message
+        )
         return text.translate(marks)
 
     def reads(self, name: str) -> bool:

@@ -287,6 +287,10 @@ class Tokenizer:
         """A token for people: its bytes as text, U+FFFD where they are no character, or the name of a control token."""
         return self.token_bytes(token).decode(errors="replace") or self._texts[token]
 
+    def spelling(self, token: int) -> str:
+        """The token's text in the vocabulary, where bytes and spaces may be spelled as other characters."""
+        return self._texts[token]
+
     def is_control(self, token: int) -> bool:
         """Whether the token steers the model and is not part of a text."""
         return token in self._control

@@ -191,7 +191,7 @@ async def test_endpoints_that_do_not_exist() -> None:
         assert status == 405 and headers["Allow"] == "POST" and body["error"]["code"] == "method_not_allowed"
         for path in ("/v1/embeddings", "/v1/rerank", "/infill", "/v1/audio/speech", "/v1/images/generations"):
             status, body, _ = await here.post(path, {})
-            assert status == 501 and body["error"]["code"] == "not_supported"
+            assert status == 400 and body["error"]["code"] == "unsupported_endpoint"
         status, body, headers = await here.post("/v1/other/messages", {})
         assert status == 404
         assert body == {

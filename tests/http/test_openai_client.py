@@ -152,3 +152,13 @@ async def test_a_full_queue_is_tried_again(client: openai.AsyncOpenAI) -> None:
         await stream.close()
         await here.quiet()
         await api.chat.completions.create(model="m", messages=HI, max_tokens=1)
+
+
+async def test_what_is_not_served_is_asked_for_once(client: openai.AsyncOpenAI) -> None:
+    async with running() as here:
+        with pytest.raises(openai.BadRequestError, match="/v1/embeddings is not supported") as caught:
+            await at(client, here).embeddings.create(model="m", input="a")
+        assert caught.value.code == "unsupported_endpoint"
+        with pytest.raises(openai.BadRequestError):
+            await at(client, here).images.generate(model="m", prompt="a")
+        assert await here.metric("luce_requests_total") == 2

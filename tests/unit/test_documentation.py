@@ -212,7 +212,8 @@ async def test_json_that_pages_name_is_what_the_server_sends() -> None:
 def test_fields_of_requests_are_in_the_guide() -> None:
     text = page("http-api") + page("prefix-cache")
     named = {part for word in words(text) for part in re.split(r"[.\[\]]", word)}
-    assert (fields(schema.ChatRequest) | fields(schema.CompletionRequest)) - {"extra_body", "metadata"} <= named
+    bodies = (schema.ChatRequest, schema.CompletionRequest, schema.TokenizeRequest, schema.DetokenizeRequest)
+    assert set().union(*map(fields, bodies)) - {"extra_body", "metadata"} <= named
     assert fields(messages_request.MessagesRequest) <= named
     assert {alias for sampler in SAMPLERS.values() for alias in sampler.aliases} <= named
 
