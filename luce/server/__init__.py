@@ -15,6 +15,7 @@
     stream       server-sent events, with a limit for slow readers
     status       /health, /livez, /v1/models, /metrics
     codex_models the model in Codex's catalogue
+    native       llama.cpp's /completion and /infill; native_request and native_response: their bodies and replies
     tokens       /tokenize, /detokenize, /apply-template
     slots        /slots: what each slot does
     cache        /v1/cache: lists and clears the prefix cache

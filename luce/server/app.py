@@ -22,7 +22,7 @@ from luce.errors import (
     TooLargeError,
     UnavailableError,
 )
-from luce.server import cache, completions, messages, props, slots, status, tokens
+from luce.server import cache, completions, messages, native, props, slots, status, tokens
 from luce.server.auth import OPEN_PATHS
 from luce.server.connection import Connection, protocol_error, refusal
 from luce.server.errors import anthropic_error, openai_error
@@ -65,7 +65,8 @@ def create_app(server: Server) -> web.Application:
     app.router.add_get("/livez", status.livez)
     app.router.add_get("/metrics", status.metrics)
     app.router.add_get("/props", props.props)
-    add("POST", "/infill", _not_supported)
+    add("POST", "/completion", native.completion)
+    add("POST", "/infill", native.infill)
     app.router.add_get("/slots", slots.slots)
     # Some clients leave out /v1: every path under it is also served without it.
     for version in ("/v1", ""):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from typing import Any
 
-from luce.engine.events import Finished, Token
+from luce.engine.events import Finished, Progress, Timings, Token
 from luce.text.reply_parser import Part, ReasoningPart, ReplyParser, TextPart
 
 
@@ -36,3 +38,25 @@ class Choice:
     def reasoning(self) -> str:
         """The text of the reasoning."""
         return "".join([part.text for part in self.parts if isinstance(part, ReasoningPart)])
+
+    def so_far(self) -> Timings:
+        """The timings of a reply that goes on."""
+        now = time.monotonic()
+        first, started = self.first_token or now, self.started or now
+        return Timings(
+            prompt=first - started,
+            predicted=now - first,
+            prompt_tokens=len(self.prompt),
+            predicted_tokens=len(self.tokens),
+            cached_tokens=self.cached,
+        )
+
+    def prompt_progress(self, event: Progress) -> dict[str, Any]:
+        """llama.cpp's `prompt_progress`."""
+        seconds = 0.0 if self.started is None else time.monotonic() - self.started
+        return {
+            "total": event.total,
+            "cache": event.cached,
+            "processed": event.done,
+            "time_ms": round(seconds * 1000, 3),
+        }

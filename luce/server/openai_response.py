@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 
@@ -74,22 +73,14 @@ class OpenAIResponse(ResponseBuilder):
             choice["logprobs"] = self._logprobs(self.choices[index], tokens)
         if self._job.token_ids:
             choice["token_ids"] = [token.id for token in tokens]
-        running = {"timings": timings([self._so_far(self.choices[index])])} if self._job.running_timings else {}
+        running = {"timings": timings([self.choices[index].so_far()])} if self._job.running_timings else {}
         yield self._chunk(choice, **running)
 
     def progress(self, index: int, event: Progress) -> Iterable[ServerSentEvent]:
         """One chunk, if the request sets `return_progress`."""
         if not self._job.progress:
             return
-        started = self.choices[index].started
-        seconds = 0.0 if started is None else time.monotonic() - started
-        figures = {
-            "total": event.total,
-            "cache": event.cached,
-            "processed": event.done,
-            "time_ms": round(seconds * 1000, 3),
-        }
-        yield self._chunk(self._chunk_choice(index, None), prompt_progress=figures)
+        yield self._chunk(self._chunk_choice(index, None), prompt_progress=self.choices[index].prompt_progress(event))
 
     def closing(self, index: int) -> Iterable[ServerSentEvent]:
         """The chunk with the finish reason."""
@@ -163,17 +154,6 @@ class OpenAIResponse(ResponseBuilder):
                 "rejected_prediction_tokens": sum(part.drafted - part.accepted for part in done),
             },
         }
-
-    def _so_far(self, choice: Choice) -> Timings:
-        now = time.monotonic()
-        first, started = choice.first_token or now, choice.started or now
-        return Timings(
-            prompt=first - started,
-            predicted=now - first,
-            prompt_tokens=len(choice.prompt),
-            predicted_tokens=len(choice.tokens),
-            cached_tokens=choice.cached,
-        )
 
 
 def timings(parts: Iterable[Timings]) -> Json:

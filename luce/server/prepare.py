@@ -6,7 +6,9 @@ import re
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from luce.api import Model
 from luce.config.sampling import SAMPLERS, SamplingParams
@@ -15,6 +17,7 @@ from luce.server.chat_prompt import chat_prompt
 from luce.server.errors import invalid, unknown_model, unsupported
 from luce.server.schema import ChatRequest, Common, CompletionRequest, decode
 from luce.text.detokenizer import Detokenizer
+from luce.text.fim import Gap, fim_prompt
 from luce.text.prompt_limit import PromptLimit
 
 #: `max_tokens` of /v1/completions when the request has none
@@ -100,7 +103,7 @@ def chat_request_job(
     if request.modalities not in (None, ["text"]):
         raise unsupported("modalities", 'only ["text"] is supported')
     limits = (request.max_completion_tokens, request.max_tokens, request.max_output_tokens)
-    return _job(
+    return request_job(
         request,
         unknown,
         headers,
@@ -117,17 +120,21 @@ def completion_job(
 ) -> Job:
     """The Job of a /v1/completions body. Raises as chat_job."""
     request, unknown = decode(body, CompletionRequest)
-    if request.suffix:
-        raise unsupported("suffix", "the model has no fill-in-the-middle tokens")
+    if request.suffix and request.echo:
+        raise unsupported("echo", "a reply that fills a gap does not repeat its prompt")
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise unsupported("best_of", "only the value of n is supported")
     sent = _prompt_list(request.prompt, model)
     limit = PromptLimit(model.context, stopped)
-    prompts = tuple(_with_bos(item, model, limit) if isinstance(item, str) else item for item in sent)
+    if request.suffix:
+        prompts = tuple(gap_ids(Gap(item, request.suffix), "suffix", model, limit) for item in sent)
+        request = ended_by_fim(request, model)
+    else:
+        prompts = tuple(text_ids(item, model, limit) if isinstance(item, str) else item for item in sent)
     echoes = tuple(
         item if isinstance(item, str) else "".join(token_texts(item, model)) for item in sent if request.echo
     )
-    return _job(
+    return request_job(
         request,
         unknown,
         headers,
@@ -165,7 +172,7 @@ def served_name(requested: str | None, model: Model) -> str:
     return names(model)[0]
 
 
-def _job(
+def request_job(
     request: Common,
     unknown: int,
     headers: Mapping[str, str],
@@ -176,6 +183,7 @@ def _job(
     max_tokens: int | None,
     logprobs: int | None,
 ) -> Job:
+    """The Job of prompts, with what a request says in the fields of all endpoints. Raises RequestError."""
     _refuse_unsupported(request)
     n = request.n or 1
     if n > model.config.max_n:
@@ -299,9 +307,28 @@ def _prompt_list(prompt: str | list[Any] | None, model: Model) -> list[str | lis
     return items
 
 
-def _with_bos(text: str, model: Model, limit: PromptLimit) -> list[int]:
+def text_ids(text: str, model: Model, limit: PromptLimit) -> list[int]:
+    """The prompt of a text, with its special tokens, and BOS if the file asks for one. Raises RequestError."""
     model.tokenizer.refuse_long(text, limit)
     ids = model.tokenizer.with_bos(model.tokenizer.encode(text, specials=True, limit=limit))
     if not ids:
         raise invalid("prompt", "has no tokens")
     return ids
+
+
+def gap_ids(gap: Gap, param: str, model: Model, limit: PromptLimit) -> list[int]:
+    """The prompt for what fills a gap. Raises RequestError that names `param` if the model has no tokens for it."""
+    tokenizer = model.tokenizer
+    if tokenizer.fim is None:
+        raise unsupported(param, "the vocabulary of this model has no fill-in-the-middle tokens")
+    return tokenizer.with_bos(fim_prompt(gap, tokenizer.fim, tokenizer, limit))
+
+
+Request = TypeVar("Request", bound=Common)
+
+
+def ended_by_fim(request: Request, model: Model) -> Request:
+    """The request with the tokens that end what fills a gap among its stop tokens."""
+    fim = model.tokenizer.fim
+    ends = frozenset() if fim is None else fim.ends
+    return msgspec.structs.replace(request, stop_token_ids=sorted({*(request.stop_token_ids or ()), *ends}))

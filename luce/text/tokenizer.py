@@ -20,6 +20,7 @@ from tokenizers import models, normalizers, pre_tokenizers
 
 from luce.errors import FormatError, UnsupportedError
 from luce.gguf.metadata import shown
+from luce.text.fim import fim_tokens
 from luce.text.pieces import WINDOW, encode, encode_whole
 from luce.text.prompt_limit import NO_LIMIT, PromptLimit
 
@@ -201,6 +202,8 @@ class Tokenizer:
         #: finds control and user-defined tokens in text
         self.special = Cutter(control | visible, window)
         self._visible = Cutter(visible, window)
+        #: tokens for filling in the middle, None if the vocabulary lacks them
+        self.fim = fim_tokens(lambda name: _named_id(metadata, name, self.vocab), control | visible)
 
         # Control tokens stay out of the merges' vocabulary: no spelling of ordinary text can then end in one.
         words = {text: i for text, i in ids.items() if i not in self._control and self._types[i] != UNUSED}

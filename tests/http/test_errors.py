@@ -189,7 +189,7 @@ async def test_endpoints_that_do_not_exist() -> None:
         assert "unknown endpoint: GET /v1/nothing" in body["error"]["message"]
         status, body, headers = await here.get(CHAT)
         assert status == 405 and headers["Allow"] == "POST" and body["error"]["code"] == "method_not_allowed"
-        for path in ("/v1/embeddings", "/v1/rerank", "/infill", "/v1/audio/speech", "/v1/images/generations"):
+        for path in ("/v1/embeddings", "/v1/rerank", "/v1/audio/speech", "/v1/images/generations"):
             status, body, _ = await here.post(path, {})
             assert status == 400 and body["error"]["code"] == "unsupported_endpoint"
         status, body, headers = await here.post("/v1/other/messages", {})

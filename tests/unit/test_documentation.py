@@ -28,6 +28,7 @@ from luce.models.registry import FAMILIES
 from luce.ops.weight import KERNEL_TYPES
 from luce.remote import messages
 from luce.server import messages_request, schema
+from luce.server.native_request import ExtraText, InfillRequest
 from tests.support.http_server import running
 
 ROOT = Path(__file__).parents[2]
@@ -212,7 +213,14 @@ async def test_json_that_pages_name_is_what_the_server_sends() -> None:
 def test_fields_of_requests_are_in_the_guide() -> None:
     text = page("http-api") + page("prefix-cache")
     named = {part for word in words(text) for part in re.split(r"[.\[\]]", word)}
-    bodies = (schema.ChatRequest, schema.CompletionRequest, schema.TokenizeRequest, schema.DetokenizeRequest)
+    bodies = (
+        schema.ChatRequest,
+        schema.CompletionRequest,
+        schema.TokenizeRequest,
+        schema.DetokenizeRequest,
+        InfillRequest,
+        ExtraText,
+    )
     assert set().union(*map(fields, bodies)) - {"extra_body", "metadata"} <= named
     assert fields(messages_request.MessagesRequest) <= named
     assert {alias for sampler in SAMPLERS.values() for alias in sampler.aliases} <= named
