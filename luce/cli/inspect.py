@@ -18,6 +18,7 @@ from luce.cli.plan import Opened
 from luce.gguf.reader import GGUFFile
 from luce.layers.build import tensor_bytes
 from luce.models.spec import Attention, GatedMLP, Layer, ModelSpec, MoE, SandwichLayer
+from luce.models.tool_formats import choose_calls
 from luce.runtime.step import PAGE
 from luce.shard.sizes import pages_for, state_bytes
 
@@ -52,6 +53,8 @@ def describe(file: GGUFFile, spec: ModelSpec) -> dict[str, Any]:
     attention = [layer.mixer for layer in spec.layers if isinstance(layer.mixer, Attention)]
     heads = dict.fromkeys((mixer.heads, mixer.kv_heads, mixer.head_dim) for mixer in attention)
     experts = dict.fromkeys(moe for layer in spec.layers for moe in _mixtures(layer))
+    template: str | None = file.metadata.string("tokenizer.chat_template", default=None)
+    calls, why = choose_calls(template, spec.dialect.calls)
     return {
         "path": str(file.paths[0]),
         "name": file.metadata.string("general.name", default=""),
@@ -71,7 +74,7 @@ def describe(file: GGUFFile, spec: ModelSpec) -> dict[str, Any]:
             "pre": file.metadata.string("tokenizer.ggml.pre", default=""),
         },
         "chat_template": "tokenizer.chat_template" in file.metadata,
-        "dialect": dataclasses.asdict(spec.dialect),
+        "dialect": {**dataclasses.asdict(spec.dialect), "calls": {"format": calls.format, "why": why}},
     }
 
 
@@ -164,7 +167,7 @@ def _show(facts: dict[str, Any], with_layers: bool) -> None:
         "tokenizer": " ".join(facts["tokenizer"].values()),
         "chat template": "yes" if facts["chat_template"] else "no",
         "reasoning": _between(facts["dialect"]["reasoning"]),
-        "tool calls": _between(facts["dialect"]["tool_call"]),
+        "tool calls": "{format} ({why})".format_map(facts["dialect"]["calls"]),
         "notes": "\n".join(facts["dialect"]["notes"]) or "none",
     }
     for name, value in rows.items():

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from luce.models.keys import Source, model
 from luce.models.spec import Attention, Dialect, GatedMLP, Markers, MessageMarkers, ModelSpec, MoE, Rope, SandwichLayer
+from luce.models.tool_formats import GEMMA4
 
 
 def spec(source: Source) -> ModelSpec:
@@ -34,7 +35,7 @@ def spec(source: Source) -> ModelSpec:
         eos=("<turn|>", "<eos>"),
         dialect=Dialect(
             reasoning=Markers("<|channel>thought\n", "<channel|>"),
-            tool_call=Markers("<|tool_call>", "<tool_call|>"),
+            calls=GEMMA4,
             notes=(
                 "the role assistant is written model",
                 "thinking is switched on by <|think|> in the system turn; off adds an empty thought channel",

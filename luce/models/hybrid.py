@@ -22,6 +22,7 @@ from luce.models.spec import (
     MoE,
     Rope,
 )
+from luce.models.tool_formats import QWEN_XML
 
 
 def hybrid(source: Source, family: str, ffn: GatedMLP | MoE) -> ModelSpec:
@@ -39,7 +40,7 @@ def hybrid(source: Source, family: str, ffn: GatedMLP | MoE) -> ModelSpec:
         nfc=True,
         dialect=Dialect(
             reasoning=Markers("<think>", "</think>"),
-            tool_call=Markers("<tool_call>", "</tool_call>"),
+            calls=QWEN_XML,
             notes=(
                 "a reply begins inside <think>; enable_thinking false closes it in the prompt",
                 "tool calls are XML, <function=NAME> and <parameter=NAME>, not JSON",

@@ -10,6 +10,7 @@ from dataclasses import replace
 from luce.gguf.metadata import shown
 from luce.models.keys import Source, model
 from luce.models.spec import Attention, Dialect, GatedMLP, Layer, Markers, MessageMarkers, ModelSpec, MoE, Rope, Yarn
+from luce.models.tool_formats import GLM45
 
 _SIGMOID = 2
 
@@ -37,7 +38,7 @@ def spec(source: Source) -> ModelSpec:
         mask_token=12,
         dialect=Dialect(
             reasoning=Markers("<think>", "</think>"),
-            tool_call=Markers("<tool_call>", "</tool_call>"),
+            calls=GLM45,
             notes=(
                 "Poolside's system prompt is added to conversations without one",
                 "the prompt ends with <think> or </think>",

@@ -32,7 +32,6 @@ def spec(source: Source) -> ModelSpec:
         nfc=True,
         dialect=Dialect(
             reasoning=Markers("<think>", "</think>"),
-            tool_call=Markers("<tool_call>", "</tool_call>"),
             notes=("enable_thinking false adds an empty <think> part to the prompt",),
             message=CHATML,
         ),

@@ -9,6 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from luce.models.calls import Calls
+from luce.models.tool_formats import HERMES
+
 Activation = Literal["silu", "gelu"]
 Gating = Literal["softmax", "sigmoid"]
 
@@ -187,7 +190,8 @@ class Dialect:
     """The format of a family's prompts and replies."""
 
     reasoning: Markers | None = None
-    tool_call: Markers | None = None
+    #: tool calls, unless the chat template has texts of another dialect of luce/models/tool_formats.py
+    calls: Calls = HERMES
     #: facts about the template that may surprise a client, for people
     notes: tuple[str, ...] = ()
     #: around each message of a prompt

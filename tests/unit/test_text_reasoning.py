@@ -84,8 +84,8 @@ def test_the_families_markers_begin_with_visible_tokens(name: str) -> None:
     keys = metadata(name)
     tokenizer = Tokenizer(keys, nfc=nfc(name))
     types = keys["tokenizer.ggml.token_type"]
-    assert isinstance(types, list) and dialect.reasoning and dialect.tool_call and dialect.notes
-    for text in (*vars(dialect.reasoning).values(), *vars(dialect.tool_call).values()):
+    assert isinstance(types, list) and dialect.reasoning and dialect.notes
+    for text in (*vars(dialect.reasoning).values(), dialect.calls.trigger, dialect.calls.call[1].split("\n")[-1]):
         token, *_ = tokenizer.encode(text, specials=True)
         assert types[token] == USER_DEFINED and text.startswith(tokenizer.token_text(token))
     # The reference conversations end with the template's own suffix.

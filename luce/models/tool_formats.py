@@ -1,0 +1,218 @@
+"""The dialects of tool calls that Luce knows, one record each, and the choice among them.
+
+Sources: the chat templates of the models' publishers, which print past calls as the models write them.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import NamedTuple
+
+from luce.models.calls import Bare, Calls, Json, Tagged
+
+QWEN_XML = Calls(
+    format="qwen_xml",
+    trigger="<tool_call>",
+    lead="\n\n",
+    call=("<tool_call>\n", "</function>\n</tool_call>"),
+    between="\n",
+    name=("<function=", ">\n"),
+    arguments=Tagged(key=("<parameter=", ">\n"), value=("", "\n</parameter>\n")),
+    template=("<function=", "<parameter="),
+)
+
+HERMES = Calls(
+    format="hermes",
+    trigger="<tool_call>",
+    lead="\n",
+    call=("<tool_call>\n", "\n</tool_call>"),
+    between="\n",
+    arguments=Json(fields=("name", "arguments")),
+    template=("<tool_call>", "</tool_call>"),
+)
+
+GEMMA4 = Calls(
+    format="gemma4",
+    trigger="<|tool_call>",
+    call=("<|tool_call>", "<tool_call|>"),
+    name=("call:", ""),
+    arguments=Bare(quote='<|"|>'),
+    ends=("<|tool_response>",),
+    inside=('<|"|>',),
+    results="responses",
+    template=("<|tool_call>",),
+)
+
+GLM47 = Calls(
+    format="glm47",
+    trigger="<tool_call>",
+    call=("<tool_call>", "</tool_call>"),
+    arguments=Tagged(key=("<arg_key>", "</arg_key>"), value=("<arg_value>", "</arg_value>")),
+    template=("</arg_key><arg_value>",),
+)
+
+GLM45 = Calls(
+    format="glm45",
+    trigger="<tool_call>",
+    lead="\n",
+    call=("<tool_call>", "</tool_call>"),
+    between="\n",
+    name=("", "\n"),
+    arguments=Tagged(key=("<arg_key>", "</arg_key>\n"), value=("<arg_value>", "</arg_value>\n")),
+    accepts=(GLM47,),
+    template=("<arg_key>", "<arg_value>"),
+)
+
+GLM47 = replace(GLM47, accepts=(replace(GLM45, accepts=()),))
+
+LLAMA3 = Calls(
+    format="llama3",
+    trigger='{"name"',
+    arguments=Json(fields=("name", "parameters")),
+    parallel=False,
+    at_start=True,
+    ends=("<|eom_id|>", "<|eot_id|>"),
+    accepts=(
+        Calls(
+            format="llama3",
+            trigger="<|python_tag|>",
+            call=("<|python_tag|>", ""),
+            between="; ",
+            arguments=Json(fields=("name", "parameters")),
+        ),
+    ),
+    template=('"parameters"', "ipython"),
+)
+
+SMOLLM2 = Calls(
+    format="smollm2",
+    trigger="<tool_call>",
+    lead="\n",
+    section=("<tool_call>[\n", "\n]</tool_call>"),
+    between=",\n",
+    arguments=Json(fields=("name", "arguments")),
+    accepts=(replace(HERMES, accepts=()),),
+    template=("<tool_call>[",),
+)
+
+MISTRAL_V7 = Calls(
+    format="mistral_v7",
+    trigger="[TOOL_CALLS]",
+    section=("[TOOL_CALLS] [", "]"),
+    between=", ",
+    arguments=Json(fields=("name", "arguments"), id="id"),
+    template=("[TOOL_CALLS]",),
+)
+
+MISTRAL_V11 = Calls(
+    format="mistral_v11",
+    trigger="[TOOL_CALLS]",
+    call=("[TOOL_CALLS]", ""),
+    name=("", "[ARGS]"),
+    arguments=Json(),
+    inside=("[ARGS]", "[CALL_ID]"),
+    accepts=(
+        Calls(
+            format="mistral_v11",
+            trigger="[TOOL_CALLS]",
+            call=("[TOOL_CALLS]", ""),
+            id=("[CALL_ID]", "[ARGS]"),
+            arguments=Json(),
+        ),
+    ),
+    template=("[TOOL_CALLS]", "[ARGS]"),
+)
+
+DEEPSEEK_V31 = Calls(
+    format="deepseek_v31",
+    trigger="<｜tool▁calls▁begin｜>",
+    section=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    call=("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
+    name=("", "<｜tool▁sep｜>"),
+    arguments=Json(),
+    inside=("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"),
+    template=("<｜tool▁sep｜>",),
+)
+
+DEEPSEEK_V3 = Calls(
+    format="deepseek_v3",
+    trigger="<｜tool▁calls▁begin｜>",
+    section=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    call=("<｜tool▁call▁begin｜>", "\n```<｜tool▁call▁end｜>"),
+    between="\n",
+    name=("function<｜tool▁sep｜>", "\n```json\n"),
+    arguments=Json(),
+    inside=("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"),
+    template=("<｜tool▁sep｜>", "```json"),
+)
+
+DEEPSEEK_V32 = Calls(
+    format="deepseek_v32",
+    trigger="<｜DSML｜function_calls>",
+    lead="\n\n",
+    section=("<｜DSML｜function_calls>\n", "</｜DSML｜function_calls>"),
+    call=("<｜DSML｜invoke ", "</｜DSML｜invoke>\n"),
+    name=('name="', '">\n'),
+    arguments=Tagged(
+        key=('<｜DSML｜parameter name="', '"'), typed=' string="%s"', value=(">", "</｜DSML｜parameter>\n")
+    ),
+    template=("｜DSML｜", "function_calls"),
+)
+
+DEEPSEEK_V4 = replace(
+    DEEPSEEK_V32,
+    format="deepseek_v4",
+    trigger="<｜DSML｜tool_calls>",
+    section=("<｜DSML｜tool_calls>\n", "</｜DSML｜tool_calls>"),
+    template=("｜DSML｜",),
+)
+
+#: the dialects in the order in which a template is asked for their texts: the most specific first
+TOOL_FORMATS = (
+    DEEPSEEK_V32,
+    DEEPSEEK_V4,
+    DEEPSEEK_V3,
+    DEEPSEEK_V31,
+    GEMMA4,
+    MISTRAL_V11,
+    MISTRAL_V7,
+    QWEN_XML,
+    GLM47,
+    GLM45,
+    SMOLLM2,
+    HERMES,
+    LLAMA3,
+)
+
+
+class ChosenCalls(NamedTuple):
+    """A dialect and the reason for it."""
+
+    calls: Calls
+    #: for people: what decided
+    why: str
+
+
+def choose_calls(source: str | None, family: Calls, name: str = "auto") -> ChosenCalls:
+    """The dialect of a model: that of `name` unless it is auto, else that of which the chat template holds the texts,
+    else the family's. A model whose template shows no tools is told to write Hermes' format.
+
+    Raises ValueError that lists the names for an unknown one.
+    """
+    if name != "auto":
+        found = next((calls for calls in TOOL_FORMATS if calls.format == name), None)
+        if found is None:
+            raise ValueError(f"expected auto, {', '.join(calls.format for calls in TOOL_FORMATS)}")
+        return ChosenCalls(found, "--tool-format")
+    if not shows_tools(source):
+        return ChosenCalls(HERMES, "the chat template shows no tools")
+    for calls in TOOL_FORMATS:
+        if calls.template and all(text in str(source) for text in calls.template):
+            return ChosenCalls(calls, "the chat template")
+    return ChosenCalls(family, "the family")
+
+
+def shows_tools(source: str | None) -> bool:
+    """Whether a chat template has a place for tools."""
+    return source is not None and re.search(r"\btools\b", source) is not None
