@@ -36,6 +36,7 @@ from luce.shard.sizes import activation_bytes
 from luce.shard.timing import ShardTimes
 from luce.text.chat import ChatFormat
 from luce.text.detokenizer import Detokenizer
+from luce.text.effort import BudgetEnvelope, ReasoningRequest
 from luce.text.grammar import GrammarCompiler
 from luce.text.output import ReplyText
 from luce.text.tokenizer import Tokenizer
@@ -135,6 +136,8 @@ class Model:
         self.chunk = backend.options.chunk
         self.tokenizer_id = file.metadata.string("tokenizer.ggml.pre", default="default")
         self.name = config.alias[0] if config.alias else file.name
+        #: the budgets of the reasoning of replies
+        self.envelope = BudgetEnvelope.of(config, parts.spec.dialect.budget, self.context)
         self.fingerprint = _fingerprint(file)
         self.engine = Engine(
             backend,
@@ -243,6 +246,7 @@ class Model:
         ignore_eos: bool = False,
         logprobs: int | None = None,
         response_format: Mapping[str, Any] | None = None,
+        reasoning_budget: int | None = None,
         on_progress: Callable[[int, int], None] | None = None,
         **sampling: float | None,
     ) -> Generation:
@@ -254,6 +258,9 @@ class Model:
 
         `response_format` is OpenAI's: {"type": "json_object"}, or json_schema with a schema that the reply, behind its
         reasoning, then follows. Raises RequestError for a schema that cannot be enforced.
+
+        `reasoning_budget`: most tokens of the reasoning, which Luce ends then as the model's family does. The Config's
+        `think_max_tokens` holds too.
 
         Iterates over tokens with `.id`, `.text`, `.logprob`. `on_progress` gets (done, total) prompt rows.
         """
@@ -273,6 +280,11 @@ class Model:
         if response_format is not None:
             constraint = self.grammars.constraint(response_format, self.chat.reasoning_tokens(ids))
 
+        asked = ReasoningRequest(budget=reasoning_budget)
+        rest = self.context - len(ids)
+        room = rest if max_tokens is None else min(max_tokens, rest)
+        reasoning = self.envelope.limit(self.chat, ids, room, asked)
+
         def submit(sink: Callable[[Event], None]) -> SequenceHandle:
             try:
                 return self.engine.submit(
@@ -282,6 +294,7 @@ class Model:
                     on_event=sink,
                     boundaries=self.chat.boundaries(ids),
                     constraint=constraint,
+                    reasoning=reasoning,
                 )
             except ContextError:
                 raise self._overflow(len(ids)) from None

@@ -10,7 +10,7 @@ from luce.config.resolve import resolve
 from luce.config.settings import FIELDS, GROUPS, Config
 
 #: groups of the settings that every verb with a loaded model takes
-LOADED = tuple(group for group in GROUPS if group not in ("sampling", "server", "log"))
+LOADED = tuple(group for group in GROUPS if group not in ("sampling", "reasoning", "server", "log"))
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:

@@ -33,7 +33,7 @@ from luce.config.settings import FIELDS, Config, flag
 from luce.errors import UsageError
 
 #: groups of the settings that this verb takes
-SETTINGS = (*LOADED, "sampling")
+SETTINGS = (*LOADED, "sampling", "reasoning")
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _talk_to_server(arguments: argparse.Namespace, config: Config, given: Options) -> int:
     """The conversation with a server. Sampling values that nobody set are the server's."""
-    flags = vars(arguments)
-    useless = [flag(name) for name, setting in FIELDS.items() if name in flags and setting.metadata["group"] in LOADED]
+    flags, own = vars(arguments), (*LOADED, "reasoning")
+    useless = [flag(name) for name, setting in FIELDS.items() if name in flags and setting.metadata["group"] in own]
     if useless:
         raise UsageError(f"{useless[0]}: not with --server, which has its own settings")
     names = [name for name, setting in FIELDS.items() if setting.metadata["group"] == "sampling"]

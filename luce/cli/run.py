@@ -25,7 +25,7 @@ from luce.errors import UsageError
 from luce.text.reasoning import Delta
 
 #: groups of the settings that this verb takes
-SETTINGS = (*LOADED, "sampling")
+SETTINGS = (*LOADED, "sampling", "reasoning")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

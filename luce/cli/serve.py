@@ -40,7 +40,7 @@ _FLUSH_SECONDS = 5.0
 
 
 #: groups of the settings that this verb takes
-SETTINGS = (*LOADED, "sampling", "server", "log")
+SETTINGS = (*LOADED, "sampling", "reasoning", "server", "log")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -14,6 +14,7 @@ from luce.config.values import (
     choice,
     device,
     devices,
+    efforts,
     integer,
     interpreters,
     mebibytes,
@@ -42,6 +43,7 @@ GROUPS = (
     "prefix cache",
     "prefix cache on disk",
     "sampling",
+    "reasoning",
     "chat template",
     "server",
     "log",
@@ -363,6 +365,30 @@ class Config(SamplingDefaults):
         flags=("save-seconds",),
         metavar="SECONDS",
         group="prefix cache",
+    )
+    think_max_tokens: int = setting(
+        -1,
+        integer(-1),
+        "most tokens of the reasoning of a reply, whatever a request asks for; then Luce ends it as the family does "
+        "(-1: no limit but that of the request)",
+        flags=("reasoning-budget",),
+        metavar="N",
+        group="reasoning",
+    )
+    hard_limit_reply_budget: int = setting(
+        4096,
+        tokens(0),
+        "tokens of a reply's limit that a limited reasoning leaves to the text, at most half of them",
+        metavar="N",
+        group="reasoning",
+    )
+    effort: tuple[tuple[str, int], ...] = setting(
+        (),
+        efforts,
+        "most tokens of the reasoning at an effort: minimal, low, medium, high, xhigh, max (repeatable; default: as "
+        "the model's family has it)",
+        metavar="NAME=N[,NAME=N...]",
+        group="reasoning",
     )
     chat_template: Path | None = setting(
         None,

@@ -6,6 +6,7 @@ import math
 import os
 import re
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,29 @@ def names(text: str) -> tuple[str, ...]:
     if not all(parts):
         raise ValueError("expected names separated by commas, none of them empty")
     return parts
+
+
+#: efforts of reasoning from the least to the most, in OpenAI's spelling
+EFFORTS = ("minimal", "low", "medium", "high", "xhigh", "max")
+#: efforts in the spellings of others
+EFFORT_SPELLINGS = {"x-high": "xhigh", "extra_high": "xhigh"}
+
+
+def efforts(text: str) -> tuple[tuple[str, int], ...]:
+    """Efforts with their budgets, `name=N` separated by commas. Of two values for a name the last one counts."""
+    expected = f"expected name=N[,name=N...] with {', '.join(EFFORTS)}"
+    found: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, count = part.strip().partition("=")
+        name = EFFORT_SPELLINGS.get(name, name)
+        if name not in EFFORTS:
+            raise ValueError(expected)
+        found[name] = tokens(0)(count)
+    ordered = [(name, found[name]) for name in EFFORTS if name in found]
+    for (less, low), (more, high) in pairwise(ordered):
+        if low > high:
+            raise ValueError(f"{more} has fewer tokens than {less}")
+    return tuple(ordered)
 
 
 _DEVICE = re.compile(

@@ -89,7 +89,8 @@ class Delivery:
             text = reply.output.flush()
             if checkpoints is not None:
                 checkpoints.reply_finished(reply.sequence, reply.output.texts)
-            self._end(reply, Finished(reason, text, reply.timings(time.monotonic()), reply.seed, stop))
+            timings = reply.timings(time.monotonic())
+            self._end(reply, Finished(reason, text, timings, reply.seed, stop, reply.close_kind))
 
     def fail(self, reply: Reply, error: LuceError) -> None:
         """End a reply with an error, unless it has ended."""

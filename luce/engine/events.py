@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from luce.engine.reasoning_limit import CloseKind
 from luce.errors import LuceError
 
 
@@ -115,6 +116,8 @@ class Finished:
     seed: int
     #: the stop string or stop token that ended the reply
     stop: str | int | None = None
+    #: how the reasoning ended; None: it did not, or there was none
+    close_kind: CloseKind | None = None
 
 
 @dataclass(frozen=True)

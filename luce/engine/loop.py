@@ -26,6 +26,7 @@ from luce.engine.engine_options import EngineOptions, EngineStats, SlotStats
 from luce.engine.events import EventSink, FinishReason, Started, TextOutput
 from luce.engine.failures import Failures
 from luce.engine.parts import EngineParts
+from luce.engine.reasoning_limit import ReasoningLimit
 from luce.engine.reply import Reply
 from luce.engine.sampling import needs_candidates, needs_logits
 from luce.engine.scheduler import ScheduledStep
@@ -90,6 +91,7 @@ class Engine:
         boundaries: Many[int] = (),
         max_cached_tokens: int | None = None,
         constraint: Constraint | None = None,
+        reasoning: ReasoningLimit | None = None,
     ) -> SequenceHandle:
         """Queue a prompt; `on_event` gets its events on the engine's thread.
 
@@ -98,13 +100,13 @@ class Engine:
         sequence with FinishReason.DEADLINE. `boundaries`: lengths, ascending, at which prompts often diverge
         (luce.text.boundaries). `max_cached_tokens`: how many of the prompt's first tokens the prefix cache may restore
         and save; None for the whole prompt, and the reply. `constraint`: which tokens the reply may hold; it belongs to
-        this reply.
+        this reply. `reasoning`: how long its reasoning may be, and what ends it then.
 
         Raises RequestError (no token, or an id outside the vocabulary), ContextError, QueueFullError, UnavailableError.
         """
         ids = self._check_prompt(prompt, params)
         sequence = self._sequence(ids, params, session, timeout, self._cache_state(ids, boundaries, max_cached_tokens))
-        sequence.constraint = constraint
+        sequence.constraint, sequence.reasoning = constraint, reasoning
         handle = self._admission.handle(self._cancel)
         reply = Reply(
             handle,

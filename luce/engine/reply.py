@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from luce.config.sampling import SamplingParams
 from luce.engine.admission import SequenceHandle
 from luce.engine.events import EventSink, FinishReason, PromptLogits, PromptScores, TextOutput, Timings, Token
+from luce.engine.reasoning_limit import CloseKind, ReasoningState
 from luce.engine.sampling import Sampler, needs_logits, score
 from luce.engine.scheduler import ScheduledSequence
 from luce.engine.sequence import Sequence
@@ -70,6 +71,8 @@ class Reply:
         self._sampler: Sampler | None = None
         if needs_logits(params) or constraint is not None:
             self._sampler = Sampler(params, sequence.prompt, seed=self.seed, ends=ends, constraint=constraint)
+        limit = sequence.reasoning
+        self._reasoning = None if limit is None else ReasoningState(limit, sequence.max_new_tokens)
         self._scores: list[Token] = []
         self._submitted_at = submitted_at
         #: when the sequence got a slot
@@ -89,12 +92,16 @@ class Reply:
         return row.logits is not None or not self.sequence.masked
 
     def choose(self, row: OutputRow) -> Token:
-        """Choose the next token and append it: the one with the largest logit, or the sampler's. It has no text yet."""
-        token = row.token
+        """Choose the next token and append it: the one that ends the reasoning if its budget is used up, else the one
+        with the largest logit, or the sampler's. It has no text yet."""
+        forced = self._forced()
+        token = row.token if forced is None else forced
         logprob: float | None = None
         top: tuple[tuple[int, float], ...] = ()
         if self._sampler is not None:
-            if row.logits is not None:
+            if forced is not None:
+                pass
+            elif row.logits is not None:
                 token = self._sampler.choose(row.logits)
             elif row.candidates is not None:
                 token = self._sampler.choose_among(*row.candidates)
@@ -102,8 +109,26 @@ class Reply:
             self._sampler.push(token)
             if self.params.logprobs is not None and row.logits is not None:
                 logprob, top = score(row.logits, token, self.params.logprobs)
+        if self._reasoning is not None:
+            self._reasoning.push(token)
         self.sequence.reply.append(token)
         return Token(token, "", logprob, top)
+
+    @property
+    def close_kind(self) -> CloseKind | None:
+        """How the reasoning ended; None: it did not, or there was none."""
+        return None if self._reasoning is None else self._reasoning.close_kind
+
+    def _forced(self) -> int | None:
+        """The token that comes next whatever the model would choose."""
+        reasoning, constraint = self._reasoning, self.sequence.constraint
+        forced = None if reasoning is None else reasoning.forced
+        if forced is not None and constraint is not None and not constraint.allows(forced):
+            # White space that the family writes behind the reasoning is not part of each grammar.
+            assert reasoning is not None
+            reasoning.refuse_forced()
+            return None
+        return forced
 
     def finish_reason(self, token: int) -> tuple[FinishReason | None, str, str | int | None]:
         """Push the newest token to the text: (reason or None, text that is certain now, stop string or stop token)."""

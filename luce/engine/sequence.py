@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from luce.engine.reasoning_limit import ReasoningLimit
 from luce.runtime.step import Int32
 
 
@@ -129,6 +130,8 @@ class Sequence:
     samples_candidates: bool = False
     #: which tokens the reply may hold; None: all
     constraint: Constraint | None = None
+    #: how long its reasoning may be; None: the reply has no part that is reasoning
+    reasoning: ReasoningLimit | None = None
     #: whether every prompt position needs its whole logits
     scores_prompt: bool = False
     #: the caller's time at which the sequence ends

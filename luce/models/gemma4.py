@@ -7,7 +7,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 from luce.models.keys import Source, model
-from luce.models.spec import Attention, Dialect, GatedMLP, Markers, MessageMarkers, ModelSpec, MoE, Rope, SandwichLayer
+from luce.models.spec import (
+    Attention,
+    Dialect,
+    GatedMLP,
+    Markers,
+    MessageMarkers,
+    ModelSpec,
+    MoE,
+    ReasoningBudget,
+    Rope,
+    SandwichLayer,
+)
 from luce.models.tool_formats import GEMMA4
 
 
@@ -36,6 +47,8 @@ def spec(source: Source) -> ModelSpec:
         dialect=Dialect(
             reasoning=Markers("<|channel>thought\n", "<channel|>"),
             calls=GEMMA4,
+            # Without a blank line behind the marker it may go on to reason.
+            budget=ReasoningBudget(lead_out="\n\n", usual_tokens=16384),
             notes=(
                 "the role assistant is written model",
                 "thinking is switched on by <|think|> in the system turn; off adds an empty thought channel",

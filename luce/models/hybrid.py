@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from luce.models.keys import Source, attention_heads, model, rope_dims
+from luce.models.qwen3 import LEAD_IN
 from luce.models.spec import (
     CHATML,
     DELTA_CONV_KERNELS,
@@ -20,6 +21,7 @@ from luce.models.spec import (
     Markers,
     ModelSpec,
     MoE,
+    ReasoningBudget,
     Rope,
 )
 from luce.models.tool_formats import QWEN_XML
@@ -41,6 +43,7 @@ def hybrid(source: Source, family: str, ffn: GatedMLP | MoE) -> ModelSpec:
         dialect=Dialect(
             reasoning=Markers("<think>", "</think>"),
             calls=QWEN_XML,
+            budget=ReasoningBudget(LEAD_IN, "\n\n", usual_tokens=32768, most_tokens=81920),
             notes=(
                 "a reply begins inside <think>; enable_thinking false closes it in the prompt",
                 "tool calls are XML, <function=NAME> and <parameter=NAME>, not JSON",

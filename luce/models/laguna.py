@@ -9,7 +9,19 @@ from dataclasses import replace
 
 from luce.gguf.metadata import shown
 from luce.models.keys import Source, model
-from luce.models.spec import Attention, Dialect, GatedMLP, Layer, Markers, MessageMarkers, ModelSpec, MoE, Rope, Yarn
+from luce.models.spec import (
+    Attention,
+    Dialect,
+    GatedMLP,
+    Layer,
+    Markers,
+    MessageMarkers,
+    ModelSpec,
+    MoE,
+    ReasoningBudget,
+    Rope,
+    Yarn,
+)
 from luce.models.tool_formats import GLM45
 
 _SIGMOID = 2
@@ -39,6 +51,7 @@ def spec(source: Source) -> ModelSpec:
         dialect=Dialect(
             reasoning=Markers("<think>", "</think>"),
             calls=GLM45,
+            budget=ReasoningBudget(usual_tokens=32768),
             notes=(
                 "Poolside's system prompt is added to conversations without one",
                 "the prompt ends with <think> or </think>",

@@ -5,7 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 
 from luce.models.keys import Source, attention_heads, linear_rope_scaling, model, rope_dims
-from luce.models.spec import CHATML, Attention, Dialect, GatedMLP, Layer, Markers, ModelSpec, Rope
+from luce.models.spec import (
+    CHATML,
+    Attention,
+    Dialect,
+    GatedMLP,
+    Layer,
+    Markers,
+    ModelSpec,
+    ReasoningBudget,
+    Rope,
+)
+
+#: what Qwen's models were trained to conclude their reasoning with (Qwen3 Technical Report, arXiv 2505.09388)
+LEAD_IN = (
+    "\n\nConsidering the limited time by the user, I have to give the solution based on the thinking directly now.\n"
+)
 
 
 def spec(source: Source) -> ModelSpec:
@@ -32,6 +47,7 @@ def spec(source: Source) -> ModelSpec:
         nfc=True,
         dialect=Dialect(
             reasoning=Markers("<think>", "</think>"),
+            budget=ReasoningBudget(LEAD_IN, "\n\n", usual_tokens=32768, most_tokens=38912),
             notes=("enable_thinking false adds an empty <think> part to the prompt",),
             message=CHATML,
         ),

@@ -186,10 +186,25 @@ CHATML = MessageMarkers(starts=("<|im_start|>",), ends=("<|im_end|>",))
 
 
 @dataclass(frozen=True)
+class ReasoningBudget:
+    """How reasoning ends when its budget is used up, and how long a family's replies are, reasoning included."""
+
+    #: what leads to the closing marker, as the family's makers write it
+    lead_in: str = ""
+    #: what a reply has behind the closing marker
+    lead_out: str = ""
+    #: tokens that the family's makers recommend for a reply
+    usual_tokens: int = 16000
+    #: tokens that they recommend for a reply to a complex problem, if that is more
+    most_tokens: int = 0
+
+
+@dataclass(frozen=True)
 class Dialect:
     """The format of a family's prompts and replies."""
 
     reasoning: Markers | None = None
+    budget: ReasoningBudget = ReasoningBudget()
     #: tool calls, unless the chat template has texts of another dialect of luce/models/tool_formats.py
     calls: Calls = HERMES
     #: facts about the template that may surprise a client, for people

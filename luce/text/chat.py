@@ -9,11 +9,18 @@ from itertools import chain
 from typing import Any
 
 from luce.engine.events import Texts
+from luce.engine.reasoning_limit import ReasoningLimit
 from luce.errors import ContextError, RequestError, UnavailableError
 from luce.models.spec import Dialect
 from luce.text.boundaries import Boundaries
 from luce.text.prompt_limit import NO_LIMIT, PromptLimit
-from luce.text.reasoning import ReasoningSplitter, ReasoningTokens, reasoning_splitter, reasoning_tokens
+from luce.text.reasoning import (
+    ReasoningSplitter,
+    ReasoningTokens,
+    reasoning_limit,
+    reasoning_splitter,
+    reasoning_tokens,
+)
 from luce.text.reply_parser import ReplyParser
 from luce.text.template import ChatTemplate
 from luce.text.token_memory import TokenMemory
@@ -45,6 +52,7 @@ class ChatFormat:
         self.template = template
         self._tokenizer = tokenizer
         dialect = dialect or Dialect()
+        self._dialect = dialect
         self._reasoning = dialect.reasoning
         self._boundaries = Boundaries(tokenizer, dialect.message)
         #: the ids of the texts of replies
@@ -138,6 +146,11 @@ class ChatFormat:
     def reasoning_tokens(self, prompt: Sequence[int]) -> ReasoningTokens | None:
         """The markers of reasoning as a reply to this prompt finds them; None if the model marks no reasoning."""
         return None if self._reasoning is None else reasoning_tokens(self._reasoning, self._tokenizer, prompt)
+
+    def reasoning_limit(self, prompt: Sequence[int], budget: int | None, reply_reserve: int) -> ReasoningLimit | None:
+        """The limit of the reasoning in a reply to this prompt; None if the model marks no reasoning. Arguments are
+        those of ReasoningLimit."""
+        return reasoning_limit(self._dialect, self._tokenizer, prompt, budget, reply_reserve)
 
     def _encoded(self, text: str, limit: PromptLimit, before: int) -> Sequence[int]:
         for end in range(len(text), max(len(text.rstrip("\n")), len(text) - _LINE_FEEDS, 1) - 1, -1):

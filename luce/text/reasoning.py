@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from luce.models.spec import Markers
+from luce.engine.reasoning_limit import ReasoningLimit
+from luce.models.spec import Dialect, Markers
 from luce.text.tokenizer import Tokenizer
 
 # Tokens at the end of a prompt without control tokens in which a marker of the template is searched.
@@ -95,6 +96,37 @@ def reasoning_tokens(markers: Markers, tokenizer: Tokenizer, prompt: Sequence[in
     opened = prompt[begin or -_SUFFIX :]
     last = next((token for token in reversed(opened) if token in (opens, closes)), None)
     return ReasoningTokens(opens, closes, last == opens)
+
+
+# White space that models may write before the marker that opens their reasoning.
+_BLANKS = ("\n", "\n\n", "\n\n\n", " ", "  ", "\t", "\r\n")
+
+
+def reasoning_limit(
+    dialect: Dialect, tokenizer: Tokenizer, prompt: Sequence[int], budget: int | None, reply_reserve: int
+) -> ReasoningLimit | None:
+    """The limit of the reasoning in a reply to a prompt; `budget`, `reply_reserve` as in ReasoningLimit.
+
+    None if the model marks no reasoning, or the vocabulary lacks one of the markers.
+    """
+    markers, ending = dialect.reasoning, dialect.budget
+    found = None if markers is None else reasoning_tokens(markers, tokenizer, prompt)
+    if markers is None or found is None:
+        return None
+    blanks = [tokenizer.encode(text, specials=False) for text in _BLANKS]
+    return ReasoningLimit(
+        opening=tuple(tokenizer.encode(markers.open, specials=True)),
+        closers=frozenset({found.closes}),
+        closing=(
+            *tokenizer.encode(markers.close, specials=True),
+            *tokenizer.encode(ending.lead_out, specials=False),
+        ),
+        lead_in=tuple(tokenizer.encode(ending.lead_in, specials=False)),
+        blank=frozenset(ids[0] for ids in blanks if len(ids) == 1),
+        inside=found.inside,
+        budget=budget,
+        reply_reserve=reply_reserve,
+    )
 
 
 def reasoning_splitter(markers: Markers, tokenizer: Tokenizer, prompt: Sequence[int]) -> ReasoningSplitter | None:

@@ -13,6 +13,7 @@ from luce.engine.admission import SequenceHandle
 from luce.engine.engine_options import EngineOptions
 from luce.engine.events import Event, Failed, Finished, Tokens
 from luce.engine.loop import Engine
+from luce.engine.reasoning_limit import ReasoningLimit
 from luce.errors import LuceError
 from luce.runtime.step import Step
 from tests.support.scripted_backend import ScriptedBackend
@@ -143,6 +144,7 @@ def submit(
     on: Callable[[Event], None] | None = None,
     session: str = "",
     timeout: float = 0,
+    reasoning: ReasoningLimit | None = None,
     **params: Any,
 ) -> tuple[Reply, SequenceHandle]:
     reply = Reply(on=on)
@@ -153,6 +155,7 @@ def submit(
         on_event=reply,
         session=session,
         timeout=timeout,
+        reasoning=reasoning,
     )
     return reply, handle
 

@@ -1,0 +1,102 @@
+"""How much a model reasons: what its template can switch, efforts, and the budgets that they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from luce.config.settings import Config
+from luce.config.values import EFFORTS
+from luce.engine.reasoning_limit import ReasoningLimit
+from luce.models.spec import ReasoningBudget
+from luce.text.chat import ChatFormat
+
+#: variables by which templates switch reasoning, set its effort, and tell the model its budget
+SWITCHES = ("enable_thinking", "thinking")
+EFFORT = "reasoning_effort"
+BUDGET = "thinking_budget"
+#: the effort without reasoning
+NONE = "none"
+
+
+def has_switch(chat: ChatFormat) -> bool:
+    """Whether the template can turn reasoning on and off."""
+    return any(map(chat.reads, SWITCHES))
+
+
+def efforts(chat: ChatFormat) -> tuple[str, ...]:
+    """The efforts that a model has; where the template reads none, each but `none` stands for its budget."""
+    on = EFFORTS if has_switch(chat) or chat.reads(EFFORT) or chat.reasons else ()
+    return (*((NONE,) if has_switch(chat) or not on else ()), *on)
+
+
+@dataclass(frozen=True)
+class ReasoningRequest:
+    """What a request asks of the reasoning."""
+
+    #: `none` or one of EFFORTS; None: no effort
+    effort: str | None = None
+    #: most tokens of the reasoning; None: the effort's
+    budget: int | None = None
+    #: tokens that the reasoning leaves to the text of the reply; None: the server's
+    reply_budget: int | None = None
+    #: whether it asks for reasoning
+    on: bool = False
+
+    def variables(self) -> dict[str, Any]:
+        """What the template gets."""
+        if self.effort == NONE:
+            return dict.fromkeys(SWITCHES, False)
+        named = {} if self.effort is None else {EFFORT: self.effort}
+        return {**dict.fromkeys(SWITCHES, True), **named} if self.on or named else {}
+
+
+@dataclass(frozen=True)
+class BudgetEnvelope:
+    """Which budgets the reasoning of a model's replies has: what the settings allow, and what the family's makers
+    recommend."""
+
+    #: most tokens of any reasoning; None: no limit
+    think_max_tokens: int | None
+    #: tokens that a limited reasoning leaves to the text of the reply, at most half of the reply's limit
+    hard_limit_reply_budget: int
+    #: tokens of the reasoning at each of EFFORTS
+    effort_tiers: Mapping[str, int]
+
+    @classmethod
+    def of(cls, config: Config, family: ReasoningBudget, context: int) -> BudgetEnvelope:
+        """The budgets of a model with this context: those of `config`, else the family's."""
+        reply = config.hard_limit_reply_budget
+        high = max(0, family.usual_tokens - reply)
+        most = max(high, family.most_tokens - reply)
+        tiers = dict(zip(EFFORTS, (high // 8, high // 8, high // 2, high, (high + most) // 2, most), strict=True))
+        tiers |= dict(config.effort)
+        largest = context - min(reply, context // 2)
+        ceiling = None if config.think_max_tokens < 0 else config.think_max_tokens
+        if ceiling is not None:
+            largest = min(largest, ceiling)
+        return cls(ceiling, reply, {effort: min(budget, largest) for effort, budget in tiers.items()})
+
+    def limit(
+        self, chat: ChatFormat, prompt: Sequence[int], room: int, asked: ReasoningRequest
+    ) -> ReasoningLimit | None:
+        """The limit for a reply of at most `room` tokens to a prompt; None if the model marks no reasoning."""
+        return chat.reasoning_limit(prompt, *self._resolved(room, asked))
+
+    def budget(self, asked: ReasoningRequest) -> int | None:
+        """Most tokens of the reasoning, however long the reply may be; None: no limit."""
+        if asked.effort == NONE:
+            return 0
+        wanted = asked.budget
+        if wanted is None and asked.effort is not None:
+            wanted = self.effort_tiers[asked.effort]
+        return min((limit for limit in (wanted, self.think_max_tokens) if limit is not None), default=None)
+
+    def _resolved(self, room: int, asked: ReasoningRequest) -> tuple[int | None, int]:
+        """Budget and reserve of ReasoningLimit. A reply of which nobody limits the reasoning has no reserve."""
+        budget = self.budget(asked)
+        if asked.reply_budget is not None:
+            return budget, asked.reply_budget
+        limited = budget is not None or asked.on
+        return budget, min(self.hard_limit_reply_budget, room // 2) if limited else 0
