@@ -6,7 +6,7 @@ from typing import Any
 
 from luce.api import Model
 from luce.server.prepare import names
-from luce.server.thinking import efforts
+from luce.text.effort import efforts
 
 # Efforts that Codex knows.
 _EFFORTS = {

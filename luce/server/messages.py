@@ -22,7 +22,7 @@ from luce.server.prepare import Job, chat_request_job
 from luce.server.schema import decode
 from luce.server.state import SERVER
 from luce.server.status import json_response
-from luce.server.thinking import efforts
+from luce.text.effort import efforts
 from luce.text.prompt_limit import PromptLimit
 
 # Fields of a chat request that carry a field of another name.

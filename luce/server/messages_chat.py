@@ -302,12 +302,9 @@ def _thinking(request: MessagesRequest, *, reasons: bool) -> _Json:
     if thinking is not None:
         if thinking.type == "enabled" and thinking.budget_tokens is None:
             raise invalid("thinking.budget_tokens", "is required")
-        fields["thinking"] = schema.Thinking(type=thinking.type)
-    if reasons and (thinking is None or thinking.type != "disabled"):
-        effort = config.effort if config is not None else None
-        if effort is None and thinking is not None and thinking.type == "adaptive":
-            effort = "high"
-        fields["reasoning_effort"] = effort
+        fields["thinking"] = schema.Thinking(type=thinking.type, budget_tokens=thinking.budget_tokens)
+    if reasons and config is not None and (thinking is None or thinking.type != "disabled"):
+        fields["reasoning_effort"] = config.effort
     return fields
 
 

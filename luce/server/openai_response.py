@@ -128,6 +128,7 @@ class OpenAIResponse(ResponseBuilder):
             "cause": cause or finished.reason.value,
             "stop": finished.stop,
             "seed": finished.seed,
+            "close_kind": finished.close_kind,
             "thinking_tokens": choice.parser.reasoning_tokens,
             "content_tokens": finished.timings.predicted_tokens - choice.parser.reasoning_tokens,
             "cache": {"tier": finished.timings.cache_tier},

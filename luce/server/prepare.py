@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -13,9 +13,11 @@ import msgspec
 from luce.api import Model
 from luce.config.sampling import SAMPLERS, SamplingParams
 from luce.config.settings import sampling_default
+from luce.engine.reasoning_limit import ReasoningLimit
 from luce.server.chat_prompt import chat_prompt
 from luce.server.errors import invalid, unknown_model, unsupported
 from luce.server.schema import ChatRequest, Common, CompletionRequest, decode
+from luce.server.thinking import ReasoningSwitch
 from luce.text.detokenizer import Detokenizer
 from luce.text.fim import Gap, fim_prompt
 from luce.text.prompt_limit import PromptLimit
@@ -74,6 +76,8 @@ class Job:
     running_timings: bool
     #: tools of the body that only the servers of its API could run
     skipped_tools: int = 0
+    #: how long the reasoning of each reply may be; None: replies have none
+    reasoning: ReasoningLimit | None = None
     #: what only the ResponseBuilder of the body's API reads
     details: object = None
 
@@ -103,16 +107,22 @@ def chat_request_job(
     if request.modalities not in (None, ["text"]):
         raise unsupported("modalities", 'only ["text"] is supported')
     limits = (request.max_completion_tokens, request.max_tokens, request.max_output_tokens)
-    return request_job(
+    max_tokens = next((limit for limit in limits if limit is not None), None)
+    prompt = chat_prompt(request, model.chat, PromptLimit(model.context, stopped))
+    room = max(0, model.context - len(prompt))
+    asked = ReasoningSwitch(request, model.chat).asked
+    job = request_job(
         request,
         unknown,
         headers,
         model,
-        prompts=(chat_prompt(request, model.chat, PromptLimit(model.context, stopped)),),
+        prompts=(prompt,),
         echoes=(),
-        max_tokens=next((limit for limit in limits if limit is not None), None),
+        max_tokens=max_tokens,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
     )
+    room = room if max_tokens is None else min(room, max_tokens)
+    return replace(job, reasoning=model.envelope.limit(model.chat, prompt, room, asked))
 
 
 def completion_job(

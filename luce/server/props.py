@@ -19,8 +19,8 @@ from luce.server.prepare import names
 from luce.server.schema import Common
 from luce.server.state import ENDPOINTS, SERVER, Server
 from luce.server.status import capabilities, json_response
-from luce.server.thinking import efforts
 from luce.shard.shard import DaemonState
+from luce.text.effort import efforts
 
 # Lucebox numbers its shapes from 1. This shape has parts that Lucebox lacks, and lacks budgets, cards and PFlash.
 _SCHEMA = 1001
@@ -47,7 +47,11 @@ def _props(model: Model, server: Server, endpoints: tuple[str, ...], *, paths: b
         "model_alias": names(model)[0],
         **({"model_path": str(model.path)} if paths else {}),
         "capabilities": capabilities(model),
-        "reasoning": {"supported": model.chat.reasons, "supported_efforts": efforts(model.chat)},
+        "reasoning": {
+            "supported": model.chat.reasons,
+            "supported_efforts": efforts(model.chat),
+            **dataclasses.asdict(model.envelope),
+        },
         "chat_template": source,
         "chat_template_caps": {f"supports_{name}": model.chat.reads(name) for name in _TEMPLATE_VARIABLES},
         "total_slots": config.parallel,

@@ -92,6 +92,7 @@ class Replies:
             timeout=job.timeout,
             boundaries=job.boundaries[choice // job.n],
             max_cached_tokens=job.max_cached_tokens,
+            reasoning=job.reasoning,
         )
         self._stage[choice] = "queued"
         self._submitted[choice] = time.monotonic()

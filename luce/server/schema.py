@@ -17,6 +17,7 @@ from luce.text.collector import COLLECTOR_OFF
 _Unit = Annotated[float, Meta(ge=0, le=1)]
 _Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 _Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+_Budget = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
 _Alternatives = Annotated[int, Meta(ge=0, le=20)]
 Stop = Annotated[str, Meta(min_length=1, max_length=256)]
 _Json = dict[str, Any]
@@ -82,6 +83,12 @@ class Thinking(msgspec.Struct):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: _Count | None = None
     reply_budget: _Count | None = None
+
+
+class CustomParams(msgspec.Struct):
+    """`custom_params`, as in SGLang. -1: no budget."""
+
+    thinking_budget: _Budget | None = None
 
 
 class CacheScope(msgspec.Struct, forbid_unknown_fields=True):
@@ -181,6 +188,10 @@ class ChatRequest(Common, kw_only=True):
     reasoning_effort: Effort | None = None
     reasoning: Reasoning | None = None
     thinking: Thinking | None = None
+    # Budgets of the reasoning in the spellings of vLLM, llama.cpp and SGLang.
+    thinking_token_budget: _Budget | None = None
+    thinking_budget_tokens: _Budget | None = None
+    custom_params: CustomParams | None = None
     # Accepted without effect.
     prediction: _Json | None = None
     verbosity: str | None = None

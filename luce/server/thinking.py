@@ -1,40 +1,27 @@
-"""Whether the model reasons before its reply: what a request asks for, as variables of the chat template."""
+"""Whether and how long the model reasons before its reply: what a request asks for in the fields of several APIs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+from luce.config.values import EFFORT_SPELLINGS, EFFORTS
 from luce.errors import RequestError
-from luce.server.errors import unsupported
+from luce.server.errors import invalid, unsupported
 from luce.server.schema import ChatRequest
 from luce.text.chat import ChatFormat
+from luce.text.effort import BUDGET, EFFORT, NONE, SWITCHES, ReasoningRequest, efforts, has_switch
 
-#: variables by which templates switch reasoning
-SWITCHES = ("enable_thinking", "thinking")
-#: the variable by which templates set its effort
-EFFORT = "reasoning_effort"
-#: efforts from the least to the most, in OpenAI's spelling
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-_SPELLINGS = {"x-high": "xhigh", "extra_high": "xhigh"}
 # What a field asks for that names no effort.
 _ON, _ADAPTIVE = "on", "adaptive"
-
-
-def has_switch(chat: ChatFormat) -> bool:
-    """Whether the template can turn reasoning on and off."""
-    return any(map(chat.reads, SWITCHES))
-
-
-def efforts(chat: ChatFormat) -> tuple[str, ...]:
-    """The efforts that requests to this model may name; to a template that reads none, each but `none` is a hint."""
-    on = EFFORTS[1:] if has_switch(chat) or chat.reads(EFFORT) or chat.reasons else ()
-    return (*(("none",) if has_switch(chat) or not on else ()), *on)
+_ADAPTIVE_EFFORT = "high"
+# A budget in the variables of the template, which is Qwen's name of it and that of SGLang's custom_params.
+_VARIABLE = f"chat_template_kwargs.{BUDGET}"
 
 
 class ReasoningSwitch:
     """What a request asks for. Off wins over on, wherever it stands: in `thinking`, `reasoning_effort`, `reasoning`, or
-    in the variables of the template.
+    in the variables of the template. Of several budgets the smallest holds, and every budget wins over an effort.
 
     Raises RequestError that names the field if the template has no way to do it.
     """
@@ -43,44 +30,44 @@ class ReasoningSwitch:
         self._chat = chat
         #: variables of the template, with those of the request
         self.variables: dict[str, Any] = dict(request.chat_template_kwargs or {})
-        _refuse_options(request)
+        if request.reasoning is not None and request.reasoning.exclude:
+            raise unsupported("reasoning.exclude", "replies have their reasoning in a field of its own")
         asked = _asked(request)
+        self._budgets = _budgets(request)
         #: the field that turns reasoning off
-        self._off = next((param for param, effort in asked.items() if effort == "none"), None)
+        self._off = next((param for param, effort in asked.items() if effort == NONE), None)
+        #: what the engine is to do
+        self.asked = ReasoningRequest()
         if self._off is not None:
             if not has_switch(chat) and (chat.reasons or chat.reads(EFFORT)):
                 raise self._always()
-            self.variables |= dict.fromkeys(SWITCHES, False)
-        elif asked:
-            if len(efforts(chat)) > 1:
-                effort = next((effort for effort in asked.values() if effort in EFFORTS), None)
-                named = {} if effort is None else {EFFORT: effort}
-                self.variables = {**dict.fromkeys(SWITCHES, True), **named, **self.variables}
-            elif must := [param for param, effort in asked.items() if effort != _ADAPTIVE]:
+            self.asked = ReasoningRequest(effort=NONE)
+            self.variables |= self.asked.variables()
+            return
+        if asked and len(efforts(chat)) == 1:
+            if must := [param for param, effort in asked.items() if effort != _ADAPTIVE]:
                 raise unsupported(must[0], "this model has no reasoning")
+            return
+        self.asked = ReasoningRequest(
+            effort=_effort(list(asked.values())),
+            budget=min(self._budgets.values(), default=None),
+            reply_budget=None if request.thinking is None else request.thinking.reply_budget,
+            on=bool(asked),
+        )
+        budget = {} if self.asked.budget is None else {BUDGET: self.asked.budget}
+        self.variables = {**self.asked.variables(), **budget, **self.variables}
 
     def check(self, prompt: Sequence[int]) -> None:
-        """Raises RequestError if reasoning is off and the prompt begins it."""
-        splitter = None if self._off is None else self._chat.splitter(prompt)
-        if splitter is not None and splitter.inside:
-            raise self._always()
+        """Raises RequestError if reasoning is off and the prompt begins it, or if it cannot be limited."""
+        if self._off is not None:
+            splitter = self._chat.splitter(prompt)
+            if splitter is not None and splitter.inside:
+                raise self._always()
+        elif self._budgets and self._chat.reasoning_tokens(prompt) is None:
+            raise unsupported(next(iter(self._budgets)), "this model has no marker that ends its reasoning")
 
     def _always(self) -> RequestError:
         return unsupported(str(self._off), "the chat template of this model cannot turn its reasoning off")
-
-
-def _refuse_options(request: ChatRequest) -> None:
-    """Refuse what Luce does not do with reasoning."""
-    thinking, reasoning = request.thinking, request.reasoning
-    for param, value in (
-        ("thinking.budget_tokens", thinking and thinking.budget_tokens),
-        ("thinking.reply_budget", thinking and thinking.reply_budget),
-        ("reasoning.max_tokens", reasoning and reasoning.max_tokens),
-    ):
-        if value is not None:
-            raise unsupported(param, "reasoning cannot be limited to a number of tokens")
-    if reasoning is not None and reasoning.exclude:
-        raise unsupported("reasoning.exclude", "replies have their reasoning in a field of its own")
 
 
 def _asked(request: ChatRequest) -> dict[str, str]:
@@ -92,10 +79,35 @@ def _asked(request: ChatRequest) -> dict[str, str]:
     if reasoning is not None and reasoning.effort is not None:
         found["reasoning.effort"] = reasoning.effort
     if reasoning is not None and reasoning.enabled is not None:
-        found["reasoning.enabled"] = _ON if reasoning.enabled else "none"
+        found["reasoning.enabled"] = _ON if reasoning.enabled else NONE
     if request.thinking is not None:
-        found["thinking.type"] = {"enabled": _ON, "disabled": "none"}.get(request.thinking.type, _ADAPTIVE)
+        found["thinking.type"] = {"enabled": _ON, "disabled": NONE}.get(request.thinking.type, _ADAPTIVE)
+    if reasoning is not None and reasoning.max_tokens is not None:
+        found["reasoning.max_tokens"] = _ON
     for name in SWITCHES:
         if (request.chat_template_kwargs or {}).get(name) is False:
-            found[f"chat_template_kwargs.{name}"] = "none"
-    return {param: _SPELLINGS.get(effort, effort) for param, effort in found.items()}
+            found[f"chat_template_kwargs.{name}"] = NONE
+    return {param: EFFORT_SPELLINGS.get(effort, effort) for param, effort in found.items()}
+
+
+def _effort(asked: Sequence[str]) -> str | None:
+    """The effort of a request that does not turn reasoning off."""
+    adaptive = _ADAPTIVE_EFFORT if _ADAPTIVE in asked else None
+    return next((effort for effort in asked if effort in EFFORTS), adaptive)
+
+
+def _budgets(request: ChatRequest) -> dict[str, int]:
+    """The budget that each field of a request sets; -1 sets none."""
+    thinking, reasoning, custom = request.thinking, request.reasoning, request.custom_params
+    variable = (request.chat_template_kwargs or {}).get(BUDGET)
+    if variable is not None and (type(variable) is not int or not -1 <= variable < 2**31):
+        raise invalid(_VARIABLE, "expected a number of tokens, or -1")
+    found = {
+        "thinking.budget_tokens": None if thinking is None else thinking.budget_tokens,
+        "reasoning.max_tokens": None if reasoning is None else reasoning.max_tokens,
+        "thinking_token_budget": request.thinking_token_budget,
+        "thinking_budget_tokens": request.thinking_budget_tokens,
+        "custom_params.thinking_budget": None if custom is None else custom.thinking_budget,
+        _VARIABLE: variable,
+    }
+    return {param: budget for param, budget in found.items() if budget is not None and budget >= 0}

@@ -70,8 +70,8 @@ class BudgetEnvelope:
         reply = config.hard_limit_reply_budget
         high = max(0, family.usual_tokens - reply)
         most = max(high, family.most_tokens - reply)
-        tiers = dict(zip(EFFORTS, (high // 8, high // 8, high // 2, high, (high + most) // 2, most), strict=True))
-        tiers |= dict(config.effort)
+        budgets = (high // 8, high // 8, high // 2, high, (high + most) // 2, most)
+        tiers = _between(dict(config.effort), dict(zip(EFFORTS, budgets, strict=True)))
         largest = context - min(reply, context // 2)
         ceiling = None if config.think_max_tokens < 0 else config.think_max_tokens
         if ceiling is not None:
@@ -100,3 +100,13 @@ class BudgetEnvelope:
             return budget, asked.reply_budget
         limited = budget is not None or asked.on
         return budget, min(self.hard_limit_reply_budget, room // 2) if limited else 0
+
+
+def _between(given: Mapping[str, int], usual: Mapping[str, int]) -> dict[str, int]:
+    """The budgets of all efforts: those that are given, and usual ones that are in order with them."""
+    found = {}
+    for index, effort in enumerate(EFFORTS):
+        less = [given[name] for name in EFFORTS[:index] if name in given]
+        more = [given[name] for name in EFFORTS[index:] if name in given]
+        found[effort] = given.get(effort, max([*less, min([*more, usual[effort]])]))
+    return found

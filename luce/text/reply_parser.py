@@ -52,7 +52,7 @@ class ReplyParser:
 
     def __init__(self, splitter: ReasoningSplitter | None = None) -> None:
         self._splitter = splitter
-        #: tokens of the reasoning, its markers included
+        #: tokens of the reasoning between its markers
         self.reasoning_tokens = 0
 
     def push(self, token: int, text: str) -> list[Part]:
@@ -62,7 +62,7 @@ class ReplyParser:
             return _parts([Delta(text)])
         before = splitter.inside
         delta = splitter.push(text)
-        self.reasoning_tokens += before or splitter.inside
+        self.reasoning_tokens += before and splitter.inside
         return _parts([delta])
 
     def flush(self, text: str) -> list[Part]:

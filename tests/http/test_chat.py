@@ -134,6 +134,7 @@ async def test_stop_strings_cut_the_text(stop: Any) -> None:
             "cause": "stop",
             "stop": "wör",
             "seed": 0,
+            "close_kind": None,
             "thinking_tokens": 0,
             "content_tokens": len("Héllo, wör".encode()),
             "cache": {"tier": "none"},

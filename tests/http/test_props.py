@@ -40,7 +40,13 @@ async def test_the_model_and_its_settings() -> None:
         assert body["server"]["props_schema"] > 1000 and not lucebox & set(body)
         assert body["capabilities"] == ["completion", "chat"]
         efforts = ["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-        assert body["reasoning"] == {"supported": True, "supported_efforts": efforts}
+        assert body["reasoning"] == {
+            "supported": True,
+            "supported_efforts": efforts,
+            "think_max_tokens": None,
+            "hard_limit_reply_budget": 4096,
+            "effort_tiers": dict.fromkeys(efforts[1:], 256),
+        }
         assert body["chat_template"] == TEMPLATE
         assert body["chat_template_caps"] == {
             "supports_tools": True,

@@ -42,6 +42,7 @@ ON: list[tuple[str, dict[str, Any]]] = [
     ("thinking.type", {"thinking": {"type": "enabled"}}),
     ("reasoning.effort", {"reasoning": {"effort": "medium"}}),
     ("reasoning.enabled", {"reasoning": {"enabled": True}}),
+    ("reasoning.max_tokens", {"reasoning": {"max_tokens": 5}}),
 ]
 
 
@@ -104,9 +105,17 @@ async def test_on_is_on_or_refused(here: Running, chats: Chats, param: str, fiel
 @pytest.mark.parametrize(
     ("fields", "param", "code"),
     [
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.budget_tokens", UNSUPPORTED),
-        ({"thinking": {"type": "enabled", "reply_budget": 9}}, "thinking.reply_budget", UNSUPPORTED),
-        ({"reasoning": {"max_tokens": 9}}, "reasoning.max_tokens", UNSUPPORTED),
+        ({"thinking": {"type": "enabled", "budget_tokens": -1}}, "thinking.budget_tokens", "invalid_value"),
+        ({"thinking": {"type": "enabled", "reply_budget": "9"}}, "thinking.reply_budget", "invalid_value"),
+        ({"reasoning": {"max_tokens": 9.5}}, "reasoning.max_tokens", "invalid_value"),
+        ({"thinking_token_budget": -2}, "thinking_token_budget", "invalid_value"),
+        ({"thinking_budget_tokens": "9"}, "thinking_budget_tokens", "invalid_value"),
+        ({"custom_params": {"thinking_budget": True}}, "custom_params.thinking_budget", "invalid_value"),
+        (
+            {"chat_template_kwargs": {"thinking_budget": "low"}},
+            "chat_template_kwargs.thinking_budget",
+            "invalid_value",
+        ),
         ({"reasoning": {"exclude": True}}, "reasoning.exclude", UNSUPPORTED),
         ({"reasoning_effort": "3"}, "reasoning_effort", "invalid_value"),
         ({"reasoning_effort": 3}, "reasoning_effort", "invalid_value"),
@@ -137,6 +146,13 @@ async def test_spellings_of_an_effort(here: Running, chats: Chats) -> None:
     # A variable of the template that the request sets itself stays.
     kwargs = {"chat_template_kwargs": {"reasoning_effort": "own"}}
     assert (await behind_the_turn(here, {"reasoning_effort": "low", **kwargs}))[0] == "own"
+
+
+async def test_adaptive_reasons_with_a_high_effort(here: Running, chats: Chats) -> None:
+    here.model.chat = chats["effort"]
+    assert (await behind_the_turn(here, {"thinking": {"type": "adaptive"}}))[0] == "high"
+    low = {"thinking": {"type": "adaptive"}, "reasoning_effort": "low"}
+    assert (await behind_the_turn(here, low))[0] == "low"
 
 
 async def test_a_reply_continues_a_message(here: Running) -> None:

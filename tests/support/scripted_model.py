@@ -22,6 +22,7 @@ from luce.shard.shard import DaemonState
 from luce.shard.timing import ShardTimes
 from luce.text.chat import ChatFormat
 from luce.text.detokenizer import Detokenizer
+from luce.text.effort import BudgetEnvelope
 from luce.text.output import ReplyText
 from luce.text.template import ChatTemplate
 from luce.text.tokenizer import CONTROL, NORMAL, USER_DEFINED, Tokenizer
@@ -126,6 +127,7 @@ class ScriptedModel:
         self.name = config.alias[0] if config.alias else "scripted"
         self.path = Path("scripted.gguf")
         self.context = context
+        self.envelope = BudgetEnvelope.of(config, DIALECT.budget, context)
         self.chunk = config.chunk or 512
         self.fingerprint = "0123abcd"
         self.tokenizer_id = "default"
