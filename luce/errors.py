@@ -10,7 +10,7 @@
     ├── ListenError            the address to listen on is taken            exit 5
     ├── BackendError           a shard failed while a step ran              HTTP 500, exit 6
     │   └── ShardLostError     a shard's process is gone, with all its state
-    ├── ServerError            the server of luce chat --server failed      exit 7
+    ├── ServerError            the server of a command failed              exit 7
     └── RequestError           an invalid request                           HTTP 400
         ├── MalformedError     not HTTP/1.1
         ├── ContextError       the prompt does not fit the context
@@ -252,6 +252,6 @@ class ListenError(LuceError):
 
 
 class ServerError(LuceError):
-    """The server of `luce chat --server` cannot be reached, or reports an error."""
+    """The server that a command talks with cannot be reached, or reports an error."""
 
     exit_code = 7

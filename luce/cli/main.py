@@ -23,6 +23,7 @@ VERBS = {
     "bench": "measure how fast a model runs on this machine",
     "cache": "list, check and remove the prompts that are cached on disk",
     "pull": "download a model",
+    "connect": "set up another program for a running server",
     "shard": "hold layers for a server in another process",
     "doctor": "show drivers, devices and kernel builds of this machine, and problems with them",
 }
@@ -39,6 +40,7 @@ EXAMPLES = {
     "bench": "luce bench smollm2 -p 512,2k -n 128",
     "cache": "luce cache ls",
     "pull": "luce pull smollm2",
+    "connect": "luce connect opencode --write",
     "shard": "luce shard model.gguf --listen 0.0.0.0:5005 --key-file shard.pem",
     "doctor": "luce doctor",
 }

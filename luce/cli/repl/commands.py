@@ -21,6 +21,7 @@ from luce.cli.repl.attachments import ASK_BYTES, MOST_BYTES, file_size, matches,
 from luce.cli.repl.input import CommandCompleter
 from luce.cli.repl.replier import THINK, Request
 from luce.cli.repl.session import Session
+from luce.cli.user_files import write
 from luce.errors import UsageError
 
 _SWITCHES = ("verbose", "wordwrap", "nohistory")
@@ -182,7 +183,7 @@ def show_topic(session: Session, rest: str) -> None:
 
 def save(session: Session, rest: str) -> None:
     """Save the conversation under a name."""
-    files.write(files.saved(rest, "/save"), session.conversation.json())
+    write(files.saved(rest, "/save"), session.conversation.json())
     session.note(f"saved; /load {rest} continues it")
 
 
@@ -223,7 +224,7 @@ def export(session: Session, rest: str) -> None:
         return
     markdown = path.suffix == ".md"
     conversation = session.conversation
-    files.write(path, conversation.markdown().encode() if markdown else conversation.json())
+    write(path, conversation.markdown().encode() if markdown else conversation.json())
     session.note(f"wrote {path}")
 
 

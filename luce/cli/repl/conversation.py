@@ -5,10 +5,8 @@ Saved conversations are in the user's state directory.
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -80,22 +78,6 @@ def read(path: Path) -> Conversation:
         raise UsageError(f"{path}: {error.strerror}") from None
     except msgspec.DecodeError as error:
         raise UsageError(f"{path}: {error}") from None
-
-
-def write(path: Path, content: bytes) -> None:
-    """Write a file atomically, readable by its owner only. Raises UsageError naming the file."""
-    temporary: Any = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as temporary:
-            temporary.write(content)
-            temporary.flush()
-            os.fsync(temporary.fileno())
-        os.replace(temporary.name, path)
-    except OSError as error:
-        if temporary is not None:
-            Path(temporary.name).unlink(missing_ok=True)
-        raise UsageError(f"{path}: {error.strerror}") from None
 
 
 def _chats() -> Path:

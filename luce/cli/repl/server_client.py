@@ -8,6 +8,7 @@ import os
 import queue
 import threading
 from collections.abc import AsyncIterator, Coroutine
+from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -22,6 +23,8 @@ Json = dict[str, Any]
 _CONNECT_SECONDS = 10.0
 #: longest event of a stream, and longest message of an error
 _EVENT_BYTES, _MESSAGE_CHARACTERS = 16 << 20, 300
+#: names of the context's length in /v1/models
+_LENGTHS = ("max_model_len", "context_length", "context_window", "max_context_length")
 
 
 def base_url(text: str) -> str:
@@ -34,6 +37,18 @@ def base_url(text: str) -> str:
     if not valid:
         raise UsageError(f"--server: expected a URL such as http://127.0.0.1:8080/v1, got {text!r}")
     return text.rstrip("/") if parts.path.strip("/") else f"{text.rstrip('/')}/v1"
+
+
+@dataclass(frozen=True)
+class ListedModel:
+    """A model as a server lists it."""
+
+    #: the name, and those that mean the same
+    names: tuple[str, ...]
+    #: tokens; None if the server does not tell
+    context: int | None
+    #: kinds of requests; empty if the server does not tell
+    capabilities: tuple[str, ...]
 
 
 class ServerClient:
@@ -53,6 +68,12 @@ class ServerClient:
     def get(self, path: str, *, root: bool = False) -> Any:
         """The JSON of a GET. root: beside the API's /v1, not below it."""
         return self._call(self._get((self.url.removesuffix("/v1") if root else self.url) + path))
+
+    def models(self) -> list[ListedModel]:
+        """The models of the server, what is no model left out."""
+        listed = self.get("/models")
+        entries = listed.get("data") if isinstance(listed, dict) else None
+        return [_listed(e) for e in entries or () if isinstance(e, dict) and isinstance(e.get("id"), str)]
 
     def stream(self, path: str, body: Json) -> Stream:
         """The events of a POST."""
@@ -147,6 +168,16 @@ class Stream:
         """End the request. Idempotent."""
         self._over = True
         self._cancel()
+
+
+def _listed(entry: Json) -> ListedModel:
+    lengths = (entry.get(name) for name in _LENGTHS)
+    context = next((n for n in lengths if isinstance(n, int) and not isinstance(n, bool)), None)
+    return ListedModel((entry["id"], *_texts(entry.get("aliases"))), context, _texts(entry.get("capabilities")))
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    return tuple(text for text in value if isinstance(text, str)) if isinstance(value, list) else ()
 
 
 async def _events(pieces: AsyncIterator[bytes], url: str) -> AsyncIterator[bytes]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypedDict
 
 import msgspec
 
 from luce.cli.repl.replier import Ending, Messages, Replier, Reply, Request
-from luce.cli.repl.server_client import Json, ServerClient, Stream
+from luce.cli.repl.server_client import Json, ListedModel, ServerClient, Stream
 from luce.config.sampling import SAMPLERS
 from luce.errors import ServerError, UsageError
 from luce.models.spec import Markers
@@ -17,8 +17,6 @@ from luce.text.reasoning import Delta, ReasoningSplitter
 
 #: what most models write around their reasoning where the server leaves it in the text
 _MARKERS = Markers("<think>", "</think>")
-#: names of the context's length in /v1/models
-_LENGTHS = ("max_model_len", "context_length", "context_window", "max_context_length")
 
 
 class ServerReply(Reply):
@@ -99,19 +97,16 @@ class ServerReplier(Replier):
 
     def __init__(self, client: ServerClient, model: str | None) -> None:
         self._client = client
-        models: list[Json] = []
+        models: list[ListedModel] = []
         try:
-            listed = client.get("/models")
-            found = listed.get("data") if isinstance(listed, dict) else None
-            models = [entry for entry in found or () if isinstance(entry, dict) and isinstance(entry.get("id"), str)]
+            models = client.models()
         except ServerError:
             if model is None:
                 raise
         if model is None and not models:
             raise UsageError(f"MODEL: missing, and {client.url} lists none", param="model")
-        self.name = model or models[0]["id"]
-        entry: Mapping[str, Any] = next((entry for entry in models if entry["id"] == self.name), {})
-        self.context = next((n for key in _LENGTHS if (n := _number(entry.get(key)))), None)
+        self.name = model or models[0].names[0]
+        self.context = next((entry.context for entry in models if self.name in entry.names), None) or None
         self._last: ServerReply | None = None
         #: whether the server has refused stream_options: its replies have no counts
         self._usage_refused = False

@@ -17,6 +17,7 @@ from luce.cli.repl.conversation import Conversation, Message
 from luce.cli.repl.input import HistoryFile, Input, no_echo
 from luce.cli.repl.replier import Replier, Request, Thinking
 from luce.cli.repl.turn import Interrupt, Turn
+from luce.cli.user_files import write
 from luce.engine.events import FinishReason
 from luce.errors import ContextError, UsageError
 
@@ -131,7 +132,7 @@ class Session:
         """Save the conversation for `luce chat --continue`. A disk that is full is worth a note, not the reply."""
         if self._keep and not self.settings.nohistory:
             try:
-                files.write(files.last(), self.conversation.json())
+                write(files.last(), self.conversation.json())
             except UsageError as error:
                 self.note(f"this conversation is not kept: {error}")
 
