@@ -69,7 +69,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-c", "--continue", dest="resume", action="store_true", help="continue the last conversation of a terminal"
     )
-    parser.add_argument("--think", metavar="VALUE", default="", help="as /set think: on, off, low, ..., show or hide")
+    parser.add_argument(
+        "--think",
+        metavar="VALUE",
+        default="",
+        help="as /set think: on, off, low, ..., a budget, show or hide",
+    )
     parser.add_argument("--allow-shell", action="store_true", help="!COMMAND runs a command")
     parser.add_argument("--plain", action="store_true", help="no colours, no Markdown (also with NO_COLOR)")
     add_reply(parser)

@@ -17,7 +17,7 @@ from luce.cli.markdown import MarkdownWriter, PlainThoughts, PlainWriter, Though
 from luce.cli.pull import fetch
 from luce.cli.repl.attachments import path_of
 from luce.cli.repl.commands import schema_format
-from luce.cli.repl.model_replier import ModelReply, template_variables
+from luce.cli.repl.model_replier import ModelReply, reasoning_request, template_variables
 from luce.cli.repl.replier import Request, Thinking
 from luce.config.environment import environment
 from luce.config.settings import Config
@@ -41,7 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_reply(parser)
     parser.add_argument("--schema", metavar="FILE", help="JSON schema that the reply follows")
     parser.set_defaults(behind_flags="prompt")
-    parser.add_argument("--think", metavar="VALUE", default="", help="as in luce chat: on, off, low, ..., show or hide")
+    parser.add_argument(
+        "--think",
+        metavar="VALUE",
+        default="",
+        help="as in luce chat: on, off, low, ..., a budget, show or hide",
+    )
     add_json(parser)
     add_settings(parser, SETTINGS)
 
@@ -101,15 +106,18 @@ def _prompt(arguments: argparse.Namespace) -> str:
 def _reply(model: Model, prompt: str, arguments: argparse.Namespace, asked: Request, *, fold: bool) -> int:
     """Print the reply. A model without a chat template continues the prompt unchanged."""
     template = model.chat.template
-    variables = template_variables("" if template is None else template.source, asked.think, "--think")
+    reasoning = reasoning_request(model.chat, asked.think, "--think")
     with progress.shown("reading the prompt", unit="tokens") as wait:
         ids: str | list[int] = prompt
         splitter = None
         if template is not None or arguments.system:
             messages = [{"role": "system", "content": arguments.system}] if arguments.system else []
+            variables = template_variables(model.chat, reasoning)
             ids = model.chat.prompt([*messages, {"role": "user", "content": prompt}], **variables)
             splitter = model.chat.splitter(ids)
-        generation = model.generate(ids, on_progress=wait.update, **asked.sampling)
+        generation = model.generate(
+            ids, reasoning_budget=model.envelope.budget(reasoning), on_progress=wait.update, **asked.sampling
+        )
         reply = ModelReply(generation, splitter, prompt=None if isinstance(ids, str) else len(ids))
         if arguments.json:
             rest = _print_tokens(reply, wait)

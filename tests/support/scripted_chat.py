@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import queue
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,8 +22,9 @@ from luce.engine.events import Finished, FinishReason, Timings, Token
 from luce.errors import LuceError
 from luce.kvcache.disk.stats import DiskStats
 from luce.kvcache.prefix_cache import CacheStats
-from luce.models.spec import Markers
-from luce.text.reasoning import ReasoningSplitter
+from luce.models.spec import Markers, ReasoningBudget
+from luce.text.effort import BudgetEnvelope
+from luce.text.reasoning import ReasoningSplitter, ReasoningTokens
 
 #: a piece of a reply after which the model generates nothing more and does not end
 HANG = object()
@@ -34,6 +36,8 @@ class ScriptedChat:
     def __init__(self) -> None:
         self.template: Any = SimpleNamespace(source="{{ messages }}{{ enable_thinking }}")
         self.variables: list[dict[str, Any]] = []
+        #: whether the vocabulary has the markers of reasoning
+        self.marked = True
 
     def prompt(self, messages: Sequence[Any], *, add_generation_prompt: bool = True, **variables: Any) -> list[int]:
         if add_generation_prompt:
@@ -42,6 +46,16 @@ class ScriptedChat:
 
     def splitter(self, prompt: Sequence[int]) -> ReasoningSplitter:
         return ReasoningSplitter(Markers("<think>", "</think>"))
+
+    @property
+    def reasons(self) -> bool:
+        return self.template is not None and "<think>" in self.template.source
+
+    def reads(self, name: str) -> bool:
+        return self.template is not None and name in re.findall(r"\w+", self.template.source)
+
+    def reasoning_tokens(self, prompt: Sequence[int]) -> ReasoningTokens | None:
+        return ReasoningTokens(1, 2, inside=False) if self.marked else None
 
 
 class ScriptedGeneration(Iterator[Token]):
@@ -90,6 +104,7 @@ class ScriptedModel:
         self.name = "scripted"
         self.path = Path("scripted.gguf")
         self.context = 4096
+        self.envelope = BudgetEnvelope.of(self.config, ReasoningBudget(usual_tokens=4096 + 800), self.context)
         self.spec = SimpleNamespace(family="llama", layers=(1, 2), hidden=64, vocab=256, context_length=8192)
         self.placement = [{"device": "cpu:0", "layers": [0, 1], "weights": 3 << 20, "state": 1 << 20}]
         self.prompts: list[list[dict[str, str]]] = []
@@ -107,6 +122,8 @@ class ScriptedModel:
     ) -> ScriptedGeneration:
         self.prompts.append(json.loads(bytes(ids)))
         form = options.pop("response_format", None)
+        if options["reasoning_budget"] is None:
+            del options["reasoning_budget"]
         self.options.append(options if form is None else options | {"response_format": form})
         if on_progress is not None:
             on_progress(4, 8)

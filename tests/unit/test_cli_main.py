@@ -245,14 +245,42 @@ def test_run_marks_reasoning_in_its_events(scripted: Any, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("maybe", "--think: expected show, hide, default, on, off, minimal, low, medium, high, xhigh, got 'maybe'"),
-        ("low", "--think: think low: the model's chat template has no reasoning_effort"),
+        (
+            "maybe",
+            "--think: expected show, hide, default, on, off, minimal, low, medium, high, xhigh, max or a number of "
+            "tokens, got 'maybe'",
+        ),
+        ("low", "--think: think low: the model's chat template has no enable_thinking or thinking"),
+        ("off", "--think: think off: the model's chat template has no enable_thinking or thinking"),
+        ("9", "--think: think 9: this model has no marker that ends its reasoning"),
     ],
 )
 def test_run_refuses_think(scripted: Any, value: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    scripted("Fine.")
+    model = scripted("Fine.")
+    model.chat.template.source, model.chat.marked = "{{ messages }}", False
     assert main(["run", "x.gguf", "hi", "--think", value]) == 2
     assert capsys.readouterr().err == f"luce: {message}\n"
+
+
+@pytest.mark.parametrize(
+    ("value", "budget", "variables"),
+    [
+        ("2k", 2048, {"enable_thinking": True}),
+        ("0", 0, {"enable_thinking": True}),
+        ("off", 0, {"enable_thinking": False}),
+        ("medium", 400, {"enable_thinking": True}),
+        ("on", None, {"enable_thinking": True}),
+        ("default", None, {}),
+    ],
+)
+def test_run_limits_the_reasoning(scripted: Any, value: str, budget: int | None, variables: dict[str, Any]) -> None:
+    model = scripted("Fine.", "Fine.")
+    assert main(["run", "x.gguf", "hi", "--think", value]) == 0
+    assert model.options[0].get("reasoning_budget") == budget
+    assert model.chat.variables == [variables]
+    model.chat.template.source = "{{ messages }}{{ reasoning_effort }}<think>"
+    assert main(["run", "x.gguf", "hi", "--think", "low"]) == 0
+    assert model.chat.variables[1] == {"reasoning_effort": "low"} and model.options[1]["reasoning_budget"] == 100
 
 
 def test_run_without_a_template_continues_the_text(scripted: Any, capsys: pytest.CaptureFixture[str]) -> None:

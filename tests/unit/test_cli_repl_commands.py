@@ -369,12 +369,24 @@ def test_think_is_a_variable_of_the_template() -> None:
     keys = Keys("/set think off", "one", "/set think on", "two", "/set think default", "three")
     talk = Talk(ScriptedModel("a", "b", "c"), keys)
     assert talk.model.chat.variables == [{"enable_thinking": False}, {"enable_thinking": True}, {}]
+    assert [options.get("reasoning_budget") for options in talk.model.options] == [0, None, None]
+
+
+def test_think_takes_efforts_and_budgets() -> None:
+    keys = Keys("/set think high", "one", "/set think 1k", "two", "/set think 0", "three")
+    talk = Talk(ScriptedModel("a", "b", "c"), keys)
+    assert talk.model.chat.variables == [{"enable_thinking": True}] * 3
+    assert [options["reasoning_budget"] for options in talk.model.options] == [800, 1024, 0]
+    assert "think high, folded\nthink 1024, folded\nthink 0, folded\n" in talk.notes
 
 
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("/set think low", "/set: think low: the model's chat template has no reasoning_effort"),
+        (
+            "/set think -1",
+            "/set think: expected show, hide, default, on, off, minimal, low, medium, high, xhigh, max or ",
+        ),
         ("/set think maybe", "/set think: expected show, hide, default, on, off, minimal, low, medium, high, xhigh, "),
         ("/set format /nowhere", "/set format /nowhere: No such file or directory"),
     ],

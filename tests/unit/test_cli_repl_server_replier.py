@@ -102,12 +102,23 @@ def test_a_server_that_does_not_stream(server: OtherServer, capsys: pytest.Captu
 
 def test_settings_are_fields_of_the_request(server: OtherServer) -> None:
     server.body = delta("stop", content="{}")
-    server.talk("/set format json", "/set think off", "/set seed 3", "one", "/set think low", "two", key="secret")
-    first, second = server.requests
+    server.talk(
+        "/set format json",
+        "/set think off",
+        "/set seed 3",
+        "one",
+        "/set think low",
+        "two",
+        "/set think 9",
+        "3",
+        key="secret",
+    )
+    first, second, third = server.requests
     assert first["response_format"] == {"type": "json_object"} and first["seed"] == 3
     assert first["chat_template_kwargs"] == {"enable_thinking": False}
     assert second["reasoning_effort"] == "low" and "chat_template_kwargs" not in second
-    assert server.keys == ["Bearer secret"] * 2
+    assert third["thinking_token_budget"] == third["thinking_budget_tokens"] == 9 and "reasoning_effort" not in third
+    assert server.keys == ["Bearer secret"] * 3
 
 
 @pytest.mark.parametrize(

@@ -225,3 +225,25 @@ def test_numbers_of_tokens_have_suffixes(text: str, tokens: int, tmp_path: Path)
 def test_numbers_of_tokens_that_are_none(text: str) -> None:
     with pytest.raises(UsageError, match=r"^--max-ctx: expected an integer in 0..2147483647 "):
         resolve({"max_ctx": text}, env={})
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("low=1,high=2k", (("low", 1), ("high", 2048))),
+        ("x-high=7", (("xhigh", 7),)),
+        ("max=9, low=1", (("low", 1), ("max", 9))),
+        ("low=1,low=2", (("low", 2),)),
+    ],
+)
+def test_efforts_have_budgets(text: str, found: tuple[tuple[str, int], ...], tmp_path: Path) -> None:
+    assert resolve({"effort": text}, env={}).effort == found
+    file = tmp_path / "luce.toml"
+    file.write_text("effort = " + str(text.split(",")))
+    assert resolve({"config": file}, env={}).effort == found
+
+
+@pytest.mark.parametrize("text", ["", "low", "none=3", "huge=3", "low=", "low=-1", "low=3,high=2", "low=1,,"])
+def test_efforts_that_are_none(text: str) -> None:
+    with pytest.raises(UsageError, match=r"^--effort: "):
+        resolve({"effort": text}, env={})

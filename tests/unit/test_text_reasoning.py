@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import pytest
@@ -11,8 +12,8 @@ from hypothesis import strategies as st
 from luce.gguf.reader import open_gguf
 from luce.models.keys import Source
 from luce.models.registry import read_spec
-from luce.models.spec import Markers
-from luce.text.reasoning import ReasoningSplitter, reasoning_splitter
+from luce.models.spec import Dialect, Markers, ReasoningBudget
+from luce.text.reasoning import ReasoningSplitter, reasoning_limit, reasoning_splitter
 from luce.text.tokenizer import USER_DEFINED, Tokenizer
 from tests.support.vocabulary import DIRECTORY, NAMES, byte_level, cases, metadata, nfc
 
@@ -92,3 +93,21 @@ def test_the_families_markers_begin_with_visible_tokens(name: str) -> None:
     ids = cases(name)["chat"]["ids"]
     splitter = reasoning_splitter(dialect.reasoning, tokenizer, ids)
     assert splitter is not None and splitter.inside == cases(name)["chat"]["rendered"].endswith("<think>\n")
+
+
+def test_the_limit_of_a_family_has_its_ids() -> None:
+    vocabulary = Tokenizer(byte_level(visible=("<t>", "</t>")))
+    opens, closes = (vocabulary.encode(text, specials=True)[0] for text in ("<t>", "</t>"))
+    family = Dialect(Markers("<t>go\n", "</t>"), ReasoningBudget(lead_in="<t>?", lead_out="\n"))
+    found = reasoning_limit(family, vocabulary, [opens, *vocabulary.encode("go\n", specials=False)], 5, 7)
+    assert found is not None
+    bytes_of = functools.partial(vocabulary.encode, specials=False)
+    assert found.opening == (opens, *bytes_of("go\n")) and found.closers == {closes}
+    # Only the markers are special tokens.
+    assert found.closing == (closes, *bytes_of("\n")) and found.lead_in == tuple(bytes_of("<t>?"))
+    assert found.blank == {token for text in " \t\n" for token in bytes_of(text)}
+    assert (found.inside, found.budget, found.reply_reserve) == (True, 5, 7)
+    closed = reasoning_limit(family, vocabulary, [opens, closes], None, 0)
+    assert closed is not None and not closed.inside and closed.budget is None
+    assert reasoning_limit(Dialect(), vocabulary, [], 5, 0) is None
+    assert reasoning_limit(Dialect(Markers("<t>", "</u>")), vocabulary, [], 5, 0) is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,8 @@ from luce.config.sampling import SAMPLERS
 from luce.config.settings import sampling_default
 from luce.engine.events import Token
 from luce.errors import RequestError, UsageError
+from luce.text.chat import ChatFormat
+from luce.text.effort import EFFORT, NONE, SWITCHES, ReasoningRequest, has_switch
 from luce.text.reasoning import Delta, ReasoningSplitter
 
 _MIB = 2**20
@@ -88,9 +89,14 @@ class ModelReplier(Replier):
         """As in Replier."""
         self.check(request, "this chat")
         model = self._model
-        ids = model.chat.prompt(messages, **template_variables(self._source, request.think, "this chat"))
+        asked = reasoning_request(model.chat, request.think, "this chat")
+        ids = model.chat.prompt(messages, **template_variables(model.chat, asked))
         generation = model.generate(
-            ids, response_format=request.response_format, on_progress=on_progress, **request.sampling
+            ids,
+            response_format=request.response_format,
+            reasoning_budget=model.envelope.budget(asked),
+            on_progress=on_progress,
+            **request.sampling,
         )
         return ModelReply(generation, model.chat.splitter(ids), len(ids))
 
@@ -104,7 +110,7 @@ class ModelReplier(Replier):
 
     def check(self, request: Request, origin: str) -> None:
         """As in Replier."""
-        template_variables(self._source, request.think, origin)
+        reasoning_request(self._model.chat, request.think, origin)
         if request.response_format is not None:
             try:
                 self._model.grammars.constraint(request.response_format)
@@ -157,15 +163,24 @@ class ModelReplier(Replier):
         """Nothing: the model has an owner."""
 
 
-def template_variables(source: str, think: str | None, origin: str) -> dict[str, Any]:
-    """The variables of a chat template for Thinking.think.
-
-    Raises UsageError that begins with `origin` if the template's source does not read them.
-    """
+def reasoning_request(chat: ChatFormat, think: str | int | None, origin: str) -> ReasoningRequest:
+    """What Thinking.think asks for. Raises UsageError that begins with `origin` if the model cannot do it."""
     if think is None:
-        return {}
-    variables = {"enable_thinking": think == "on"} if think in ("on", "off") else {"reasoning_effort": think}
-    for name in variables:
-        if not re.search(rf"\b{name}\b", source):
-            raise UsageError(f"{origin}: think {think}: the model's chat template has no {name}")
-    return variables
+        return ReasoningRequest()
+    if isinstance(think, int):
+        if chat.reasoning_tokens(()) is None:
+            raise UsageError(f"{origin}: think {think}: this model has no marker that ends its reasoning")
+        return ReasoningRequest(budget=think, on=True)
+    asked = ReasoningRequest(effort=NONE) if think == "off" else ReasoningRequest(on=True)
+    if think not in ("on", "off"):
+        asked = ReasoningRequest(effort=think, on=True)
+        if chat.reads(EFFORT) or chat.reasons:
+            return asked
+    if not has_switch(chat):
+        raise UsageError(f"{origin}: think {think}: the model's chat template has no {' or '.join(SWITCHES)}")
+    return asked
+
+
+def template_variables(chat: ChatFormat, asked: ReasoningRequest) -> dict[str, Any]:
+    """The variables of a chat template for a request, as far as it reads them."""
+    return {name: value for name, value in asked.variables().items() if chat.reads(name)}

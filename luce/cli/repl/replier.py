@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from luce.config.values import EFFORTS, tokens
 from luce.errors import UsageError
 from luce.text.reasoning import Delta
 
-#: what `/set think` takes for a model: a switch, or how much to reason
-THINK = ("on", "off", "minimal", "low", "medium", "high", "xhigh")
+#: what `/set think` takes for a model, beside a budget: a switch, or how much to reason
+THINK = ("on", "off", *EFFORTS)
+_BUDGET = tokens(0)
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -20,18 +22,25 @@ Messages = Sequence[Mapping[str, Any]]
 class Thinking:
     """What `/set think` and `--think` choose."""
 
-    #: one of THINK; None: as the model does by itself
-    think: str | None = None
+    #: one of THINK, or most tokens of the reasoning; None: as the model does by itself
+    think: str | int | None = None
     #: the whole reasoning shows
     shown: bool = False
 
     def changed(self, value: str, origin: str) -> Thinking:
-        """After a value: one of THINK, default, show or hide. Raises UsageError that begins with `origin`."""
+        """After a value: one of THINK, a number of tokens, default, show or hide. Raises UsageError that begins with
+        `origin`."""
         if value in ("show", "hide"):
             return replace(self, shown=value == "show")
-        if value not in (*THINK, "default"):
-            raise UsageError(f"{origin}: expected show, hide, default, {', '.join(THINK)}, got {value!r}")
-        return replace(self, think=None if value == "default" else value)
+        if value in (*THINK, "default"):
+            return replace(self, think=None if value == "default" else value)
+        try:
+            return replace(self, think=_BUDGET(value))
+        except ValueError:
+            names = ", ".join(THINK)
+            raise UsageError(
+                f"{origin}: expected show, hide, default, {names} or a number of tokens, got {value!r}"
+            ) from None
 
 
 @dataclass(frozen=True)
@@ -40,8 +49,8 @@ class Request:
 
     #: sampling values that the user set
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    #: one of THINK; None: as the model does by itself
-    think: str | None = None
+    #: as in Thinking
+    think: str | int | None = None
     #: as in OpenAI's API; None: free text
     response_format: Mapping[str, Any] | None = None
 

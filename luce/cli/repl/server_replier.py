@@ -121,6 +121,9 @@ class ServerReplier(Replier):
         }
         if request.think in ("on", "off"):
             body["chat_template_kwargs"] = {"enable_thinking": request.think == "on"}
+        elif isinstance(request.think, int):
+            # As vLLM and llama.cpp spell it; Luce takes both.
+            body |= {"thinking_token_budget": request.think, "thinking_budget_tokens": request.think}
         elif request.think is not None:
             body["reasoning_effort"] = request.think
         if request.response_format is not None:

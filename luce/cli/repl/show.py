@@ -23,7 +23,8 @@ def switches(session: Session) -> dict[str, Any]:
     """The other settings."""
     settings = session.settings
     shown = {name: "on" if getattr(settings, name) else "off" for name in ("verbose", "wordwrap", "nohistory")}
-    think = f"{settings.thinking.think or 'default'}, {'shown' if settings.thinking.shown else 'folded'}"
+    think = "default" if settings.thinking.think is None else settings.thinking.think
+    think = f"{think}, {'shown' if settings.thinking.shown else 'folded'}"
     form = settings.response_format
     return {"think": think, "format": "off" if form is None else form["type"], **shown}
 
