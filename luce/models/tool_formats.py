@@ -60,15 +60,13 @@ GLM45 = Calls(
     between="\n",
     name=("", "\n"),
     arguments=Tagged(key=("<arg_key>", "</arg_key>\n"), value=("<arg_value>", "</arg_value>\n")),
-    accepts=(GLM47,),
     template=("<arg_key>", "<arg_value>"),
 )
-
-GLM47 = replace(GLM47, accepts=(replace(GLM45, accepts=()),))
 
 LLAMA3 = Calls(
     format="llama3",
     trigger='{"name"',
+    between="; ",
     arguments=Json(fields=("name", "parameters")),
     parallel=False,
     at_start=True,
@@ -92,7 +90,7 @@ SMOLLM2 = Calls(
     section=("<tool_call>[\n", "\n]</tool_call>"),
     between=",\n",
     arguments=Json(fields=("name", "arguments")),
-    accepts=(replace(HERMES, accepts=()),),
+    accepts=(HERMES,),
     template=("<tool_call>[",),
 )
 

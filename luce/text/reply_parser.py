@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from luce.text.reasoning import Delta, ReasoningSplitter
+
+if TYPE_CHECKING:
+    from luce.text.call_parser import CallParser
 
 
 class TextPart(NamedTuple):
@@ -25,6 +28,8 @@ class CallStarted(NamedTuple):
 
     call: int
     name: str
+    #: the id that the model wrote
+    id: str | None = None
 
 
 class CallArguments(NamedTuple):
@@ -47,38 +52,56 @@ class ReplyParser:
     """Divides the text of one reply into its parts. The parts, each kind joined, do not depend on the division of the
     text into pieces.
 
-    `splitter` separates the reasoning; None: the model marks no reasoning.
+    `splitter` separates the reasoning; None: the model marks no reasoning. `calls` finds calls in what is left; None:
+    the request has no tools.
     """
 
-    def __init__(self, splitter: ReasoningSplitter | None = None) -> None:
+    def __init__(self, splitter: ReasoningSplitter | None = None, calls: CallParser | None = None) -> None:
         self._splitter = splitter
+        self._calls = calls
         #: tokens of the reasoning between its markers
         self.reasoning_tokens = 0
+
+    @property
+    def calls(self) -> int:
+        """Calls that have started."""
+        return 0 if self._calls is None else self._calls.calls
+
+    @property
+    def bad_calls(self) -> int:
+        """Calls that came as text because they were malformed, or called no tool of the request."""
+        return 0 if self._calls is None else self._calls.bad_calls
+
+    @property
+    def cut_calls(self) -> int:
+        """Calls that ended before they were whole."""
+        return 0 if self._calls is None else self._calls.cut_calls
 
     def push(self, token: int, text: str) -> list[Part]:
         """The parts that one more token makes final, with the text that it makes certain."""
         splitter = self._splitter
         if splitter is None:
-            return _parts([Delta(text)])
+            return self._parts(Delta(text))
         before = splitter.inside
         delta = splitter.push(text)
         self.reasoning_tokens += before and splitter.inside
-        return _parts([delta])
+        return self._parts(delta)
 
     def flush(self, text: str) -> list[Part]:
         """The last parts, with the text that was held back until the reply's end."""
         splitter = self._splitter
-        return _parts([Delta(text)] if splitter is None else [splitter.push(text), splitter.flush()])
+        deltas = [Delta(text)] if splitter is None else [splitter.push(text), splitter.flush()]
+        found = [part for delta in deltas for part in self._parts(delta)]
+        return found if self._calls is None else [*found, *self._calls.flush()]
 
-
-def _parts(deltas: Iterable[Delta]) -> list[Part]:
-    found: list[Part] = []
-    for delta in deltas:
+    def _parts(self, delta: Delta) -> list[Part]:
+        found: list[Part] = []
+        calls = self._calls
         if delta.reasoning:
-            found.append(ReasoningPart(delta.reasoning))
+            found.append(ReasoningPart(delta.reasoning if calls is None else calls.spelled(delta.reasoning)))
         if delta.content:
-            found.append(TextPart(delta.content))
-    return found
+            found += [TextPart(delta.content)] if calls is None else calls.push(delta.content)
+        return found
 
 
 def joined(parts: Iterable[Part]) -> list[Part]:

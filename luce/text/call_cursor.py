@@ -1,0 +1,138 @@
+"""Where the parser of calls reads: text that arrives in pieces, and what comes next in it.
+
+The parts of the parser are generators: they yield where they need more text, and go on when it is there. What they read
+depends on the whole text alone, not on where it was cut.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator, Sequence
+from typing import TypeVar
+
+from luce.text.json_reader import JsonReader
+from luce.text.reasoning import overlap
+
+Found = TypeVar("Found")
+#: reads something; yields where it needs more text
+Reads = Generator[None, None, Found]
+
+_SPACE = re.compile(r"\s*")
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_SCALAR = re.compile(r"[-+.\w]+")
+
+
+class MalformedCallError(Exception):
+    """The text is no call of the dialect."""
+
+
+class EndOfReplyError(Exception):
+    """The reply ends before what is read is complete."""
+
+
+class Cursor:
+    """A place in a marked text. Offsets are valid until `commit`."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        #: offset of what is read next
+        self.at = 0
+        #: there is no further text
+        self.ended = False
+
+    def commit(self) -> None:
+        """Drop the text that was read: it will not be read again."""
+        self.text, self.at = self.text[self.at :], 0
+
+    def more(self) -> Reads[None]:
+        """Wait for further text. Raises EndOfReplyError if there is none."""
+        if self.ended:
+            raise EndOfReplyError
+        yield
+
+    def peek(self) -> Reads[str]:
+        """The next character that is no white space, which is passed over."""
+        while True:
+            space = _SPACE.match(self.text, self.at)
+            assert space is not None
+            if space.end() < len(self.text):
+                self.at = space.end()
+                return self.text[self.at]
+            yield from self.more()
+
+    def accept(self, text: str) -> Reads[bool]:
+        """Pass over `text` if it comes next, whatever white space stands before its words. Else nothing is read."""
+        begin = self.at
+        for word in text.split():
+            while True:
+                yield from self.peek()
+                have = self.text[self.at : self.at + len(word)]
+                if have == word:
+                    self.at += len(word)
+                    break
+                if not word.startswith(have):
+                    self.at = begin
+                    return False
+                yield from self.more()
+        return True
+
+    def expect(self, text: str) -> Reads[None]:
+        """Pass over `text`. Raises MalformedCallError if it does not come next."""
+        if not (yield from self.accept(text)):
+            raise MalformedCallError
+
+    def until(self, stops: Sequence[str], fits: Callable[[str], bool]) -> Reads[str]:
+        """The text up to the first of `stops`, which is not passed over, without white space around it.
+
+        Raises MalformedCallError as soon as nothing that begins like it `fits`.
+        """
+        while True:
+            found = [at for stop in stops if (at := self.text.find(stop, self.at)) >= 0]
+            have = self.text[self.at : min(found, default=len(self.text))]
+            if not found:
+                have = have[: len(have) - max(overlap(have, stop) for stop in stops)]
+            have = have.strip()
+            if not fits(have):
+                raise MalformedCallError
+            if found:
+                self.at = min(found)
+                return have
+            yield from self.more()
+
+    def json_value(self, out: Callable[[str], None] | None = None) -> Reads[str]:
+        """A JSON value as text. An object or a list is given to `out` piece by piece, if there is one.
+
+        Raises MalformedCallError, and EndOfReplyError in the middle of a value.
+        """
+        first = yield from self.peek()
+        if first in "{[":
+            reader, pieces = JsonReader(), []
+            while True:
+                text, self.at = reader.read(self.text, self.at)
+                if text:
+                    pieces.append(text)
+                    if out is not None:
+                        out(text)
+                        self.commit()
+                if reader.done:
+                    return "".join(pieces)
+                if reader.failed:
+                    break
+                try:
+                    yield from self.more()
+                except EndOfReplyError:
+                    if out is not None:
+                        out(reader.closing)
+                    raise
+            if out is not None:
+                out(reader.closing)
+            raise MalformedCallError
+        pattern = _STRING if first == '"' else _SCALAR
+        while True:
+            found = pattern.match(self.text, self.at)
+            if found is not None and (first == '"' or found.end() < len(self.text)):
+                self.at = found.end()
+                return found[0]
+            if found is None and first != '"':
+                raise MalformedCallError
+            yield from self.more()
