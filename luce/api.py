@@ -328,6 +328,7 @@ class Model:
     def close(self) -> None:
         """Stop generating, release devices and file. Idempotent."""
         self.engine.close()
+        self.grammars.close()
         self._resources.close()
 
     def __enter__(self) -> Model:

@@ -6,6 +6,7 @@
     auth         keys, the Host check, CORS
     schema       request bodies: decoding, types, ranges
     prepare      a checked body to prompts and sampling values; runs in a worker thread
+    structured_output  what a request wants its reply to be, by whichever field says it
     completions  the handlers of /v1/chat/completions and /v1/completions
     answer       the way of every request for replies: its job, the events of its sequences, its response
     replies      the sequences of one request, on the event loop

@@ -22,6 +22,7 @@ from luce.server.replies import Replies
 from luce.server.response import ResponseBuilder
 from luce.server.state import CALL, SERVER, Result, Server
 from luce.server.stream import ClientGoneError, EventStream
+from luce.text.grammar import CompiledGrammar
 from luce.text.reply_parser import Part
 
 _log = logging.getLogger(__name__)
@@ -42,7 +43,8 @@ async def answer(
     call = request[CALL]
     call.log_fields |= {"stream": int(job.stream), "session": _short(job.session)}
     job = replace(job, session=_fair_key(request, job, server.keys.holder(request.headers)))
-    with Replies(job, model, server.metrics, call.arrived) as replies:
+    grammar = await _grammar(job, model)
+    with Replies(job, model, server.metrics, call.arrived, grammar) as replies:
         try:
             replies.admit()
             if job.stream:
@@ -54,6 +56,13 @@ async def answer(
             return web.Response(body=encoded, content_type="application/json")
         finally:
             call.log_fields |= builder.log_fields(call.arrived)
+
+
+async def _grammar(job: Job, model: Model) -> CompiledGrammar | None:
+    """The grammar of a job's replies, once it is compiled."""
+    if job.reply_format is None:
+        return None
+    return await model.grammars.compiled(job.reply_format, job.reasoning_tokens)
 
 
 async def prepared(

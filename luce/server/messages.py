@@ -27,11 +27,11 @@ from luce.text.prompt_limit import PromptLimit
 
 # Fields of a chat request that carry a field of another name.
 _FIELDS = (
-    (re.compile(r"response_format(\.json_schema)?"), "output_config.format"),
     (re.compile(r"reasoning_effort"), "output_config.effort"),
     (re.compile(r"continue_final_message"), "messages"),
     (re.compile(r"stop\b"), "stop_sequences"),
 )
+_FORMAT = re.compile(r"response_format(\.json_schema)?")
 _TOOL = re.compile(r"tools\[(\d+)\]\.function(?:\.(?=name|description|strict)|\.(parameters))?")
 
 
@@ -58,8 +58,13 @@ def messages_job(
     found = _translated(request, model)
     with _renamed(found):
         job = chat_request_job(found.chat, unknown, headers, model, stopped)
-    details = MessagesDetails(_marked_tokens(job, found.after_mark), found.omits_thinking)
-    return replace(job, skipped_tools=found.skipped_tools, details=details)
+    form = job.reply_format
+    return replace(
+        job,
+        skipped_tools=found.skipped_tools,
+        reply_format=None if form is None else replace(form, param=_field(form.param, found)),
+        details=MessagesDetails(_marked_tokens(job, found.after_mark), found.omits_thinking),
+    )
 
 
 def token_count(
@@ -102,7 +107,7 @@ def _field(param: str, found: Translated) -> str:
     if tool := _TOOL.match(param):
         field = ".input_schema" if tool[2] else "."
         return f"tools[{found.tools[int(tool[1])]}]{field}{param[tool.end() :]}"
-    for pattern, name in _FIELDS:
+    for pattern, name in ((_FORMAT, found.format_field), *_FIELDS):
         if field_match := pattern.match(param):
             return name + param[field_match.end() :]
     return param

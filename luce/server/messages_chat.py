@@ -65,6 +65,8 @@ class Translated:
     after_mark: int | None
     #: the text of the reasoning stays in the signature
     omits_thinking: bool
+    #: the field of the body that has the chat's response_format
+    format_field: str
 
 
 class _Placed(NamedTuple):
@@ -102,7 +104,9 @@ def translated(request: MessagesRequest, fingerprint: str, *, reasons: bool) -> 
         **_thinking(request, reasons=reasons),
     )
     omits = request.thinking is not None and request.thinking.display == "omitted"
-    return Translated(chat, skipped, dict(enumerate(shown)), after_mark, omits)
+    newer = request.output_config is not None and request.output_config.format is not None
+    form = "output_config.format" if newer else "output_format"
+    return Translated(chat, skipped, dict(enumerate(shown)), after_mark, omits, form)
 
 
 def _sampling_keys() -> Iterator[str]:

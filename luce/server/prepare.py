@@ -17,10 +17,13 @@ from luce.engine.reasoning_limit import ReasoningLimit
 from luce.server.chat_prompt import chat_prompt
 from luce.server.errors import invalid, unknown_model, unsupported
 from luce.server.schema import ChatRequest, Common, CompletionRequest, decode
+from luce.server.structured_output import reply_format
 from luce.server.thinking import ReasoningSwitch
 from luce.text.detokenizer import Detokenizer
 from luce.text.fim import Gap, fim_prompt
 from luce.text.prompt_limit import PromptLimit
+from luce.text.reasoning import ReasoningTokens
+from luce.text.reply_format import ReplyFormat
 
 #: `max_tokens` of /v1/completions when the request has none
 COMPLETION_TOKENS = 16
@@ -28,18 +31,6 @@ COMPLETION_TOKENS = 16
 _SESSION_HEADERS = ("x-session-id", "x-session-affinity", "session-id", "thread-id", "x-claude-code-session-id")
 _LONGEST_SESSION = 256
 _NEUTRAL = {"typical_p": (1.0,), "top_n_sigma": (-1.0, 0.0), "xtc_probability": (0.0,), "dry_multiplier": (0.0,)}
-_CONSTRAINTS = (
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "grammar",
-    "json_schema",
-    "regex",
-    "ebnf",
-    "stop_regex",
-)
 
 
 @dataclass(frozen=True)
@@ -78,6 +69,10 @@ class Job:
     skipped_tools: int = 0
     #: how long the reasoning of each reply may be; None: replies have none
     reasoning: ReasoningLimit | None = None
+    #: what the replies must be; None: any text
+    reply_format: ReplyFormat | None = None
+    #: the markers of reasoning as the replies of a chat find them; None: replies begin with their format
+    reasoning_tokens: ReasoningTokens | None = None
     #: what only the ResponseBuilder of the body's API reads
     details: object = None
 
@@ -122,7 +117,11 @@ def chat_request_job(
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
     )
     room = room if max_tokens is None else min(room, max_tokens)
-    return replace(job, reasoning=model.envelope.limit(model.chat, prompt, room, asked))
+    return replace(
+        job,
+        reasoning=model.envelope.limit(model.chat, prompt, room, asked),
+        reasoning_tokens=model.chat.reasoning_tokens(prompt),
+    )
 
 
 def completion_job(
@@ -218,6 +217,7 @@ def request_job(
         token_ids=bool(request.return_token_ids),
         progress=bool(request.return_progress),
         running_timings=bool(request.timings_per_token),
+        reply_format=reply_format(request),
     )
 
 
@@ -247,13 +247,7 @@ def _sampling(
 
 
 def _refuse_unsupported(request: Common) -> None:
-    """Refuse constraints, which are never ignored silently, and samplers that Luce lacks unless they are off."""
-    kind = (request.response_format or {}).get("type", "text")
-    if kind != "text":
-        raise unsupported("response_format", "only the type text is supported")
-    for name in _CONSTRAINTS:
-        if getattr(request, name) is not None:
-            raise unsupported(name, "constrained output is not supported")
+    """Refuse samplers that Luce lacks unless they are off, and more that is not supported."""
     if request.priority:
         raise unsupported("priority", "only 0 is supported: sessions take turns")
     if request.stream_options is not None and not request.stream:

@@ -7,7 +7,13 @@ Not here: request and response bodies (server) and choosing tokens (engine). Cal
     output            the text of a reply: stop strings, text that is held back
     reasoning         separates reasoning from content in a reply
     reply_parser      the parts of a reply: reasoning, text, and calls of tools
-    grammar           makes constraints of replies from JSON schemas
+    reply_format      what a request wants its reply to be
+    plain_schema      JSON schemas as the grammar library takes them;
+                      schema_arms, schema_limits, schema_pattern: what it asks of arms, sizes, regular expressions
+    gbnf              llama.cpp's grammars in Lark
+    reply_grammar     the grammar of a format
+    grammar_library   llguidance: grammars to the tokens that may come
+    grammar           compiles grammars and makes constraints of them; compile_slots: few at a time
     constraint        a grammar's state behind the tokens of a reply
     template          chat templates, rendered by a child process
     template_child    the server's end of that process; template_process: the process itself

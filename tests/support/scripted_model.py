@@ -23,6 +23,7 @@ from luce.shard.timing import ShardTimes
 from luce.text.chat import ChatFormat
 from luce.text.detokenizer import Detokenizer
 from luce.text.effort import BudgetEnvelope
+from luce.text.grammar import GrammarCompiler
 from luce.text.output import ReplyText
 from luce.text.template import ChatTemplate
 from luce.text.tokenizer import CONTROL, NORMAL, USER_DEFINED, Tokenizer
@@ -124,6 +125,7 @@ class ScriptedModel:
         self.config = config
         self.tokenizer = tokenizer(add_bos=add_bos)
         self.chat = chat()
+        self.grammars = GrammarCompiler(self.tokenizer, VOCAB)
         self.name = config.alias[0] if config.alias else "scripted"
         self.path = Path("scripted.gguf")
         self.context = context
@@ -179,5 +181,6 @@ class ScriptedModel:
 
     def close(self) -> None:
         self.engine.close()
+        self.grammars.close()
         self.backend.close()
         assert self.backend.broken is None, self.backend.broken

@@ -211,7 +211,7 @@ async def test_json_that_pages_name_is_what_the_server_sends() -> None:
 
 
 def test_fields_of_requests_are_in_the_guide() -> None:
-    text = page("http-api") + page("prefix-cache")
+    text = page("http-api") + page("prefix-cache") + page("structured-output")
     named = {part for word in words(text) for part in re.split(r"[.\[\]]", word)}
     bodies = (
         schema.ChatRequest,

@@ -1,0 +1,141 @@
+"""The library llguidance: which tokens may come next by a grammar.
+
+It is imported when a reply first needs it, and by no other module.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from luce.errors import LuceError
+from luce.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+EMPTY, INVALID, LARGE = "grammar_empty", "invalid_value", "schema_too_complex"
+
+_PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): (.*)", re.DOTALL)
+#: in the library's messages, for a schema that allows nothing
+_EMPTY = ("Unsatisfiable schema", "NoExtension")
+#: in the library's messages, for a grammar beyond its limits
+_LARGE = ("too large", "too big", "too deeply", "TooComplex", "Unable to determine", "recursion limit", "fuel", "items")
+
+
+class GrammarError(LuceError):
+    """A grammar that the library refuses, with the code EMPTY, INVALID or LARGE; or no library.
+
+    `place`: line and column of the grammar's text.
+    """
+
+    def __init__(self, reason: str, code: str, place: str = "") -> None:
+        super().__init__(f"{place}{reason}", code=code)
+        #: without the place
+        self.reason = reason
+
+
+class GrammarLibrary:
+    """The library for one vocabulary. Any thread may call it."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._source = tokenizer
+        self._lock = threading.Lock()
+        self._made: LLTokenizer | None = None
+
+    def matcher(self, lark: str, body: str | None = None) -> LLMatcher:
+        """The state at the beginning of a grammar in llguidance's Lark, in which `@body` is the grammar `body`.
+
+        It makes the first mask too: some limits strike only there. Raises GrammarError.
+        """
+        try:
+            from llguidance import LLMatcher
+        except ImportError as error:
+            raise _missing(error) from None
+        named = [{"lark_grammar": lark}] + [{"name": "body", "lark_grammar": body}] * (body is not None)
+        matcher = LLMatcher(self._tokenizer(), json.dumps({"grammars": named}), log_level=0, limits=_limits())
+        if not matcher.is_error():
+            words = np.zeros(-(-self._source.vocab // 32), np.uint32)
+            matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if matcher.is_error():
+            raise _error(matcher.get_error())
+        return matcher
+
+    def _tokenizer(self) -> LLTokenizer:
+        with self._lock:
+            if self._made is None:
+                self._made = _library_tokenizer(self._source)
+            return self._made
+
+
+def regex_rule(pattern: str) -> str:
+    """A regular expression as it stands in Lark, with its slashes. Raises GrammarError."""
+    try:
+        from llguidance import regex_to_lark
+    except ImportError as error:
+        raise _missing(error) from None
+    return f"/{regex_to_lark(pattern)}/"
+
+
+def _limits() -> LLParserLimits:
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=100_000,
+        step_max_items=20_000,
+        max_lexer_states=50_000,
+        verbose_errors=False,
+    )
+
+
+def _missing(error: ImportError) -> GrammarError:
+    return GrammarError(f"llguidance cannot be imported ({error})", "unsupported_parameter")
+
+
+def _error(message: str) -> GrammarError:
+    """The library tells errors apart only by their text: a test holds each."""
+    if any(text in message for text in _EMPTY):
+        return GrammarError("allows nothing", EMPTY)
+    if any(text in message for text in _LARGE):
+        return GrammarError("is too large to compile", LARGE)
+    if place := _PLACE.match(message):
+        reason = first_line(place[3].removeprefix("failed to compile JSON schema: "))
+        return GrammarError(reason, INVALID, f"line {place[1]}, column {place[2]}: ")
+    return GrammarError(first_line(message), INVALID)
+
+
+def first_line(text: str) -> str:
+    """The library's message on one line, cut."""
+    lines = [line.strip() for line in text.strip().split("\n")]
+    # Behind the message it shows the grammar, with line numbers.
+    kept = [line for line in lines if line and not re.match(r"\d+ \||\^", line)]
+    return " ".join(kept)[:300]
+
+
+def _library_tokenizer(tokenizer: Tokenizer) -> LLTokenizer:
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    source = _Source(tokenizer)
+    return LLTokenizer(TokenizerWrapper(source), n_vocab=tokenizer.vocab, eos_token=sorted(tokenizer.eos_ids) or None)
+
+
+class _Source:
+    """A tokenizer with the attributes that the library's TokenizerWrapper asks for."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        every = range(tokenizer.vocab)
+        self.eos_token_id = min(tokenizer.eos_ids, default=0)
+        self.bos_token_id = tokenizer.bos_id
+        special = {i: tokenizer.token_text(i).encode() for i in every if tokenizer.is_special(i)}
+        self.tokens = [special.get(i) or tokenizer.token_bytes(i) for i in every]
+        # In a grammar a special token stands for itself; inside a string its spelling is text of other tokens.
+        self.special_token_ids = list(special)
+        self._encode = tokenizer.encode
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return self._encode(text if isinstance(text, str) else text.decode(), specials=False)

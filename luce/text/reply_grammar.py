@@ -1,0 +1,152 @@
+"""The grammar of a reply, from the format that a request wants."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from luce.text.grammar_library import EMPTY, INVALID, GrammarError, regex_rule
+from luce.text.plain_schema import Place, PlainSchema, plain_schema
+from luce.text.reply_format import JSON_KINDS, ReplyFormat
+from luce.text.schema_limits import MAX_KIB, SchemaError, check_pattern, too_complex
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+#: White space at one place in JSON. Without a limit, a model whose favourites are masked writes blanks to the end.
+_SPACE = r"[ ]|\n[ ]{0,40}"
+#: what models write between the reasoning's end and the body
+_BLANK = r"/[ \n]{0,4}/ "
+#: schemas that are replaced by `true` until the rest compiles
+_MOST_REPLACED = 8
+#: schemas that are compiled alone to find the one that does not compile
+_MOST_TRIED = 64
+
+
+class Compile(Protocol):
+    """GrammarLibrary.matcher."""
+
+    def __call__(self, lark: str, body: str | None = None) -> LLMatcher:
+        """The state at a grammar's beginning. Raises GrammarError."""
+
+
+class ReplyGrammar(NamedTuple):
+    """A compiled grammar."""
+
+    matcher: LLMatcher
+    #: paths of what is not enforced
+    relaxed: tuple[str, ...] = ()
+
+
+def reply_grammar(form: ReplyFormat, compiled: Compile, *, behind_reasoning: bool) -> ReplyGrammar:
+    """The grammar of a format. Raises SchemaError with a path in the format's value."""
+    if len(form.text) > MAX_KIB << 10:
+        raise too_complex("", f"has {len(form.text) >> 10:,} KiB, expected at most {MAX_KIB}")
+    blank = _BLANK if behind_reasoning else ""
+    if form.kind in JSON_KINDS:
+        plain = plain_schema({"type": "object"} if form.kind == "json_object" else form.value, strict=form.strict)
+        return schema_grammar(
+            plain, lambda schema: compiled(f"start: {blank}body\nbody: {json_rule(schema)}\n"), strict=form.strict
+        )
+    try:
+        if form.kind == "grammar":
+            found = compiled(f"start: {blank}@body\n", form.value) if blank else compiled(form.value)
+        elif form.kind == "choice":
+            found = compiled(f"start: {blank}body\nbody: {' | '.join(map(text_rule, form.value))}\n")
+        else:
+            check_pattern("", form.value)
+            found = compiled(f"start: {blank}body\nbody: {regex_rule(form.value)}\n")
+    except GrammarError as error:
+        raise SchemaError("", str(error), "invalid_value" if error.code == EMPTY else str(error.code)) from None
+    return ReplyGrammar(found)
+
+
+def json_rule(schema: Mapping[str, Any]) -> str:
+    """JSON by a plain schema, in llguidance's Lark."""
+    return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": _SPACE}})
+
+
+def text_rule(text: str) -> str:
+    """A text in Lark."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+# --- schemas
+
+
+def schema_grammar(
+    plain: PlainSchema, compiled: Callable[[Mapping[str, Any]], LLMatcher], *, strict: bool
+) -> ReplyGrammar:
+    """The grammar of a plain schema; if it is not strict, a schema inside it that the library refuses allows anything.
+
+    Raises SchemaError with the path of the smallest schema that the library refuses.
+    """
+    schema, relaxed = plain.schema, list(plain.relaxed)
+    for left in reversed(range(_MOST_REPLACED + 1)):
+        try:
+            return ReplyGrammar(compiled(schema), tuple(dict.fromkeys(relaxed)))
+        except GrammarError as error:
+            if error.code not in (EMPTY, INVALID):
+                raise SchemaError("", str(error), str(error.code)) from None
+            place = _culprit(schema, compiled)
+            if strict or error.code == EMPTY or not place or not left:
+                code = "invalid_schema" if error.code == EMPTY else "unsupported_schema"
+                raise SchemaError(plain.path(place), error.reason, code) from None
+            relaxed.append(plain.path(place))
+            schema = _replaced(schema, place)
+    raise AssertionError("the last try returns or raises")
+
+
+def _culprit(schema: Mapping[str, Any], compiled: Callable[[Mapping[str, Any]], LLMatcher]) -> Place:
+    """The place of the smallest schema that the library refuses, as far as few tries find it: it names no place."""
+    defs, place, left = schema.get("$defs", {}), Place(()), _MOST_TRIED
+    while True:
+        for inner in _inner_places(schema, place):
+            if left == 0:
+                return place
+            left -= 1
+            found = _at(schema, inner)
+            if not isinstance(found, dict):
+                continue
+            try:
+                compiled({**found, "$defs": defs} if defs else found)
+            except GrammarError:
+                place = inner
+                break
+        else:
+            return place
+
+
+def _inner_places(schema: Mapping[str, Any], place: Place) -> Iterator[Place]:
+    """Places of the schemas directly inside one, or of what it refers to."""
+    found = _at(schema, place)
+    if ref := found.get("$ref"):
+        target = Place(("$defs", ref.rpartition("/")[2]))
+        if target != place:
+            yield target
+    for key in ("items", "additionalProperties"):
+        if key in found:
+            yield Place((*place, key))
+    for key in ("properties", "patternProperties"):
+        for name in found.get(key, {}):
+            yield Place((*place, key, name))
+    for key in ("anyOf", "oneOf", "allOf", "prefixItems"):
+        for i in range(len(found.get(key, ()))):
+            yield Place((*place, key, i))
+
+
+def _at(schema: Any, place: Place) -> Any:
+    for key in place:
+        schema = schema[key]
+    return schema
+
+
+def _replaced(schema: Any, place: Place) -> Any:
+    """The schema with `true` at a place."""
+    if not place:
+        return True
+    key, rest = place[0], Place(place[1:])
+    if isinstance(schema, list):
+        return [_replaced(inner, rest) if i == key else inner for i, inner in enumerate(schema)]
+    return {**schema, key: _replaced(schema[key], rest)}
