@@ -11,7 +11,11 @@ _ANTHROPIC_TYPES = {400: "invalid_request_error", 413: "request_too_large", 503:
 
 def openai_error(error: LuceError) -> dict[str, Any]:
     """`{"error": {message, type, param, code}}`."""
-    return {"error": {"message": str(error), "type": error.type, "param": error.param, "code": error.code}}
+    message = str(error)
+    if isinstance(error, ContextError):
+        # langchain-openai looks for the code in the message, which is all that openai 3 puts into the error's text.
+        message += f" ({error.code})"
+    return {"error": {"message": message, "type": error.type, "param": error.param, "code": error.code}}
 
 
 def anthropic_error(error: LuceError, request_id: str) -> dict[str, Any]:

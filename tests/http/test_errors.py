@@ -146,6 +146,8 @@ async def test_a_prompt_that_is_too_long() -> None:
         assert status == 400 and body["error"]["code"] == "context_length_exceeded"
         assert "maximum context length is 64 tokens" in body["error"]["message"]
         assert "your messages resulted in 119 tokens" in body["error"]["message"]
+        # langchain-openai looks for the code there.
+        assert body["error"]["message"].endswith("(context_length_exceeded)")
 
 
 async def test_bodies_that_are_too_large() -> None:
