@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.claude_code import AGENT, LARGE, RECORDED, ClaudeCode, find, recorded
+from tests.support.claude_code import AGENT, FLAGS, LARGE, RECORDED, claude_code
+from tests.support.client_programs import Ended, Program, need, recorded
 from tests.support.http_server import Running, running
 from tests.support.messages_stream import joined, streamed
 from tests.support.scripted_agent import call, playing
@@ -22,10 +23,13 @@ USAGE = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens
 
 @pytest.fixture
 def program() -> str:
-    found = find()
-    if found is None:
-        pytest.skip("Claude Code is not installed")
-    return found
+    return need("claude")
+
+
+async def run(claude: Program, prompt: str) -> tuple[int, Json, Ended]:
+    """The exit status of a run, the object that it prints, and all of it."""
+    ended = await claude.run(*FLAGS, prompt)
+    return ended.status, json.loads(ended.output), ended
 
 
 def tokens(usage: Json) -> int:
@@ -37,8 +41,8 @@ def tokens(usage: Json) -> int:
 
 async def test_an_answer(program: str, tmp_path: Path) -> None:
     async with running(**LARGE, model={**AGENT, "script": saying("It is 42.")}) as here:
-        ended = await ClaudeCode(program, here, tmp_path).run("What is it?")
-        assert (ended.status, ended.result["result"]) == (0, "It is 42."), ended
+        status, result, ended = await run(claude_code(program, here, tmp_path), "What is it?")
+        assert (status, result["result"]) == (0, "It is 42."), ended
 
 
 async def test_a_tool_loop_writes_the_file(program: str, tmp_path: Path) -> None:
@@ -46,51 +50,51 @@ async def test_a_tool_loop_writes_the_file(program: str, tmp_path: Path) -> None
     script = playing(call("Write", {"file_path": str(path), "content": "forty-two\n"}), "It is written.")
     async with running(**LARGE, model={**AGENT, "script": script}) as here:
         with recorded() as bodies:
-            ended = await ClaudeCode(program, here, tmp_path).run("Write forty-two to out.txt.")
-        assert (ended.status, ended.result["result"]) == (0, "It is written."), ended
+            status, result, ended = await run(claude_code(program, here, tmp_path), "Write forty-two to out.txt.")
+        assert (status, result["result"]) == (0, "It is written."), ended
         assert path.read_text() == "forty-two\n"
         first, second = map(json.loads, bodies)
         assert first["max_tokens"] == 32000 and len(second["messages"]) > len(first["messages"])
         # Its cache marks moved, and still only the new messages were read.
-        usage = ended.result["usage"]
+        usage = result["usage"]
         prompt = here.model.engine.stats().prompt_tokens
-        assert usage["cache_read_input_tokens"] > 0.95 * prompt / 1.05 > 50_000
+        assert usage["cache_read_input_tokens"] > 0.95 * prompt / 1.05 > 40_000
 
 
 async def test_a_file_is_read_and_quoted(program: str, tmp_path: Path) -> None:
     path = tmp_path / "work" / "note.txt"
     script = playing(call("Read", {"file_path": str(path)}), "The note says: swordfish.")
     async with running(**LARGE, model={**AGENT, "script": script}) as here:
-        claude = ClaudeCode(program, here, tmp_path)
+        claude = claude_code(program, here, tmp_path)
         path.write_text("swordfish\n")
         with recorded() as bodies:
-            ended = await claude.run("What does note.txt say?")
-        assert (ended.status, ended.result["result"]) == (0, "The note says: swordfish."), ended
+            status, result, ended = await run(claude, "What does note.txt say?")
+        assert (status, result["result"]) == (0, "The note says: swordfish."), ended
         results = json.loads(bodies[1])["messages"][-1]["content"]
         assert results[0]["type"] == "tool_result" and "swordfish" in json.dumps(results[0]["content"])
 
 
 async def test_a_limit_above_the_context_is_reduced(program: str, tmp_path: Path) -> None:
-    async with running(**LARGE, model={**AGENT, "context": 100_000, "script": saying("Short.")}) as here:
+    async with running(**LARGE, model={**AGENT, "context": 70_000, "script": saying("Short.")}) as here:
         with recorded() as bodies:
-            ended = await ClaudeCode(program, here, tmp_path).run("Speak.")
-        assert ended.status == 0 and ended.result["result"] == "Short.", ended
-        assert json.loads(bodies[0])["max_tokens"] + tokens(ended.result["usage"]) > 100_000
+            status, result, ended = await run(claude_code(program, here, tmp_path), "Speak.")
+        assert status == 0 and result["result"] == "Short.", ended
+        assert json.loads(bodies[0])["max_tokens"] + tokens(result["usage"]) > 70_000
 
 
 async def test_it_understands_that_a_prompt_is_too_long(program: str, tmp_path: Path) -> None:
-    async with running(**LARGE, model={**AGENT, "context": 60_000}) as here:
+    async with running(**LARGE, model={**AGENT, "context": 40_000}) as here:
         with recorded() as bodies:
-            ended = await ClaudeCode(program, here, tmp_path).run("Speak.")
-        assert ended.status != 0 and ended.result["is_error"]
-        assert ended.result["result"].startswith("Prompt is too long"), ended
+            status, result, ended = await run(claude_code(program, here, tmp_path), "Speak.")
+        assert status != 0 and result["is_error"]
+        assert result["result"].startswith("Prompt is too long"), ended
         assert len(bodies) == 1
 
 
 async def test_killed_in_the_middle_it_frees_its_slot(program: str, tmp_path: Path) -> None:
     endless = {**AGENT, "script": saying("on and ", end=False), "delay": 0.01}
     async with running(**LARGE, model=endless) as here:
-        process = await ClaudeCode(program, here, tmp_path).start("Speak.")
+        process = await claude_code(program, here, tmp_path).start(*FLAGS, "Speak.")
         try:
             await here.until(lambda: here.model.engine.stats().predicted_tokens > 20)
         finally:
@@ -102,9 +106,21 @@ async def test_killed_in_the_middle_it_frees_its_slot(program: str, tmp_path: Pa
 
 async def test_two_sessions_advance_together(program: str, tmp_path: Path) -> None:
     async with running(**LARGE, model={**AGENT, "script": saying("Both.")}) as here:
-        sessions = [ClaudeCode(program, here, tmp_path / name) for name in ("a", "b")]
-        ends = await asyncio.gather(*(session.run("Speak.") for session in sessions))
-        assert [(end.status, end.result["result"]) for end in ends] == [(0, "Both.")] * 2, ends
+        sessions = [claude_code(program, here, tmp_path / name) for name in ("a", "b")]
+        ends = await asyncio.gather(*(run(session, "Speak.") for session in sessions))
+        assert [(status, result["result"]) for status, result, _ in ends] == [(0, "Both.")] * 2, ends
+
+
+async def test_it_is_set_up_by_luce_connect(program: str, tmp_path: Path) -> None:
+    script = saying("Connected.")
+    async with running(**LARGE, strict_model=True, api_key=("sesame",), model={**AGENT, "script": script}) as here:
+        claude = Program(program, tmp_path)
+        await claude.connect("claude", here, "--api-key", "sesame")
+        with recorded() as bodies:
+            ended = await claude.run("--settings", str(claude.home / ".claude/luce.json"), *FLAGS[:5], "Speak.")
+        assert ended.json["result"] == "Connected."
+        (body,) = map(json.loads, bodies)
+        assert body["model"] == "scripted" and body["max_tokens"] == 32000
 
 
 # --- its requests
@@ -129,7 +145,7 @@ async def test_recorded_requests_are_answered() -> None:
         assert first["content"][0]["input"] == call_made["input"]
         assert last["content"] == [{"type": "text", "text": "Done."}] and last["stop_reason"] == "end_turn"
         # The second prompt continues the first, although cache marks and the billing line differ.
-        assert last["usage"]["cache_read_input_tokens"] >= tokens(first["usage"]) > 10_000
+        assert last["usage"]["cache_read_input_tokens"] >= tokens(first["usage"]) > 5_000
         for body, reply in zip(requests(), (first, last), strict=True):
             status, count, _ = await here.post("/v1/messages/count_tokens?beta=true", body)
             assert status == 200 and count["input_tokens"] == tokens(reply["usage"])

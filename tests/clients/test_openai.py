@@ -1,16 +1,34 @@
-"""The official openai client against the application on loopback."""
+"""The official openai client against the application: this environment's with asyncio, and versions 2 and 3 without."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import contextlib
+import sys
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import openai
 import pytest
 
+from tests.support.client_programs import Library, library
 from tests.support.http_server import Running, running
 from tests.support.scripted_model import REPLY, saying
 
+Json = dict[str, Any]
+
 HI = [{"role": "user", "content": "hi"}]
+REASONED = {"script": saying("Hm, well.</think>\n\nYes.", marker="<|im_start|>assistant\n<think>\n")}
+
+
+@pytest.fixture(scope="module", params=["openai2", "openai3"])
+def threaded(request: pytest.FixtureRequest) -> Iterator[Library]:
+    """The client without asyncio, in a process of its own: version 2, and this environment's version 3."""
+    if request.param == "openai2":
+        with library("openai2", "openai 2") as found:
+            yield found
+    else:
+        with contextlib.closing(Library(sys.executable)) as found:
+            yield found
 
 
 @pytest.fixture
@@ -162,3 +180,152 @@ async def test_what_is_not_served_is_asked_for_once(client: openai.AsyncOpenAI) 
         with pytest.raises(openai.BadRequestError):
             await at(client, here).images.generate(model="m", prompt="a")
         assert await here.metric("luce_requests_total") == 2
+
+
+# --- without asyncio: each function runs in the client's own process
+
+
+def replies(url: str) -> Json:
+    """A whole reply, the same again, and the same as a stream."""
+    import openai
+
+    with openai.OpenAI(base_url=url + "/v1", api_key="none") as client:
+        ask: Any = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "temperature": 0}
+        first, second = (client.chat.completions.create(**ask) for _ in range(2))
+        chunks = list(client.chat.completions.create(**ask, stream=True))
+        last = list(client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True}))[-1]
+        assert first.usage and second.usage and second.usage.prompt_tokens_details
+        return {
+            "text": first.choices[0].message.content,
+            "finish": first.choices[0].finish_reason,
+            "sum": first.usage.prompt_tokens + first.usage.completion_tokens - first.usage.total_tokens,
+            "cached": second.usage.prompt_tokens_details.cached_tokens,
+            "role": chunks[0].choices[0].delta.role,
+            "streamed": "".join(chunk.choices[0].delta.content or "" for chunk in chunks),
+            "usages": sum(chunk.usage is not None for chunk in chunks),
+            "last": [len(last.choices), last.usage is not None and last.usage.total_tokens == first.usage.total_tokens],
+        }
+
+
+async def test_whole_and_streamed_replies(threaded: Library) -> None:
+    async with running() as here:
+        found = await threaded(replies, here.url)
+    assert found.pop("cached") > 0
+    assert found == {
+        "text": REPLY,
+        "finish": "stop",
+        "sum": 0,
+        "role": "assistant",
+        "streamed": REPLY,
+        "usages": 0,
+        "last": [0, True],
+    }
+
+
+def fields(url: str) -> Json:
+    """Replies with the fields of sampling and of ends."""
+    import openai
+
+    with openai.OpenAI(base_url=url + "/v1", api_key="none") as client:
+
+        def create(**more: Any) -> Any:
+            ask: Json = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "temperature": 0}
+            return client.chat.completions.create(**{**ask, **more})
+
+        short = list(create(max_completion_tokens=5, stream=True))
+        several = list(create(n=3, stream=True, max_tokens=4))
+        seeded = [create(seed=1, temperature=1, max_tokens=20).choices[0].message.content for _ in range(2)]
+        scored = create(logprobs=True, top_logprobs=5, max_tokens=6).choices[0].logprobs.content
+        raw = client.chat.completions.with_raw_response.create(
+            model="m",
+            messages=[{"role": "user", "content": "hi"}],
+            max_tokens=1,
+            extra_body={"top_k": 20, "min_p": 0.1, "prefix_cache": {"scope": "off"}},
+        )
+        return {
+            "short": create(max_completion_tokens=5).choices[0].finish_reason,
+            "short stream": short[-1].choices[0].finish_reason,
+            "stop": create(stop=["w"]).choices[0].message.content,
+            "indexes": sorted({choice.index for chunk in several for choice in chunk.choices}),
+            "seeded": seeded[0] == seeded[1],
+            "scored": [len(scored), {len(token.top_logprobs) for token in scored} == {5}],
+            "banned": create(logit_bias={"72": -100}, max_tokens=1).choices[0].message.content != "H",
+            "id": raw.headers["x-request-id"].startswith("req_"),
+            "raw": raw.parse().choices[0].finish_reason,
+        }
+
+
+async def test_fields_of_sampling_and_of_ends(threaded: Library) -> None:
+    async with running(parallel=3) as here:
+        assert await threaded(fields, here.url) == {
+            "short": "length",
+            "short stream": "length",
+            "stop": "Héllo, ",
+            "indexes": [0, 1, 2],
+            "seeded": True,
+            "scored": [6, True],
+            "banned": True,
+            "id": True,
+            "raw": "length",
+        }
+
+
+def reasoning(url: str, effort: str) -> list[Any]:
+    """The reasoning and the content of a reply with an effort."""
+    import openai
+
+    with openai.OpenAI(base_url=url + "/v1", api_key="none") as client:
+        effort_: Any = effort
+        reply = client.chat.completions.create(
+            model="m", messages=[{"role": "user", "content": "hi"}], reasoning_effort=effort_, max_tokens=300
+        )
+        message = reply.choices[0].message
+        return [getattr(message, "reasoning_content", None), message.content]
+
+
+async def test_efforts(threaded: Library) -> None:
+    async with running(model=REASONED) as here:
+        for effort in ("low", "high", "xhigh"):
+            thought, content = await threaded(reasoning, here.url, effort)
+            assert (thought.strip(), content.strip()) == ("Hm, well.", "Yes."), effort
+    async with running() as here:
+        thought, content = await threaded(reasoning, here.url, "none")
+        assert not thought and content == REPLY
+
+
+def refusals(url: str) -> list[list[Any]]:
+    """Class, status, code and field of errors; each has the id of its request."""
+    import openai
+
+    found: list[list[Any]] = []
+
+    def caught(key: str, **fields: Any) -> None:
+        with openai.OpenAI(base_url=url + "/v1", api_key=key) as client:
+            ask: Json = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+            try:
+                client.chat.completions.create(**{**ask, **fields})
+            except openai.APIStatusError as error:
+                assert error.request_id
+                found.append([type(error).__name__, error.status_code, error.code, error.param])
+
+    image = {"type": "image_url", "image_url": {"url": "data:"}}
+    caught("wrong")
+    caught("secret", model="zzz")
+    caught("secret", messages=[{"role": "user", "content": "x" * 600}])
+    caught("secret", messages=[{"role": "user", "content": [image]}])
+    caught("secret", temperature=9)
+    return found
+
+
+async def test_refusals(threaded: Library) -> None:
+    async with running(api_key=("secret",), strict_model=True, alias=("m",)) as here:
+        assert await threaded(refusals, here.url) == [
+            ["AuthenticationError", 401, "invalid_api_key", None],
+            ["NotFoundError", 404, "model_not_found", "model"],
+            ["BadRequestError", 400, "context_length_exceeded", None],
+            ["BadRequestError", 400, "unsupported_content", "messages[0].content[0]"],
+            ["BadRequestError", 400, "invalid_value", "temperature"],
+        ]
+        # None of them is tried again.
+        for status, count in ((401, 1), (404, 1), (400, 3)):
+            assert await requests(here, status) == count

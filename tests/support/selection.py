@@ -21,7 +21,7 @@ from tools import proofs
 ALLOWED_SKIPS = (
     ("tests/golden/test_draft_reference.py::test_explicit_flag", "the flag changes nothing of this draft"),
     ("tests/process/test_readme.py", "the sources are no git checkout"),
-    ("tests/clients/test_claude_code.py", "Claude Code is not installed"),
+    ("tests/clients/test_aider.py", "aider is not installed"),
 )
 
 

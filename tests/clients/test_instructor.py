@@ -1,0 +1,45 @@
+"""instructor, which asks for structured replies alone, against the application."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.client_programs import Library, library
+from tests.support.http_server import running
+from tests.support.scripted_model import saying
+
+Json = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def instructor() -> Iterator[Library]:
+    with library("openai2", "instructor") as found:
+        yield found
+
+
+def markdown_json(url: str) -> Json:
+    """An object from a block of JSON in the text, which needs no support of the server."""
+    import instructor
+    import openai
+    import pydantic
+
+    class City(pydantic.BaseModel):
+        name: str
+        people: int
+
+    client: Any = instructor.from_openai(
+        openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0), mode=instructor.Mode.MD_JSON
+    )
+    reply = client.chat.completions.create(
+        model="m", response_model=City, messages=[{"role": "user", "content": "hi"}], max_retries=0
+    )
+    return dict(reply.model_dump())
+
+
+async def test_json_in_the_text(instructor: Library) -> None:
+    said = '{"name": "Ulm", "people": 126000}'
+    async with running(model={"context": 4096, "script": saying(said + "\n```")}) as here:
+        assert await instructor(markdown_json, here.url) == {"name": "Ulm", "people": 126000}

@@ -1,0 +1,60 @@
+"""pydantic-ai against the application, in OpenAI's and Anthropic's format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.client_programs import Library, library
+from tests.support.http_server import running
+from tests.support.scripted_model import REPLY
+
+Json = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def pydantic_ai() -> Iterator[Library]:
+    with library("openai3", "pydantic-ai") as found:
+        yield found
+
+
+def texts(url: str, protocol: str) -> Json:
+    """A whole reply and a streamed one."""
+    import asyncio
+
+    from pydantic_ai import Agent
+
+    model: Any
+    if protocol == "openai":
+        from pydantic_ai.models.openai import OpenAIChatModel
+        from pydantic_ai.providers.openai import OpenAIProvider
+
+        model = OpenAIChatModel("m", provider=OpenAIProvider(base_url=url + "/v1", api_key="none"))
+    else:
+        from pydantic_ai.models.anthropic import AnthropicModel
+        from pydantic_ai.providers.anthropic import AnthropicProvider
+
+        model = AnthropicModel("m", provider=AnthropicProvider(base_url=url, api_key="none"))
+
+    async def both() -> Json:
+        agent = Agent(model, instructions="Be brief.", model_settings={"max_tokens": 100})
+        reply = await agent.run("hi")
+        async with agent.run_stream("hi") as stream:
+            pieces = [piece async for piece in stream.stream_text(delta=True)]
+            used = stream.usage
+        usage = used() if callable(used) else used
+        return {"text": reply.output, "streamed": "".join(pieces), "tokens": usage.output_tokens}
+
+    return asyncio.run(both())
+
+
+@pytest.mark.parametrize("protocol", ["openai", "anthropic"])
+async def test_texts(pydantic_ai: Library, protocol: str) -> None:
+    async with running() as here:
+        assert await pydantic_ai(texts, here.url, protocol) == {
+            "text": REPLY,
+            "streamed": REPLY,
+            "tokens": len(REPLY.encode()) + 1,
+        }
