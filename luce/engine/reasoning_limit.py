@@ -88,7 +88,7 @@ class ReasoningState:
         if limit.budget is not None or limit.reply_reserve:
             room = min(room, self._max_new_tokens - limit.reply_reserve - len(limit.closing) - self._length)
         self._lead_in = limit.lead_in if len(limit.lead_in) <= room else ()
-        self._end = self._length + max(0, room) - len(self._lead_in)
+        self._end = self._length + room - len(self._lead_in)
         self._check()
 
     def _check(self) -> None:

@@ -28,7 +28,7 @@ PROMPT = (3, 1, 4)
 TABLE: NDArray[np.float32] = np.random.default_rng(7).normal(0, 1, (VOCAB, VOCAB)).astype(np.float32)
 TABLE[:, [CLOSE, OTHER_CLOSE]] -= 3
 LIMIT = ReasoningLimit(
-    opening=(OPEN, 5), closers=frozenset({CLOSE, OTHER_CLOSE}), closing=(CLOSE, LINE), blank=frozenset({BLANK})
+    opening=(OPEN, 5), closers=frozenset({CLOSE, OTHER_CLOSE}), closing=(CLOSE, LINE, 1), blank=frozenset({BLANK})
 )
 LEAD = replace(LIMIT, lead_in=(2, 2, 6))
 
@@ -107,7 +107,7 @@ def test_a_budget_is_exact(budget: int, inside: bool) -> None:
             state.push(found[-1])
         reasoning = found[len(start) : found.index(CLOSE)]
         assert len(reasoning) == budget and reasoning.count(0) == (budget - lead if budget >= lead else budget)
-        assert found[found.index(CLOSE) :] == [CLOSE, LINE] + [0] * (18 - budget - len(start))
+        assert found[found.index(CLOSE) :] == [CLOSE, LINE, 1] + [0] * (17 - budget - len(start))
         assert state.close_kind == "hard"
         if inside:
             assert found == reply
