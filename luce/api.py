@@ -283,7 +283,7 @@ class Model:
         asked = ReasoningRequest(budget=reasoning_budget)
         rest = self.context - len(ids)
         room = rest if max_tokens is None else min(max_tokens, rest)
-        reasoning = self.envelope.limit(self.chat, ids, room, asked)
+        reasoning = self.envelope.limit(self.chat, ids, room, asked, owed=constraint is not None)
 
         def submit(sink: Callable[[Event], None]) -> SequenceHandle:
             try:

@@ -119,7 +119,7 @@ def chat_request_job(
     room = room if max_tokens is None else min(room, max_tokens)
     return replace(
         job,
-        reasoning=model.envelope.limit(model.chat, prompt, room, asked),
+        reasoning=model.envelope.limit(model.chat, prompt, room, asked, owed=job.reply_format is not None),
         reasoning_tokens=model.chat.reasoning_tokens(prompt),
     )
 

@@ -79,10 +79,18 @@ class BudgetEnvelope:
         return cls(ceiling, reply, {effort: min(budget, largest) for effort, budget in tiers.items()})
 
     def limit(
-        self, chat: ChatFormat, prompt: Sequence[int], room: int, asked: ReasoningRequest
+        self, chat: ChatFormat, prompt: Sequence[int], room: int, asked: ReasoningRequest, *, owed: bool = False
     ) -> ReasoningLimit | None:
-        """The limit for a reply of at most `room` tokens to a prompt; None if the model marks no reasoning."""
-        return chat.reasoning_limit(prompt, *self._resolved(room, asked))
+        """The limit for a reply of at most `room` tokens to a prompt; None if the model marks no reasoning. `owed`: the
+        reply is of no use without its text, so that the reasoning gets half of the room if nothing else limits it."""
+        budget = self.budget(asked)
+        if owed and budget is None:
+            budget = room // 2
+        reserve = asked.reply_budget
+        if reserve is None:
+            limited = budget is not None or asked.on
+            reserve = min(self.hard_limit_reply_budget, room // 2) if limited else 0
+        return chat.reasoning_limit(prompt, budget, reserve)
 
     def budget(self, asked: ReasoningRequest) -> int | None:
         """Most tokens of the reasoning, however long the reply may be; None: no limit."""
@@ -92,14 +100,6 @@ class BudgetEnvelope:
         if wanted is None and asked.effort is not None:
             wanted = self.effort_tiers[asked.effort]
         return min((limit for limit in (wanted, self.think_max_tokens) if limit is not None), default=None)
-
-    def _resolved(self, room: int, asked: ReasoningRequest) -> tuple[int | None, int]:
-        """Budget and reserve of ReasoningLimit. A reply of which nobody limits the reasoning has no reserve."""
-        budget = self.budget(asked)
-        if asked.reply_budget is not None:
-            return budget, asked.reply_budget
-        limited = budget is not None or asked.on
-        return budget, min(self.hard_limit_reply_budget, room // 2) if limited else 0
 
 
 def _between(given: Mapping[str, int], usual: Mapping[str, int]) -> dict[str, int]:

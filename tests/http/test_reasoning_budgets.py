@@ -36,7 +36,7 @@ def thinker(length: int | None = None, *, opens: bool = False) -> Script:
             return THINK if opens else ord("?")
         if THOUGHT in reply:
             said = len(reply) - 1 - reply.index(THOUGHT)
-            return [*b"\n\nYes.", END][said]
+            return (*b"\n\nYes.", END)[min(said, 6)]
         thought = len(reply) - 1 - reply.index(THINK) - (not opens)
         return THOUGHT if thought == length else ord("a")
 
@@ -125,6 +125,15 @@ async def test_the_text_of_the_reply_has_its_share(here: Running) -> None:
     prompt = len("<user\nhi>\n<assistant\n<\n")
     room = 2048 - prompt
     assert await thought(here, None, thinking={"type": "enabled"}) == (room - room // 2 - 1, "hard", "Yes.")
+
+
+async def test_a_reply_that_owes_a_format_gets_to_it(here: Running) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": ["yes"]}}}
+    for fields, tokens in (({}, 50), ({"thinking_token_budget": 7}, 7), ({"thinking_token_budget": 99}, 49)):
+        reply = await here.chat(response_format=form, max_tokens=100, **fields, **ON)
+        message, details = reply["choices"][0]["message"], reply["choices"][0]["finish_details"]
+        assert (details["thinking_tokens"], details["close_kind"]) == (min(tokens, 49), "hard")
+        assert message["content"].strip() == '"yes"'
 
 
 async def test_settings_of_the_server() -> None:
