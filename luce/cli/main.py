@@ -56,6 +56,7 @@ _ELSEWHERE = {
     "-ngl": "--target-device",
     "--n-gpu-layers": "--target-device",
     "--n-predict": "--max-tokens",
+    **{f"--reasoning-effort-{name}": "--effort" for name in ("low", "medium", "high", "x-high", "max")},
 }
 #: settings that the short help shows
 _COMMON = {

@@ -59,6 +59,10 @@ def test_help_is_quick() -> None:
         (["srve", "x"], "srve: no such verb; did you mean serve? (luce --help tells more)"),
         (["run", "x", "y", "--temprature", "1"], "--temprature 1: unknown; did you mean --temperature? (luce run "),
         (["run", "x", "y", "--ctx-size=5"], "--ctx-size=5: unknown; did you mean --max-ctx? (luce run "),
+        (
+            ["serve", "x", "--reasoning-effort-x-high=5"],
+            "--reasoning-effort-x-high=5: unknown; did you mean --effort? (",
+        ),
         (["run", "--help", "x"], "--help x: expected --help or --help all (luce run --help tells more)"),
         (["run"], "the following arguments are required: MODEL (luce run --help tells more)"),
         (["serve", "x", "--target-devices"], "argument --target-devices/--devices: expected one argument (luce serve "),
