@@ -43,3 +43,33 @@ async def test_json_in_the_text(instructor: Library) -> None:
     said = '{"name": "Ulm", "people": 126000}'
     async with running(model={"context": 4096, "script": saying(said + "\n```")}) as here:
         assert await instructor(markdown_json, here.url) == {"name": "Ulm", "people": 126000}
+
+
+def structured(url: str, mode: str) -> Json:
+    """An object of a class, whatever the model would rather say."""
+    from typing import Literal
+
+    import instructor
+    import openai
+    import pydantic
+
+    class City(pydantic.BaseModel):
+        kind: Literal["town", "village"]
+        port: bool
+
+    client: Any = instructor.from_openai(
+        openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0), mode=getattr(instructor.Mode, mode)
+    )
+    reply = client.chat.completions.create(
+        model="m", response_model=City, messages=[{"role": "user", "content": "hi"}], max_retries=0
+    )
+    return dict(reply.model_dump())
+
+
+@pytest.mark.parametrize("mode", ["JSON", "JSON_SCHEMA"])
+async def test_structured_output(instructor: Library, mode: str) -> None:
+    # In the mode JSON the schema is in the prompt alone.
+    wish = '{"kind": "town", "port": true}' if mode == "JSON" else "I would rather not."
+    async with running(model={"context": 4096, "script": saying(wish)}) as here:
+        found = await instructor(structured, here.url, mode)
+    assert found["kind"] in ("town", "village") and isinstance(found["port"], bool)

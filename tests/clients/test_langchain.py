@@ -118,3 +118,36 @@ async def test_chat_anthropic_thinks(langchain: Library) -> None:
     async with running(model={"context": 2048, **REASONED}) as here:
         thinking, text = (await langchain(anthropic_chat, here.url, True))["content"]
     assert thinking["thinking"].strip() == "Hm, well." and thinking["signature"] and text["text"].strip() == "Yes."
+
+
+def structured(url: str, protocol: str, method: str) -> Json:
+    """An object by `with_structured_output`."""
+    from typing import Literal
+
+    import pydantic
+    from langchain_anthropic import ChatAnthropic
+    from langchain_openai import ChatOpenAI
+
+    class City(pydantic.BaseModel):
+        """A place."""
+
+        kind: Literal["town", "village"]
+        port: bool
+
+    chat: Any
+    if protocol == "openai":
+        chat = ChatOpenAI(model="m", base_url=url + "/v1", api_key="none", temperature=0, max_retries=0)
+    else:
+        chat = ChatAnthropic(model="m", base_url=url, api_key="none", max_tokens=300, max_retries=0)
+    return dict(chat.with_structured_output(City, method=method).invoke("hi").model_dump())
+
+
+@pytest.mark.parametrize(
+    "protocol, method", [("openai", "json_schema"), ("openai", "json_mode"), ("anthropic", "json_schema")]
+)
+async def test_structured_output(langchain: Library, protocol: str, method: str) -> None:
+    # json_mode knows no schema: there the model itself has to give the right object.
+    wish = '{"kind": "town", "port": true}' if method == "json_mode" else "I would rather not."
+    async with running(model={"context": 4096, "script": saying(wish)}) as here:
+        found = await langchain(structured, here.url, protocol, method)
+    assert found["kind"] in ("town", "village") and isinstance(found["port"], bool)

@@ -124,3 +124,31 @@ def effort(url: str, drop: bool) -> str:
 async def test_efforts(litellm: Library, drop: bool) -> None:
     async with running() as here:
         assert await litellm(effort, here.url, drop) == REPLY
+
+
+def structured(url: str, model: str, path: str) -> str:
+    """A reply that a class describes."""
+    from typing import Literal
+
+    import litellm
+    import pydantic
+
+    class City(pydantic.BaseModel):
+        kind: Literal["town", "village"]
+        port: bool
+
+    reply: Any = litellm.completion(
+        model=model,
+        api_base=url + path,
+        api_key="none",
+        messages=[{"role": "user", "content": "hi"}],
+        response_format=City,
+        max_tokens=200,
+    )
+    return str(City.model_validate_json(reply.choices[0].message.content).kind)
+
+
+@pytest.mark.parametrize("model, path", [("openai/m", "/v1"), ("hosted_vllm/m", "/v1")])
+async def test_structured_output(litellm: Library, model: str, path: str) -> None:
+    async with running() as here:
+        assert await litellm(structured, here.url, model, path) in ("town", "village")

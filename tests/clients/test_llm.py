@@ -51,3 +51,21 @@ async def test_an_error_is_told(llm: Program) -> None:
         (llm.home / ".config/io.datasette.llm/keys.json").write_text(json.dumps({"luce": "wrong"}))
         ended = await llm.run("-m", "luce", "hi")
         assert ended.status == 1 and "key" in ended.errors
+
+
+async def test_a_schema(llm: Program) -> None:
+    async with running(api_key=("sesame",)) as here:
+        ended = await ask(
+            llm,
+            here,
+            "--schema",
+            json.dumps(
+                {
+                    "type": "object",
+                    "properties": {"port": {"type": "boolean"}},
+                    "required": ["port"],
+                    "additionalProperties": False,
+                }
+            ),
+        )
+        assert isinstance(ended.json["port"], bool)

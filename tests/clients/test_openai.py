@@ -329,3 +329,41 @@ async def test_refusals(threaded: Library) -> None:
         # None of them is tried again.
         for status, count in ((401, 1), (404, 1), (400, 3)):
             assert await requests(here, status) == count
+
+
+def parsed(url: str) -> Json:
+    """Objects by `parse`, by its stream, and by json_object: whatever the model would rather say."""
+    import json
+    from typing import Literal
+
+    import openai
+    import pydantic
+
+    class City(pydantic.BaseModel):
+        kind: Literal["town", "village"]
+        port: bool
+
+    with openai.OpenAI(base_url=url + "/v1", api_key="none") as client:
+        ask: Any = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "temperature": 0}
+        whole = client.chat.completions.parse(**ask, response_format=City).choices[0].message.parsed
+        with client.chat.completions.stream(**ask, response_format=City) as stream:
+            kinds = {event.type for event in stream}
+            streamed = stream.get_final_completion().choices[0].message.parsed
+        some = client.chat.completions.create(**ask, max_tokens=300, response_format={"type": "json_object"})
+        assert isinstance(whole, City) and isinstance(streamed, City)
+        assert some.choices[0].finish_reason == "length" or isinstance(
+            json.loads(some.choices[0].message.content), dict
+        )
+        return {
+            "same": whole == streamed,
+            "kind": whole.kind,
+            "begins": some.choices[0].message.content.lstrip()[0],
+            "events": "content.delta" in kinds and "content.done" in kinds,
+        }
+
+
+async def test_structured_replies(threaded: Library) -> None:
+    async with running(model={"context": 1024}) as here:
+        found = await threaded(parsed, here.url)
+    assert found.pop("kind") in ("town", "village")
+    assert found == {"same": True, "begins": "{", "events": True}

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.client_programs import Library, library
 from tests.support.http_server import running
-from tests.support.scripted_model import REPLY
+from tests.support.scripted_model import REPLY, saying
 
 Json = dict[str, Any]
 
@@ -58,3 +58,32 @@ async def test_texts(pydantic_ai: Library, protocol: str) -> None:
             "streamed": REPLY,
             "tokens": len(REPLY.encode()) + 1,
         }
+
+
+def structured(url: str, mode: str) -> Json:
+    """An object of a class, by the schema that the request names or by one in the prompt."""
+    from typing import Literal
+
+    import pydantic
+    from pydantic_ai import Agent, NativeOutput, PromptedOutput
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.profiles.openai import OpenAIModelProfile
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    class City(pydantic.BaseModel):
+        kind: Literal["town", "village"]
+        port: bool
+
+    output: Any = NativeOutput(City) if mode == "native" else PromptedOutput(City)
+    provider = OpenAIProvider(base_url=url + "/v1", api_key="none")
+    profile: Any = OpenAIModelProfile(supports_json_schema_output=True, supports_json_object_output=True)
+    agent = Agent(OpenAIChatModel("m", provider=provider, profile=profile), output_type=output, retries=0)
+    return dict(agent.run_sync("hi").output.model_dump())
+
+
+@pytest.mark.parametrize("mode", ["native", "prompted"])
+async def test_structured_output(pydantic_ai: Library, mode: str) -> None:
+    wish = '{"kind": "town", "port": true}' if mode == "prompted" else "I would rather not."
+    async with running(model={"context": 4096, "script": saying(wish)}) as here:
+        found = await pydantic_ai(structured, here.url, mode)
+    assert found["kind"] in ("town", "village") and isinstance(found["port"], bool)
