@@ -12,6 +12,7 @@ import shlex
 from pathlib import Path
 
 import msgspec
+import msgspec.inspect
 import pytest
 
 from luce import errors
@@ -28,7 +29,7 @@ from luce.models.registry import FAMILIES
 from luce.ops.weight import KERNEL_TYPES
 from luce.remote import messages
 from luce.server import messages_request, schema
-from luce.server.native_request import ExtraText, InfillRequest
+from luce.server.native_request import InfillRequest, NativeRequest
 from tests.support.http_server import running
 
 ROOT = Path(__file__).parents[2]
@@ -210,20 +211,69 @@ async def test_json_that_pages_name_is_what_the_server_sends() -> None:
     assert shown - served == set()
 
 
-def test_fields_of_requests_are_in_the_guide() -> None:
-    text = page("http-api") + page("prefix-cache") + page("structured-output")
-    named = {part for word in words(text) for part in re.split(r"[.\[\]]", word)}
-    bodies = (
-        schema.ChatRequest,
-        schema.CompletionRequest,
-        schema.TokenizeRequest,
-        schema.DetokenizeRequest,
-        InfillRequest,
-        ExtraText,
-    )
-    assert set().union(*map(fields, bodies)) - {"extra_body", "metadata"} <= named
-    assert fields(messages_request.MessagesRequest) <= named
-    assert {alias for sampler in SAMPLERS.values() for alias in sampler.aliases} <= named
+#: by section of the page: the bodies that it describes, beside what all of them share
+REQUESTS = {
+    "Chat completions": (schema.ChatRequest,),
+    "Completions": (schema.CompletionRequest,),
+    "Messages": (messages_request.MessagesRequest,),
+    "Completion and infill": (NativeRequest, InfillRequest),
+    "Tokens": (schema.DetokenizeRequest,),
+}
+
+
+def sections() -> dict[str, str]:
+    """The page of the HTTP API by its headings."""
+    return dict(re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", page("http-api"), re.MULTILINE | re.DOTALL))
+
+
+def parts(text: str) -> set[str]:
+    """The names in backticks, also those inside another: `a.b`, `{"c": 1}`."""
+    return {part for word in words(text) for part in re.findall(r"\w+", word)}
+
+
+def nested(kind: msgspec.inspect.Type, seen: set[type]) -> set[str]:
+    """The names of all fields of a body, and of the objects in it."""
+    found: set[str] = set()
+    if isinstance(kind, msgspec.inspect.StructType) and kind.cls not in seen:
+        seen.add(kind.cls)
+        found = {field.encode_name for field in kind.fields}
+    inside = [getattr(kind, name) for name in ("item_type", "value_type") if hasattr(kind, name)]
+    inside += getattr(kind, "types", ()) or getattr(kind, "item_types", ())
+    inside += [field.type for field in getattr(kind, "fields", ()) if found]
+    return found.union(*(nested(item, seen) for item in inside))
+
+
+@pytest.mark.parametrize("heading", REQUESTS)
+def test_fields_of_requests_are_in_the_section_of_their_endpoint(heading: str) -> None:
+    found = sections()
+    shared = found["Fields of both endpoints"] + found["What Luce refuses"]
+    named = parts(found[heading] + shared + page("prefix-cache") + page("structured-output"))
+    for kind in REQUESTS[heading]:
+        assert nested(msgspec.inspect.type_info(kind), set()) - named == set()
+
+
+def test_tokenize_takes_what_the_page_says() -> None:
+    own = fields(schema.TokenizeRequest) - fields(schema.ChatRequest)
+    assert own <= parts(sections()["Tokens"])
+
+
+def test_fields_that_the_page_names_exist() -> None:
+    kinds = [*sum(REQUESTS.values(), ()), schema.TokenizeRequest]
+    known = set().union(*(nested(msgspec.inspect.type_info(kind), set()) for kind in kinds))
+    known |= {alias for sampler in SAMPLERS.values() for alias in sampler.aliases}
+    # Members of objects that pass through, places in lists, and paths.
+    known |= {"user_id", "thinking_budget", "i", "j", "v1", "tokenize", "infill"}
+    for heading in (*REQUESTS, "Fields of both endpoints", "What Luce refuses"):
+        tables = re.findall(
+            r"^\| (?:field|`/v1/tokenize`) \|.*\n\|---.*\n((?:\|.*\n)+)", sections()[heading], re.MULTILINE
+        )
+        assert tables, heading
+        for row in "".join(tables).splitlines():
+            assert parts(row.split(" | ")[0]) - known == set(), heading
+
+
+def test_other_names_of_samplers_are_in_the_guide() -> None:
+    assert {alias for sampler in SAMPLERS.values() for alias in sampler.aliases} <= parts(page("http-api"))
 
 
 def error_codes() -> set[str]:
