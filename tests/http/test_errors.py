@@ -105,7 +105,7 @@ async def test_mistakes_name_their_field(fields: dict[str, Any], param: str, cod
         (b'{"user": "\xed\xa0\x80"}', "invalid_json"),
         (b'{"user": "\\u12"}', "invalid_json"),
         (b"[" * 200_000, "invalid_value"),
-        (b'{"a":' * 200_000, "invalid_json"),
+        (b'{"a":' * 100_000, "invalid_json"),
         (b"[]", "invalid_value"),
         (b'"text"', "invalid_value"),
         (b"null", "invalid_value"),

@@ -90,10 +90,15 @@ async def test_a_long_message_is_refused_before_it_is_rendered(monkeypatch: pyte
         assert "resulted in at least" in reply["error"]["message"]
 
 
-async def test_200000_messages_are_refused_before_they_are_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "count, expected, code", [(60_000, 400, "context_length_exceeded"), (200_000, 413, "request_too_large")]
+)
+async def test_many_messages_are_refused_before_they_are_rendered(
+    count: int, expected: int, code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with running() as here:
         monkeypatch.setattr(here.model.chat.template, "render", None, raising=False)
-        body = json.dumps({"messages": [{"role": "user", "content": "x"}] * 200_000}).encode()
+        body = json.dumps({"messages": [{"role": "user", "content": "x"}] * count}).encode()
         status, reply, _ = await here.post("/v1/chat/completions", body)
-        assert status == 400 and reply["error"]["code"] == "context_length_exceeded"
-        assert "at least 200000 tokens" in reply["error"]["message"]
+        assert (status, reply["error"]["code"]) == (expected, code)
+        assert f"at least {count} tokens" in reply["error"]["message"] or expected == 413

@@ -16,8 +16,8 @@ from luce.server.json_size import too_many
 from luce.server.schema import ChatRequest, CompletionRequest, decode
 
 JSON = st.recursive(
-    st.integers() | st.text('ab"\\[]{},\n é', max_size=12),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text('a"\\[{,', max_size=5), inner, max_size=4),
+    st.integers() | st.text('ab"\\[]{},:\n é', max_size=12),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text('a"\\[{,:', max_size=5), inner, max_size=4),
     max_leaves=20,
 )
 
@@ -29,34 +29,47 @@ def containers(value: Any) -> int:
     return 1 + sum(map(containers, value)) if isinstance(value, list) else 0
 
 
+def keys(value: Any) -> int:
+    """Keys of the objects of a value."""
+    if isinstance(value, dict):
+        return len(value) + sum(map(keys, value.values()))
+    return sum(map(keys, value)) if isinstance(value, list) else 0
+
+
 @given(JSON, st.integers(0, 12), st.sampled_from([1, 2, 3, 5, 64]))
-def test_containers_are_counted_outside_strings(value: Any, limit: int, step: int) -> None:
+def test_containers_and_keys_are_counted_outside_strings(value: Any, limit: int, step: int) -> None:
     body = json.dumps(value).encode()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_size, "CONTAINERS", limit)
         patch.setattr(json_size, "STEP", step)
-        assert bool(too_many(body)) == (containers(value) > limit)
+        # Nothing else counts beside the one kind.
+        for name, counted in (("objects and lists", containers(value)), ("keys", keys(value))):
+            limits = {**dict.fromkeys(json_size.LIMITS, 1 << 40), name: limit + 0.5}
+            patch.setattr(json_size, "LIMITS", limits)
+            assert bool(too_many(body)) == (counted > limit)
 
 
 @pytest.mark.parametrize(
     "body, what",
     [
-        (b'{"x":[' + b"[]," * 500_000 + b"1]}", "500000 objects and lists"),
-        (b'{"tools":[' + b'{"a":{}},' * 300_000 + b"{}]}", "500000 objects and lists"),
-        (b"[" * 600_000, "500000 objects and lists"),
-        (b'{"prompt":[' + b"1," * 1_000_001 + b"1]}", "1000000 values"),
-        (b'{"user":"' + rb"\n" * 10_000_001 + b'"}', "10000000 backslashes"),
+        (b'{"x":[' + b"[]," * 500_000 + b"1]}", "objects and lists: 500000"),
+        (b'{"tools":[' + b'{"a":{}},' * 170_000 + b"{}]}", "keys: 200000"),
+        (b"[" * 600_000, "objects and lists: 500000"),
+        (b'{"prompt":[' + b"1," * 1_000_001 + b"1]}", "values: 1000000"),
+        (b'{"user":"' + rb"\n" * 5_000_001 + b'"}', "backslashes: 5000000"),
+        (b'{"chat_template_kwargs":{' + b",".join(b'"%x":1' % i for i in range(190_000)) + b"}}", "keys: 200000"),
+        # Strings of many bytes leave less time for the rest.
+        (b'{"prompt":[' + b"1," * 600_000 + b'"' + b"a" * (60 << 20) + b'"]}', "values: 1000000"),
     ],
 )
 def test_bodies_that_would_build_too_much(body: bytes, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schema, "decoder", None)
-    with pytest.raises(TooLargeError, match=f"more than {what}"):
+    with pytest.raises(TooLargeError, match=f"too many {what}"):
         decode(body, ChatRequest)
 
 
 @pytest.mark.parametrize("text", ['a"[[', '\\"[[', '\\\\"[[', "[[\\", '"'])
 def test_a_step_may_end_anywhere_in_a_string(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_size, "CONTAINERS", 1)
+    monkeypatch.setattr(json_size, "LIMITS", {**dict.fromkeys(json_size.LIMITS, 1 << 40), "objects and lists": 1.5})
     for step in range(1, 20):
         monkeypatch.setattr(json_size, "STEP", step)
         assert not too_many(json.dumps([text, text]).encode())
@@ -64,7 +77,7 @@ def test_a_step_may_end_anywhere_in_a_string(text: str, monkeypatch: pytest.Monk
 
 
 def test_text_with_as_many_brackets_is_no_matter() -> None:
-    text = '[{,"\\' * 1_000_000
+    text = '[{,"\\' * 900_000
     request, _ = decode(json.dumps({"prompt": text}).encode(), CompletionRequest)
     assert request.prompt == text
 
