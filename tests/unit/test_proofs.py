@@ -49,7 +49,8 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         "luce/fixtures.py": "",
         "tests/reference/a.npz": "",
         "tests/support/emulator.cpp": "",
-        "tests/test_it.py": "import luce.used",
+        "tests/test_it.py": 'import luce.errors\nimport luce.used\n\ndef test_it():\n    "Says."\n    # why\n    pass',
+        "luce/errors.py": "",
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -77,14 +78,30 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         ("luce/other.py", False),
         ("luce/typed.py", False),
         ("luce/lazy.py", False),
+        ("luce/errors.py", False),
     ],
 )
 def test_a_proof_covers_what_a_test_imports(tree: Path, changed: str, covered: bool) -> None:
     before = proofs.test_digest(tree / "tests" / "test_it.py")
     with (tree / changed).open("a") as file:
-        file.write("\n# changed\n")
+        file.write("\nchanged = 1\n")
     proofs.forget()
     assert (proofs.test_digest(tree / "tests" / "test_it.py") != before) == covered
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "covered"), [("Says", "Says more", False), ("# why", "# why so", False), ("pass", "assert 1", True)]
+)
+def test_a_proof_covers_code_and_not_what_is_said_about_it(tree: Path, old: str, new: str, covered: bool) -> None:
+    file = tree / "tests" / "test_it.py"
+    before = proofs.test_digest(file)
+    file.write_text(file.read_text().replace(old, new))
+    proofs.forget()
+    assert (proofs.test_digest(file) != before) == covered
+
+
+def test_what_is_left_out_exists() -> None:
+    assert all((proofs.ROOT / name).is_file() for name in proofs.UNCOVERED)
 
 
 def test_the_record_holds_both_kinds_and_forgets_files_that_went(tree: Path) -> None:
