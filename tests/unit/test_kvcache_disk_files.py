@@ -19,7 +19,7 @@ from luce.cli.main import main
 from luce.errors import LuceError
 from luce.kvcache.disk import files
 from luce.kvcache.disk.directory import Directory
-from luce.kvcache.disk.files import IrregularFileError, OpenDirectory, UnsafeDirectoryError, open_directory
+from luce.kvcache.disk.files import UnsafeDirectoryError, open_directory
 from luce.kvcache.disk.fingerprint import RECORD, Fingerprint, content_digest, read_about, recorded_digest, write_about
 from luce.kvcache.disk.manifest import LAYOUT
 from luce.kvcache.disk.store import Store, StoreFullError
