@@ -34,6 +34,43 @@ _QWEN2 = _CONTRACTIONS + r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\
 _QWEN35 = _CONTRACTIONS + r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*" + _SPACES
 _LINE_BREAKS = r"(?:\r?\n)+"
 _LLAMA3 = _CONTRACTIONS + r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _SPACES
+# A word begins with capital letters and goes on with small ones; letters of other scripts are both.
+_WORD = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%s"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%s"
+)
+_SYMBOLS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _SPACES
+_TEKKEN = _WORD % ("", "") + r"|\p{N}" + _SYMBOLS
+_GPT4O = _WORD % (("(?i:'s|'t|'re|'ve|'m|'ll|'d)?",) * 2) + r"|\p{N}{1,3}" + _SYMBOLS
+_SEED_CODER = _CONTRACTIONS + r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+" + _SPACES
+_DEEPSEEK_V3 = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*" + _SPACES,
+)
+_HAN_HANGUL = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN_HANGUL, r"\p{N}")
+# The letters with case that DeepSeek LLM's tokenizer.json lists, without those of some scripts.
+_CASED = (
+    "A-Za-z\xb5\xc0-\xd6\xd8-\xf6\xf8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376\u0377"
+    "\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f"
+    "\u0531-\u0556\u10a0-\u10c5\u13a0-\u13f5\u13f8-\u13fd\u1c90-\u1cba\u1cbd-\u1cbf\u1d00-\u1d2b\u1d6b-\u1d77"
+    "\u1d79-\u1d9a\u1e00-\u1f15\u1f18-\u1f1d\u1f20-\u1f45\u1f48-\u1f4d\u1f50-\u1f57\u1f59\u1f5b\u1f5d"
+    "\u1f5f-\u1f7d\u1f80-\u1fb4\u1fb6-\u1fbc\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3\u1fd6-\u1fdb"
+    "\u1fe0-\u1fec\u1ff2-\u1ff4\u1ff6-\u1ffc\u2102\u2107\u210a-\u2113\u2115\u2119-\u211d\u2124\u2126\u2128"
+    "\u212a-\u212d\u212f-\u2134\u2139\u213c-\u213f\u2145-\u2149\u214e\u2183\u2184\u2c00-\u2c7b\u2c7e-\u2ce4"
+    "\u2ceb-\u2cee\u2cf2\u2cf3\ua640-\ua66d\ua680-\ua69b\ua722-\ua76f\ua771-\ua787\ua78b-\ua78e\uab70-\uabbf"
+    "\ufb00-\ufb06\ufb13-\ufb17\uff21-\uff3a\uff41-\uff5a\U00010400-\U0001044f\U000104b0-\U000104d3"
+    "\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2\U000118a0-\U000118df\U0001e900-\U0001e943"
+)
+_DEEPSEEK_LLM = (
+    r"[\r\n]",
+    rf"\s?[{_CASED}]+",
+    "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+    r"\s+$",
+    _HAN_HANGUL,
+    r"\p{N}+",
+)
 
 
 # Characters of one step over a whole text.
@@ -65,6 +102,34 @@ _PRE: Mapping[str, _Pre] = {
     "llama-v3": _Pre((_LLAMA3,), whole=True, add_bos=True),
     # As in Laguna's tokenizer.json. llama.cpp cuts at "\n" alone, which differs where lines end in "\r\n".
     "laguna": _Pre((_QWEN2,), breaks_lead=True),
+    "deepseek-r1-qwen": _Pre((_QWEN2,)),
+    "hunyuan": _Pre((_QWEN2,)),
+    "megrez": _Pre((_QWEN2,)),
+    "dbrx": _Pre((_LLAMA3,)),
+    "smaug-bpe": _Pre((_LLAMA3,)),
+    "chatglm-bpe": _Pre((_LLAMA3,)),
+    "glm4": _Pre((_LLAMA3,), whole=True),
+    "lfm2": _Pre((_LLAMA3,), whole=True, add_bos=True),
+    "falcon3": _Pre((_LLAMA3,), whole=True, add_bos=True),
+    "falcon-h1": _Pre((_LLAMA3,), whole=True, add_bos=True),
+    "pixtral": _Pre((_LLAMA3,), whole=True, add_bos=True),
+    "refact": _Pre((r"\p{N}", _GPT2)),
+    "command-r": _Pre((r"\p{N}", _GPT2)),
+    "starcoder": _Pre((r"\p{N}", _GPT2)),
+    "exaone": _Pre((r"\p{N}", _GPT2)),
+    "exaone4": _Pre((_GPT2,)),
+    "olmo": _Pre((_GPT2,)),
+    "phi-2": _Pre((_GPT2,)),
+    "granite-docling": _Pre((_GPT2,)),
+    "tekken": _Pre((_TEKKEN,), whole=True, add_bos=True),
+    "gpt-4o": _Pre((_GPT4O,)),
+    "llama4": _Pre((_GPT4O,)),
+    "minimax-m2": _Pre((_GPT4O,)),
+    "seed-coder": _Pre((_SEED_CODER,)),
+    "deepseek-v3": _Pre(_DEEPSEEK_V3),
+    "hunyuan-dense": _Pre(_DEEPSEEK_V3),
+    "deepseek-coder": _Pre(_DEEPSEEK_CODER),
+    "deepseek-llm": _Pre(_DEEPSEEK_LLM),
 }
 _GEMMA4 = _Pre((r"\n+",), add_bos=True)
 _SENTENCEPIECE = _Pre((), add_bos=True)

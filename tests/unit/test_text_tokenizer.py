@@ -48,6 +48,46 @@ DOCUMENTED["llama3"] = DOCUMENTED["llama-v3"] = DOCUMENTED["llama-bpe"]
 # A run of line breaks begins a piece that ends before the next run.
 DOCUMENTED["laguna"] = ([r"(?:\r?\n)+(?:(?!\r?\n)[\x00-\U0010ffff])*", *DOCUMENTED["qwen2"][0]], False)
 
+LLAMA3, QWEN2, DIGITS = DOCUMENTED["llama-bpe"][0], DOCUMENTED["qwen2"][0], [r"\p{N}", GPT2]
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+AHEAD, SYMBOLS = r"[^\r\n\p{L}\p{N}]?", rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{SPACES}"
+GPT4O = [
+    rf"{AHEAD}{UPPER}*{LOWER}+{CONTRACTIONS}?|{AHEAD}{UPPER}+{LOWER}*{CONTRACTIONS}?|\p{{N}}{{1,3}}|{SYMBOLS}",
+]
+DEEPSEEK_V3 = [
+    r"\p{N}{1,3}",
+    "[一-龥\u3040-\u309f\u30a0-\u30ff]+",
+    # The first class is ASCII's punctuation.
+    r"[!-/:-@\x5b-\x60{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{SPACES}",
+]
+BASIC = "[一-龥\u0800-一가-\ud7ff]+"
+DOCUMENTED |= dict.fromkeys(("deepseek-r1-qwen", "hunyuan", "megrez"), (QWEN2, False))
+DOCUMENTED |= dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), (LLAMA3, False))
+DOCUMENTED |= dict.fromkeys(("glm4", "lfm2", "falcon3", "falcon-h1", "pixtral"), (LLAMA3, True))
+DOCUMENTED |= dict.fromkeys(("refact", "command-r", "starcoder", "exaone"), (DIGITS, False))
+DOCUMENTED |= {name: ([GPT2], False) for name in ("exaone4", "olmo", "phi-2", "granite-docling")}
+DOCUMENTED |= dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), (GPT4O, False))
+DOCUMENTED |= dict.fromkeys(("deepseek-v3", "hunyuan-dense"), (DEEPSEEK_V3, False))
+DOCUMENTED["tekken"] = ([rf"{AHEAD}{UPPER}*{LOWER}+|{AHEAD}{UPPER}+{LOWER}*|\p{{N}}|{SYMBOLS}"], True)
+DOCUMENTED["seed-coder"] = (
+    [rf"{CONTRACTIONS}|{AHEAD}\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{SPACES}"],
+    False,
+)
+DOCUMENTED["deepseek-coder"] = ([r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", BASIC, r"\p{N}"], False)
+# The letters of the published list have case; all others of the alphabet below that have case are in it.
+DOCUMENTED["deepseek-llm"] = (
+    [
+        r"[\r\n]",
+        r"\s?[\p{Lu}\p{Ll}\p{Lt}]+",
+        "\\s?[!-/:-~！-／：-～‘-‟\u3000-。]+",
+        r"\s+\Z",
+        BASIC,
+        r"\p{N}+",
+    ],
+    False,
+)
+
 # Kinds of characters that pre-tokenizers distinguish; none newer than Unicode 6, so that all tables agree.
 ALPHABET = "aeinorst IN'sSmMlLdDvV 0159.,!?-_=()[]{}<|>\"\\/\n\r\t\v\f\x1c\x85\xa0\u2003\u3000\0\x7féÀßſİ𝒳Ωж"
 ALPHABET += "א\u05b0नम\u0938\u094dते한국日本語½²Ⅷ٣ªʰ\u0301\u0323\u200d\ufeff\ue000🙂👩€“”—\U0010ffff"
@@ -56,7 +96,7 @@ ALPHABET += "א\u05b0नम\u0938\u094dते한국日本語½²Ⅷ٣ªʰ\u0301\
 @functools.cache
 def members(category: str) -> str:
     """The inside of a character class: all characters whose general category starts with this."""
-    codes = [code for code in range(sys.maxunicode + 1) if unicodedata.category(chr(code))[0] == category]
+    codes = [code for code in range(sys.maxunicode + 1) if unicodedata.category(chr(code)).startswith(category)]
     groups = itertools.groupby(enumerate(codes), key=lambda pair: pair[1] - pair[0])
     spans = [[code for _, code in group] for _, group in groups]
     return "".join(f"\\U{span[0]:08x}-\\U{span[-1]:08x}" for span in spans)
@@ -68,8 +108,8 @@ def compiled(pattern: str) -> re.Pattern[str]:
     space = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
     pattern = pattern.replace(r"[^\s", rf"[^{space}").replace(r"\S", rf"[^{space}]").replace(r"\s", f"[{space}]")
     # The first bracket of each pair below is inside a class already, the second stands alone.
-    pattern = re.sub(r"\[[^\]]*\]", lambda m: re.sub(r"\\p\{(.)\}", lambda p: members(p[1]), m[0]), pattern)
-    return re.compile(re.sub(r"\\p\{(.)\}", lambda p: f"[{members(p[1])}]", pattern))
+    pattern = re.sub(r"\[[^\]]*\]", lambda m: re.sub(r"\\p\{(\w+)\}", lambda p: members(p[1]), m[0]), pattern)
+    return re.compile(re.sub(r"\\p\{(\w+)\}", lambda p: f"[{members(p[1])}]", pattern))
 
 
 def split(pattern: str, text: str) -> list[str]:
@@ -356,7 +396,7 @@ def test_gemma_always_begins_with_bos() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "named"),
     [
-        ({"pre": "tekken"}, UnsupportedError, "tekken"),
+        ({"pre": "kimi-k2"}, UnsupportedError, "kimi-k2"),
         ({"model": "bert"}, UnsupportedError, "bert"),
         ({"model": 7}, FormatError, "tokenizer.ggml.model"),
         ({"tokens": 7}, FormatError, "tokenizer.ggml.tokens"),
