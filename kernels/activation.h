@@ -11,3 +11,10 @@ LUCE_FN float gelu(float x) {
 
 // log(1 + e^x); x itself where the 1 is lost beside e^x.
 LUCE_FN float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
+
+// gpt-oss: (u + 1) g sigmoid(1.702 g) of the gate g, at most 7, and u between -7 and 7.
+LUCE_FN float clamped_swiglu(float gate, float up) {
+    const float limit = 7.0f, steepness = 1.702f;
+    const float g = fminf(gate, limit), u = fminf(fmaxf(up, -limit), limit);
+    return (u + 1.0f) * (g / (1.0f + expf(-steepness * g)));
+}

@@ -1,6 +1,7 @@
 // variants: HEAD=32,64,128,256,512 QUERIES=4,16 SPLIT=4 KTYPE=F16 VTYPE=F16
 // variants: HEAD=128,256 QUERIES=4,16 SPLIT=4 KTYPE=BF16 VTYPE=BF16
 // variants: HEAD=128 QUERIES=16 SPLIT=4 KTYPE=F16 VTYPE=F16 SEEN=1
+// variants: HEAD=128,256 QUERIES=4,16 SPLIT=4 KTYPE=F16 VTYPE=F16 SOFTCAP=1
 // variants for hip: HEAD=512 QUERIES=4,16 SPLIT=4 KTYPE=BF16 VTYPE=BF16
 // variants for hip: HEAD=32,64,128,256,512 QUERIES=4,16 SPLIT=4 KTYPE=Q8_0 VTYPE=Q8_0
 // variants for hip: HEAD=128,256,512 QUERIES=4,16 SPLIT=4 KTYPE=Q4_0 VTYPE=Q4_0
@@ -22,6 +23,9 @@
 // split per block, and `attention_fold` folds the results. Both ways, and all values of QUERIES, run the same
 // arithmetic: products that feed a sum call fmaf, because the products that a compiler fuses by itself may differ
 // between kernels.
+//
+// With SOFTCAP, scores are bent to cap tanh(score / cap). `sinks`, if not null, holds a number for each query head, of
+// which the power joins the sum of the weights.
 //
 // A tile is QUERIES queries of one span that share a KV head: query q of a span belongs to row q / group and to query
 // head q % group of the KV head. Threads have two roles. For the scores, thread t has key t % KEYS and the queries
@@ -69,6 +73,9 @@ struct Tile {
 #ifdef SEEN
     int own, own_window;  // where the span's rows begin
 #endif
+#ifdef SOFTCAP
+    float cap;
+#endif
     int d;
     int queries;  // of QUERIES, those that exist
     i64 out;      // row * heads + head of query 0
@@ -94,6 +101,11 @@ LUCE_FN void fold(float& top, float& sum, float next_top, float next_sum, float&
     top = both;
 }
 
+// The sum that divides a query's values, after all its keys: with the sink of its head.
+LUCE_FN float with_sink(float sum, float top, const float* sinks, int head) {
+    return sinks ? sum + expf(sinks[head] - softmax_base(top)) : sum;
+}
+
 LUCE_FN float fold_value(float value, float next, float keep, float take) { return fmaf(value, keep, next * take); }
 
 // The index row * heads + head of query `q` of the tile.
@@ -106,7 +118,7 @@ LUCE_FN i64 query_index(const Tile& tile, int q, int group, int heads) {
 LUCE_FN bool find_tile(Tile& tile, Shared& shared, const float* q, i64 q_row, i64 q_head,
                        const KTYPE::Element* k_pool, const VTYPE::Element* v_pool, const int* spans, int span_count,
                        const int* table, const int* first, const int* counts, int width, const int* positions,
-                       int heads, int kv_heads, int d, float scale, int window SEEN_ARGUMENTS) {
+                       int heads, int kv_heads, int d, float scale, int window SEEN_ARGUMENTS CAP_ARGUMENTS) {
     int group = heads / kv_heads;
     int span = tile_span(spans, span_count, group, QUERIES, blockIdx.x);
     int start = spans[span * 4 + 1], rows = spans[span * 4 + 2];
@@ -123,6 +135,9 @@ LUCE_FN bool find_tile(Tile& tile, Shared& shared, const float* q, i64 q_row, i6
     tile.count = counts[span];
     tile.skew = split_skew(tile.first);
     tile.window = window;
+#ifdef SOFTCAP
+    tile.cap = cap;
+#endif
     tile.d = d;
     tile.queries = luce_min(QUERIES, rows * group - query);
     tile.out = (i64)row * heads + (i64)blockIdx.y * group;
@@ -199,7 +214,11 @@ LUCE_FN void add_keys(const Tile& tile, Shared& shared, i64 from, int at, float*
 #else
         bool seen = at <= position && at > position - tile.window;
 #endif
+#ifdef SOFTCAP
+        float score = seen ? capped(even[i] + odd[i], tile.cap) : -LUCE_INF;
+#else
         float score = seen ? even[i] + odd[i] : -LUCE_INF;
+#endif
         float next = fmaxf(top[i], luce_lane_max<KEYS>(score));
         float base = softmax_base(next);
         // The shuffle from the own lane hides expf's last product, which could be fused with the sum's first addition.
@@ -264,13 +283,13 @@ LUCE_FN int split_count(int count, int skew) { return (count + skew + SPLIT - 1)
         const VTYPE::Element *__restrict__ v_pool, const int *__restrict__ spans, const int span_count,              \
         const int *__restrict__ table, const int *__restrict__ first, const int *__restrict__ counts,                \
         const int width, const int *__restrict__ positions, const int heads, const int kv_heads, const int d,        \
-        const float scale, const int window SEEN_ARGUMENTS
+        const float scale, const int window SEEN_ARGUMENTS CAP_ARGUMENTS
 #define PASSED                                                                                                       \
     q, q_row, q_head, k_pool, v_pool, spans, span_count, table, first, counts, width, positions, heads, kv_heads, d, \
-        scale, window SEEN_PASSED
+        scale, window SEEN_PASSED CAP_PASSED
 
 // Grid: tiles, KV heads.
-extern "C" __global__ void __launch_bounds__(THREADS) attention(float* __restrict__ out, ARGUMENTS) {
+extern "C" __global__ void __launch_bounds__(THREADS) attention(float* __restrict__ out, const float* __restrict__ sinks, ARGUMENTS) {
     luce_await();
     __shared__ Shared shared;
     Tile tile;
@@ -317,7 +336,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(float* __restric
 #pragma unroll
     for (int i = 0; i < SCORE_QUERIES; i++) {
         int n = score_group + i * SCORE_GROUPS;
-        if (key == 0 && n < QUERIES) shared.keep[n] = all_sum[i];
+        if (key == 0 && n < tile.queries) {
+            int head = (int)(query_index(tile, n, heads / kv_heads, heads) % heads);
+            shared.keep[n] = with_sink(all_sum[i], all_top[i], sinks, head);
+        }
     }
     luce_sync();
     if (column >= d) return;
@@ -370,7 +392,7 @@ extern "C" __global__ void __launch_bounds__(PAIRS)
     attention_fold(float* __restrict__ out, float2* __restrict__ total, const float* __restrict__ values,
                    const float2* __restrict__ state, const int base, const int splits, const int last,
                    const int* __restrict__ row_span, const int* __restrict__ first, const int* __restrict__ counts,
-                   const int width, const int d) {
+                   const int width, const int d, const float* __restrict__ sinks) {
     luce_await();
     int column = threadIdx.x * 2;
     int span = row_span[blockIdx.x];
@@ -403,6 +425,7 @@ extern "C" __global__ void __launch_bounds__(PAIRS)
         total[query].y = sum;
     }
     if (column >= d) return;
+    if (last) sum = with_sink(sum, top, sinks, blockIdx.y);
     to[0] = last ? even / sum : even;
     to[1] = last ? odd / sum : odd;
 }

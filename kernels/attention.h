@@ -28,3 +28,12 @@ LUCE_FN int tile_span(const int* spans, int count, int group, int queries, int t
 
 // The rows of its span that a row sees, one bit each: PageView.seen of luce/runtime/step.py.
 LUCE_FN u64 seen_rows(const int* seen, i64 row) { return (u32)seen[row * 2] | (u64)(u32)seen[row * 2 + 1] << 32; }
+
+#ifdef SOFTCAP
+#define CAP_ARGUMENTS , const float cap
+#define CAP_PASSED , cap
+LUCE_FN float capped(float score, float cap) { return cap * tanhf(score / cap); }
+#else
+#define CAP_ARGUMENTS
+#define CAP_PASSED
+#endif

@@ -1,6 +1,8 @@
 // variants for cuda: HEAD=64,128 QUERIES=16,64,128 KTYPE=F16 VTYPE=F16
 // variants for cuda: HEAD=256 QUERIES=16,32,64,128 KTYPE=F16 VTYPE=F16
 // variants for cuda: HEAD=128,256 QUERIES=16,64 KTYPE=F16 VTYPE=F16 SEEN=1
+// variants for cuda: HEAD=128 QUERIES=16,64,128 KTYPE=F16 VTYPE=F16 SOFTCAP=1
+// variants for cuda: HEAD=256 QUERIES=16,32,64,128 KTYPE=F16 VTYPE=F16 SOFTCAP=1
 // variants for cuda: HEAD=512 QUERIES=16,64 KTYPE=F16 VTYPE=F16
 // variants for cuda: HEAD=128,256 QUERIES=16,128 KTYPE=Q8_0 VTYPE=Q8_0
 // variants for cuda: HEAD=256 QUERIES=16,128 KTYPE=BF16 VTYPE=BF16
@@ -15,6 +17,9 @@
 // the order of the table, one at a time, with an online softmax. Spans of at most `few` rows are split: `attention_few`
 // computes one split of a tile per block, `attention_fold` adds the splits. `attention_many` computes longer spans, a
 // tile with all of its pages per block.
+//
+// With SOFTCAP, scores are bent to cap tanh(score / cap). `sinks`, if not null, holds a number for each query head, of
+// which the power joins the sum of the weights.
 //
 // Rows of short spans have the same bits alone, in a span and in a batch:
 //   - A row's splits follow from its own position and the window, and so do the places of their results, which
@@ -95,6 +100,21 @@ LUCE_FN void mask(const Tile& tile, float (&score)[KEY_TILES][4], int half, int 
 #endif
             if (hidden) score[n][half * 2 + e] = -LUCE_INF;
         }
+}
+
+// Bends a lane's scores.
+LUCE_FN void bend(const Tile& tile, float (&score)[KEY_TILES][4]) {
+#ifdef SOFTCAP
+#pragma unroll
+    for (int n = 0; n < KEY_TILES; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) score[n][e] = capped(score[n][e], tile.cap);
+#endif
+}
+
+// The sum that divides a query's values, after all its keys: with the sink of its head.
+LUCE_FN float with_sink(float total, float top, const float* sinks, int head) {
+    return sinks ? total + luce_exp2(sinks[head] * LOG2_E - softmax_base(top) + WEIGHT_SHIFT) : total;
 }
 
 // Adds the weights of 16 rows and 16 keys to the rows' sums: by a product with ones, in one order for all tiles.
@@ -187,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(FOLD_THREADS)
                    const int base, const int rows_apart, const int* __restrict__ spans, const int d, const int window,
                    const int few, const float* __restrict__ gate, const i64 gate_row, const i64 gate_head,
                    const int gating, const int gate_each, const int n, u8* __restrict__ to_int8, const int padded,
-                   const int wide) {
+                   const int wide, const float* __restrict__ sinks) {
     __shared__ float4 part[FOLD_THREADS];
     int span = base + blockIdx.x / rows_apart, row = blockIdx.x % rows_apart, thread = threadIdx.x;
     int4 place = reinterpret_cast<const int4*>(spans)[span];
@@ -230,7 +250,7 @@ extern "C" __global__ void __launch_bounds__(FOLD_THREADS)
         weight[i] = luce_exp2(own[i].x - lowest);
         total = fmaf(own[i].y, weight[i], total);
     }
-    total = luce_lane_sum(total);
+    total = with_sink(luce_lane_sum(total), lowest, sinks, blockIdx.y);
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
     for (int i = 0; i < SPLITS / LAYERS; i++) {
@@ -281,7 +301,7 @@ extern "C" __global__ void __launch_bounds__(FOLD_THREADS)
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_many(float* __restrict__ out, ARGUMENTS) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_many(float* __restrict__ out, const float* __restrict__ sinks, ARGUMENTS) {
     luce_await();
     LUCE_DYNAMIC_SHARED(Shared, all);
     Shared& shared = *all;
@@ -305,7 +325,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_many(flo
             int n = wave_row() + m * 16 + half * 8 + g;
             if (n >= tile.queries) continue;
             float* to = out + ((i64)(tile.start + query_row(tile, n)) * heads + query_head(tile, n)) * d;
-            float factor = 1.0f / sums.total[m][half];
+            float factor = 1.0f / with_sink(sums.total[m][half], sums.top[m][half], sinks, query_head(tile, n));
 #pragma unroll
             for (int c = 0; c < COLUMN_TILES; c++) {
                 int column = (wave_n() * COLUMN_TILES + c) * 8 + t * 2;

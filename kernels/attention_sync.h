@@ -79,6 +79,8 @@ LUCE_FN void attend(const Tile& tile, Shared& shared, int begin, int end, Sums& 
         int at = tile.first[entry];
         bool whole = all_seen(tile, at);
 #pragma unroll
+        for (int m = 0; m < ROW_TILES; m++) bend(tile, score[m]);
+#pragma unroll
         for (int m = 0; m < ROW_TILES; m++)
 #pragma unroll
             for (int half = 0; half < 2; half++) {

@@ -59,6 +59,9 @@ struct Tile {
     const int* positions;  // of the step's rows, and the rows of their span that they see
     const int* seen;
 #endif
+#ifdef SOFTCAP
+    float cap;  // of scores to the base 2
+#endif
 };
 
 // The first of a span's pages whose position is at least `position`, a multiple of PAGE.
@@ -130,10 +133,10 @@ template <typename T> LUCE_FN void fetch(u8* to, const typename T::Element* pool
         const VTYPE::Element *__restrict__ v_pool, const int *__restrict__ spans, const int span_count,              \
         const int *__restrict__ table, const int *__restrict__ first, const int *__restrict__ counts,                \
         const int width, const int heads, const int kv_heads, const int d,        \
-        const float scale, const int window, const int few SEEN_ARGUMENTS
+        const float scale, const int window, const int few SEEN_ARGUMENTS CAP_ARGUMENTS
 #define PASSED                                                                                                        \
     q, q_row, q_head, k_pool, v_pool, spans, span_count, table, first, counts, width, heads, kv_heads, d, \
-        scale, window, few SEEN_PASSED
+        scale, window, few SEEN_PASSED CAP_PASSED
 
 // The tile of the queries from `query` on of a span, whose slot, start, rows and position are `place`.
 LUCE_FN Tile make_tile(ARGUMENTS, const int span, const int4 place, const int query) {
@@ -147,6 +150,9 @@ LUCE_FN Tile make_tile(ARGUMENTS, const int span, const int4 place, const int qu
     tile.window = window;
     tile.d = d;
     tile.group = heads / kv_heads;
+#ifdef SOFTCAP
+    tile.cap = cap * LOG2_E;
+#endif
     tile.start = place.y;
     tile.position = place.w;
     tile.query = query;

@@ -46,6 +46,7 @@ LUCE_FN void attend(const Tile& tile, Shared& shared, int begin, int end, Sums& 
             luce_wgmma<KElement>(score, q, shared.k[stage] + step / 4 * PAGE * 128 + step % 4 * 32);
         }
         luce_wgmma_wait();
+        bend(tile, score);
         int at = tile.first[entry];
         bool whole = all_seen(tile, at);
 #pragma unroll

@@ -1,5 +1,5 @@
 // Mixture of experts without its products: choosing the experts of a row, sorting the pairs of a row and one of its
-// slots by expert, and adding the experts' results.
+// slots by expert, and adding the experts' biases and results.
 #include "reduce.h"
 
 #define MOST_EXPERTS 512
@@ -14,14 +14,44 @@ LUCE_FN i32 rank(float score) {
     return bits < 0 ? bits ^ 0x7fffffff : bits;
 }
 
+// Of `groups` equal runs of experts the `used` with the best scores, one bit each; ties go to the lowest number. A
+// group's score is that of its best expert or, if `two_best`, the sum of its two best ones; NaN counts as the lowest.
+// scores: of the lane's experts, -inf beyond their number. groups is at most LUCE_LANES.
+LUCE_FN u64 best_groups(const float (&scores)[OWN], int experts, int groups, int used, int two_best) {
+    const int lane = luce_lane(), size = experts / groups;
+    i32 mine = UNUSED;  // of group number `lane`
+    for (int group = 0; group < groups; group++) {
+        float first = -LUCE_INF, second = -LUCE_INF;
+#pragma unroll
+        for (int i = 0; i < OWN; i++) {
+            if (i * LUCE_LANES >= experts) break;
+            if ((lane + i * LUCE_LANES) / size != group || isnan(scores[i])) continue;
+            second = fmaxf(second, fminf(first, scores[i]));
+            first = fmaxf(first, scores[i]);
+        }
+        const float best = luce_lane_max(first);
+        const int owner = -luce_lane_max(first == best ? -lane : -LUCE_LANES);
+        const float next = luce_lane_max(lane == owner ? second : first);
+        if (lane == group) mine = rank(two_best ? best + next : best);
+    }
+    u64 chosen = 0;
+    for (int n = 0; n < used; n++) {
+        const i32 top = luce_lane_max(mine);
+        const int winner = -luce_lane_max(mine == top ? -lane : -LUCE_LANES);
+        if (lane == winner) mine = UNUSED;
+        chosen |= (u64)1 << winner;
+    }
+    return chosen;
+}
+
 // ids, weights [rows, top_k]: the experts of a row with the largest p (+ bias, if `biased`), best first, the lowest
 // number on ties, and their p, divided by the sum of the row's if `normalise`, times `scale` (times expert_scale[id],
 // if `scaled`). p is the softmax, or with `sigmoid` the sigmoid, of logits float32 [rows, experts], rows `stride`
-// apart. Grid: one wave per row. top_k is at most the number of experts, and at most LUCE_LANES.
+// apart. With `groups`, only experts of the best groups are chosen. Grid: one wave per row. top_k is at most the number of experts, and at most LUCE_LANES.
 extern "C" __global__ void __launch_bounds__(LUCE_LANES)
     route(const float* __restrict__ logits, const float* __restrict__ bias, const float* __restrict__ expert_scale,
           i32* __restrict__ ids, float* __restrict__ weights, int stride, int experts, int top_k, int sigmoid, int biased,
-          int normalise, int scaled, float scale) {
+          int normalise, int scaled, float scale, int groups, int groups_used, int two_best) {
     luce_release();
     luce_await();
     const int lane = luce_lane();
@@ -58,11 +88,20 @@ extern "C" __global__ void __launch_bounds__(LUCE_LANES)
         }
     }
 
+    float scores[OWN];
+#pragma unroll
+    for (int i = 0; i < OWN; i++) {
+        const int expert = lane + i * LUCE_LANES;
+        scores[i] = expert < experts ? biased ? p[i] + bias[expert] : p[i] : -LUCE_INF;
+    }
+    u64 open = ~(u64)0;
+    const int size = groups ? experts / groups : experts;
+    if (groups) open = best_groups(scores, experts, groups, groups_used, two_best);
     i32 ranks[OWN];
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
         const int expert = lane + i * LUCE_LANES;
-        ranks[i] = expert < experts ? rank(biased ? p[i] + bias[expert] : p[i]) : UNUSED;
+        ranks[i] = expert < experts && open >> (expert / size) & 1 ? rank(scores[i]) : UNUSED;
     }
     i32 id = 0;
     float weight = 0.0f, total = 0.0f;
@@ -168,4 +207,13 @@ extern "C" __global__ void combine(const float* __restrict__ y, const float* __r
     float sum = 0.0f;
     for (int s = 0; s < slots; s++) sum = fmaf(weights[pair + s], y[(pair + s) * rows + j], sum);
     out[(i64)blockIdx.x * rows + j] = sum;
+}
+
+// y[pair, j] += bias[ids[pair], j]: y float32 [pairs, rows], bias [experts, rows]. Grid: (pairs, ceil(rows / the
+// block's threads)).
+extern "C" __global__ void add_expert_bias(float* __restrict__ y, const float* __restrict__ bias,
+                                           const i32* __restrict__ ids, int rows) {
+    luce_await();
+    const int j = (int)(blockIdx.y * blockDim.x + threadIdx.x);
+    if (j < rows) y[(i64)blockIdx.x * rows + j] += bias[(i64)ids[blockIdx.x] * rows + j];
 }

@@ -1,4 +1,4 @@
-// Root mean square norms: x / sqrt(mean(x^2) + eps) * weight, in float32.
+// Root mean square norms, x / sqrt(mean(x^2) + eps) * weight, and LayerNorm, in float32.
 //
 // Whole rows (rms_norm, add_rms_norm) take one block each, heads (head_rms_norm) one wave each. The row's
 // length alone determines the block's size, so the order of a row's sum does not depend on the number of rows.
@@ -127,6 +127,26 @@ extern "C" __global__ void __launch_bounds__(1024)
         norm_row<4, 16>(to, row, row, more, weight, d, eps, bytes);
     else
         norm_row<4, 4>(to, row, row, more, weight, d, eps, bytes);
+}
+
+// LayerNorm of n rows of x [n, d], (x - mean) / sqrt(var + eps) * weight, plus the bias if `biased`. Grid: n blocks.
+extern "C" __global__ void __launch_bounds__(1024)
+    layer_norm(float* __restrict__ out, const float* __restrict__ x, const i64 x_stride,
+               const float* __restrict__ weight, const float* __restrict__ bias, const int biased, const int d,
+               const float eps) {
+    luce_release();
+    luce_await();
+    const float* row = x + blockIdx.x * x_stride;
+    float sum = 0.0f;
+    for (int i = (int)threadIdx.x; i < d; i += (int)blockDim.x) sum += row[i];
+    const float mean = luce_block_sum(sum) / (float)d;
+    float squares = 0.0f;
+    for (int i = (int)threadIdx.x; i < d; i += (int)blockDim.x) squares = fmaf(row[i] - mean, row[i] - mean, squares);
+    const float scale = 1.0f / sqrtf(luce_block_sum(squares) / (float)d + eps);
+    for (int i = (int)threadIdx.x; i < d; i += (int)blockDim.x) {
+        const float value = (row[i] - mean) * scale * weight[i];
+        out[(i64)blockIdx.x * d + i] = biased ? value + bias[i] : value;
+    }
 }
 
 extern "C" __global__ void head_rms_norm(float* __restrict__ x, const i64 row_stride, const i64 head_stride,

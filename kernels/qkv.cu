@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(WAVES* LUCE_LANES)
     // 0: queries, 1: keys, 2: values.
     const int kind = index < heads ? 0 : index < heads + kv_heads ? 1 : 2;
     const int head = index - (kind ? heads + (kind - 1) * kv_heads : 0);
-    const bool live = kind == 0 || head < kv_heads, normed = live && norms >> kind & 1;
+    const bool live = kind == 0 || (head < kv_heads && (kind == 1 || v)), normed = live && norms >> kind & 1;
     const float* norm = kind == 0 ? q_norm : kind == 1 ? k_norm : v_norm;
     float factor[EACH] = {}, value[EACH] = {};
 #pragma unroll

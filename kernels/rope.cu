@@ -1,4 +1,5 @@
-// Angles of the rotary position embedding. Grid: x rows, y blocks along a row.
+// What a position does to heads: the angles of the rotary position embedding, and the temperature of queries. Grid: x
+// rows, y blocks along a row.
 #include "gpu.h"
 
 // cos and sin of position * frequency. In double: a float product is off by 0.016 at position 262144. That is
@@ -18,4 +19,15 @@ extern "C" __global__ void rope_table(float2* __restrict__ table, const int* __r
     turn.x = (float)(c * magnitude);
     turn.y = (float)(s * magnitude);
     table[(i64)blockIdx.x * half + i] = turn;
+}
+
+// q [rows, heads, d] *= 1 + scale log(1 + floor(position / length)), in double like the angles.
+extern "C" __global__ void temper(float* __restrict__ q, const i64 row_stride, const i64 head_stride, const int heads,
+                                  const int d, const int* __restrict__ positions, const int position_stride,
+                                  const float scale, const int length) {
+    luce_await();
+    int i = blockIdx.y * blockDim.x + threadIdx.x;
+    if (i >= heads * d) return;
+    int steps = positions[(i64)blockIdx.x * position_stride] / length;
+    q[blockIdx.x * row_stride + i / d * head_stride + i % d] *= (float)(1.0 + (double)scale * log(1.0 + (double)steps));
 }

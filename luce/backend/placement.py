@@ -20,7 +20,7 @@ from luce.backend.microbatch import default_microbatch_rows, max_microbatch_rows
 from luce.backend.serving_options import ServingOptions
 from luce.errors import OutOfMemoryError, UsageError
 from luce.gguf.reader import GGUFFile
-from luce.layers.build import tensor_bytes
+from luce.layers.tensors import tensor_bytes
 from luce.models.spec import ModelSpec
 from luce.runtime.device import Device
 from luce.runtime.step import PAGE

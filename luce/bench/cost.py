@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from luce.gguf.reader import GGUFFile, TensorInfo
-from luce.layers.build import EMBEDDING, shard_tensors
 from luce.layers.state import DeltaState, KVPool
-from luce.models.spec import Attention, ModelSpec, MoE, SandwichLayer
+from luce.layers.tensors import EMBEDDING, shard_tensors
+from luce.models.spec import Attention, ModelSpec, MoE, SandwichLayer, ShortConv
 from luce.ops.kvtype import KVTypes
 from luce.ops.weight import stored_bytes
 from luce.runtime.device import Device
@@ -108,6 +108,9 @@ class ShardCost:
             seen = int(np.minimum(np.arange(1, span.rows + 1) + span.position, window).sum())
             pages = KVPool.page_bytes(self._device, mixer, self._kv) / PAGE
             return Cost(pages * keys, 4.0 * mixer.heads * mixer.head_dim * seen)
+        if isinstance(mixer, ShortConv):
+            size = KVPool.page_bytes(self._device, mixer, hidden=self._spec.hidden) / PAGE
+            return Cost(size * (span.rows + mixer.kernel), 2.0 * mixer.kernel * self._spec.hidden * span.rows)
         # The decay, S^T k, k u^T and S^T q: each reads the whole state.
         flops = 7.0 * mixer.value_heads * mixer.head_dim**2 * span.rows
         return Cost(2 * DeltaState.slot_bytes(mixer), flops)

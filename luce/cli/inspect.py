@@ -16,8 +16,8 @@ from luce.cli.arguments import add_json, add_model, add_settings
 from luce.cli.console import output
 from luce.cli.plan import Opened
 from luce.gguf.reader import GGUFFile
-from luce.layers.build import tensor_bytes
-from luce.models.spec import Attention, GatedMLP, Layer, ModelSpec, MoE, SandwichLayer
+from luce.layers.tensors import tensor_bytes
+from luce.models.spec import Attention, GatedDeltaNet, Layer, ModelSpec, MoE, SandwichLayer, ShortConv
 from luce.models.tool_formats import choose_calls
 from luce.runtime.step import PAGE
 from luce.shard.sizes import pages_for, state_bytes
@@ -127,13 +127,17 @@ def place(model: Opened) -> dict[str, Any]:
 
 
 def _mixer(layer: Layer | SandwichLayer) -> str:
-    if not isinstance(layer.mixer, Attention):
+    if isinstance(layer.mixer, GatedDeltaNet):
         return "gated DeltaNet"
+    if isinstance(layer.mixer, ShortConv):
+        return "short convolution"
+    if layer.mixer.latent is not None:
+        return "latent attention"
     return "attention" if layer.mixer.window is None else "sliding attention"
 
 
 def _ffn(layer: Layer | SandwichLayer) -> str:
-    names = (["MLP"] if isinstance(layer.ffn, GatedMLP) else []) + ["MoE"] * len(_mixtures(layer))
+    names = ([] if isinstance(layer.ffn, MoE) else ["MLP"]) + ["MoE"] * len(_mixtures(layer))
     return ", ".join(names)
 
 

@@ -21,10 +21,11 @@ from luce.draft.target_head import TargetHead
 from luce.errors import UnsupportedError
 from luce.gguf.reader import GGUFFile
 from luce.layers.attention import AttentionLayer
-from luce.layers.build import LayerBuilder, placed_bytes
-from luce.layers.decoder_layer import PreNormDecoderLayer, Residual
+from luce.layers.build import LayerBuilder
+from luce.layers.decoder_layer import DecoderLayer, Residual
 from luce.layers.features import FeatureRing
 from luce.layers.state import KVPool, StateOptions
+from luce.layers.tensors import placed_bytes
 from luce.models.spec import Attention, ModelSpec
 from luce.ops.activation import add
 from luce.ops.embedding import embed
@@ -78,13 +79,14 @@ class MTPModel:
         own = f"{name}shared_head_norm.weight"
         self._head_norm = weights.vector(own if own in file.tensors else "output_norm.weight", hidden)
         layer = builder.layer(index)
-        assert isinstance(layer, PreNormDecoderLayer)
-        self._layer = layer
+        assert isinstance(layer, DecoderLayer)
+        assert layer.mixer_norm is not None
+        self._layer, self._mixer_norm = layer, layer.mixer_norm
         self._captured = as_table(rows)
         #: bytes of the weights, and of the context, on the device
         self.weights = weights.nbytes
         pool = layer.mixer.state
-        self.state = pool.k.nbytes + pool.v.nbytes if isinstance(pool, KVPool) else 0
+        self.state = pool.nbytes if isinstance(pool, KVPool) else 0
         self._appending = GraphRunner(device, self._append, self.context.pages)
         self._predicting = GraphRunner(device, self._predict, self.context.pages)
         device.warm_up(lambda: self.warm_up(hidden))
@@ -127,7 +129,7 @@ class MTPModel:
         self._predicting.close()
 
     def _append(self, step: DeviceStep, inputs: tuple[Array, ...]) -> tuple[Array, ...]:
-        y = rms_norm(self.device, inputs[0], self._layer.mixer_norm, self._eps)
+        y = self._mixer_norm(self.device, inputs[0])
         assert isinstance(self._layer.mixer, AttentionLayer)
         self._layer.mixer.write_context(y, step)
         return ()

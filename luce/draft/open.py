@@ -20,8 +20,8 @@ from luce.draft.spec import DrafterSpec, Target, read_drafter
 from luce.draft.target_head import TargetHead
 from luce.errors import UsageError
 from luce.gguf.reader import GGUFFile
-from luce.layers.build import head_bytes
 from luce.layers.features import FeatureRing
+from luce.layers.tensors import head_bytes
 from luce.models.spec import ModelSpec
 from luce.ops.deltanet import RECURRENT_ROWS
 from luce.remote.device import is_remote

@@ -13,7 +13,7 @@ from luce.draft.probabilities import draft_one_by_one
 from luce.errors import ModelError
 from luce.gguf.metadata import Metadata
 from luce.gguf.reader import GGUFFile
-from luce.layers.build import tensor_bytes
+from luce.layers.tensors import tensor_bytes
 from luce.models.spec import ModelSpec
 from luce.runtime.device import Device
 from luce.runtime.step import Int32, Output, Span, Step

@@ -23,8 +23,8 @@ from luce.errors import ModelError, UsageError
 from luce.gguf.fingerprint import fingerprint
 from luce.gguf.quants import dequantize
 from luce.gguf.reader import GGUFFile, open_gguf
-from luce.layers.build import EMBEDDING
 from luce.layers.features import FeatureRing
+from luce.layers.tensors import EMBEDDING
 from luce.models.dflash import ARCHITECTURES
 from luce.models.keys import Source
 from luce.models.registry import read_spec

@@ -1,17 +1,20 @@
 """A family's spec turned into layers, with weights and state on one device.
 
-Here: attention, gated DeltaNet, MLP and MoE as callables of (rows, step), and the builder, which allocates their
-weights, KV pools and recurrent states. Not here: page tables and slots, which come with each step, kernels (luce.ops)
-and the layers' order (luce.shard). Called by luce.shard and luce.draft; calls luce.ops.
+Here: attention, convolutions, gated DeltaNet, MLP and MoE as callables of (rows, step), and the builder, which
+allocates their weights, pages and recurrent states. Not here: page tables and slots, which come with each step, kernels
+(luce.ops) and the layers' order (luce.shard). Called by luce.shard and luce.draft; calls luce.ops.
 
     build          spec to layers: names of tensors, checks of shapes
-    decoder_layer  a pre-norm or sandwich-norm layer; embedding and head
-    attention      grouped-query attention over KV pages
+    tensors        the tensors that a shard reads, and their bytes
+    decoder_layer  the parts of a layer on the residual stream; embedding and head
+    attention      grouped-query attention over KV pages; latent_attention over pages of latents
+    short_conv     gated short convolution
     deltanet       gated DeltaNet
     mlp, moe       feed-forward parts
+    norm           norms of rows
     per_layer      per-layer embeddings
     rotary         rotary angles of a step
-    state          KV pools and recurrent states
+    state          pages and recurrent states
     weights        tensors of a file on a device
     features       the target's hidden states in a ring on the drafter's device
 """

@@ -1,4 +1,4 @@
-"""Grouped-query attention over KV pages, with optional head norms and output gate."""
+"""Grouped-query attention over KV pages, with optional norms, rotation and output gate."""
 
 from __future__ import annotations
 
@@ -10,8 +10,18 @@ from luce.models.spec import Attention
 from luce.ops.attention import gated_attention
 from luce.ops.attention_mma import AttentionInputs, Gate
 from luce.ops.matmul import matmul, sole_int8_group
+from luce.ops.norm import head_rms_norm
 from luce.ops.page_ranking import store_queries
-from luce.ops.qkv import Destination, HeadNorms, copy_rows, prepare_heads, prepare_keys, prepare_queries, write_kv
+from luce.ops.qkv import (
+    Destination,
+    HeadNorms,
+    copy_rows,
+    prepare_heads,
+    prepare_keys,
+    prepare_queries,
+    temper,
+    write_kv,
+)
 from luce.ops.quantise import Quantised
 from luce.ops.weight import Weight
 from luce.runtime.device import Array, Device
@@ -25,7 +35,12 @@ class AttentionWeights:
     #: attn_q, attn_k, attn_v and, with an output gate, attn_gate, stacked; with a donor without attn_k and attn_v
     inputs: Weight
     out: Weight
+    #: of each head
     norms: HeadNorms
+    #: of all query heads together, and of all key heads
+    whole_norms: HeadNorms
+    #: float32 [heads]
+    sinks: Array | None = None
 
 
 class AttentionLayer:
@@ -40,7 +55,7 @@ class AttentionLayer:
         device: Device,
         spec: Attention,
         weights: AttentionWeights,
-        rotary: Rotary,
+        rotary: Rotary | None,
         pool: KVPool,
         *,
         group: int,
@@ -51,9 +66,11 @@ class AttentionLayer:
         self._spec = spec
         self.input_weight = weights.inputs
         self._out = weights.out
-        self._norms = weights.norms
+        self._norms, self._whole_norms = weights.norms, weights.whole_norms
+        self._sinks = weights.sinks
         self._rotary = rotary
-        self.state = pool
+        assert pool.v is not None
+        self.state, self._values = pool, pool.v
         self._group = group
         self._lends = lends
         self.queries = queries
@@ -72,22 +89,35 @@ class AttentionLayer:
         elif spec.output_gate:
             values = fused[:, split + 2 * spec.kv_heads * d :].reshape(rows, spec.heads, spec.output_gate)
             gate = Gate(values, "softplus")
-        view, rotation = step.views[self._group], self._rotary(step)
+        view, rotation = step.views[self._group], None if self._rotary is None else self._rotary(step)
+        self._norm_whole(q, self._whole_norms.query)
         if spec.donor is None:
             kv = spec.kv_heads * d
             k = fused[:, split : split + kv].reshape(rows, spec.kv_heads, d)
             v = fused[:, split + kv : split + 2 * kv].reshape(rows, spec.kv_heads, d)
-            to = Destination(self.state.k, self.state.v, view.dest)
+            self._norm_whole(k, self._whole_norms.key)
+            to = Destination(self.state.k, self._values, view.dest)
             prepare_heads(device, q, k, v, self._norms, rotation, to, keep=self._lends is not None)
             copy_rows(device, to, view.copies)
             if self._lends is not None:
                 step.lent[self._lends] = fused[:, split : split + 2 * kv]
         else:
             prepare_queries(device, q, self._norms, rotation)
+        if spec.temperature is not None:
+            temper(device, q, step.positions, scale=spec.temperature.scale, length=spec.temperature.length)
         if self.queries is not None:
             store_queries(device, q, step.spans, self.queries, self.state.k)
         inputs = AttentionInputs(
-            q, self.state.k, self.state.v, step.spans, view, step.positions, spec.scale, spec.window
+            q,
+            self.state.k,
+            self._values,
+            step.spans,
+            view,
+            step.positions,
+            spec.scale,
+            spec.window,
+            spec.softcap,
+            self._sinks,
         )
         mixed = gated_attention(device, inputs, gate, int8_group=sole_int8_group(device, rows, self._out))
         return matmul(device, mixed, self._out)
@@ -101,8 +131,16 @@ class AttentionLayer:
         queries = spec.heads * spec.head_dim * (2 if spec.query_gate else 1)
         fused = matmul(device, y, self.input_weight.cut(range(queries, queries + 2 * spec.kv_heads * spec.head_dim)))
         k, v = fused.reshape(len(fused), 2, spec.kv_heads, spec.head_dim).swapaxes(0, 1)
-        to = Destination(self.state.k, self.state.v, step.views[self._group].dest)
-        prepare_keys(device, k, v, self._norms, (rotary or self._rotary)(step), to)
+        self._norm_whole(k, self._whole_norms.key)
+        to = Destination(self.state.k, self._values, step.views[self._group].dest)
+        turn = rotary or self._rotary
+        prepare_keys(device, k, v, self._norms, None if turn is None else turn(step), to)
+
+    def _norm_whole(self, heads: Array, weight: Array | None) -> None:
+        """The norm of all heads of a row together, in place: float32 [rows, heads, head_dim]."""
+        if weight is not None:
+            whole = heads.reshape(len(heads), 1, heads.shape[1] * heads.shape[2])
+            head_rms_norm(self._device, whole, weight, self._whole_norms.eps)
 
 
 class Mirror:

@@ -3,35 +3,63 @@ parts of a spec."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
 from luce.errors import UnsupportedError
-from luce.gguf.quants import block_size
-from luce.gguf.reader import GGUFFile, TensorInfo
+from luce.gguf.reader import GGUFFile
 from luce.layers.attention import AttentionLayer, AttentionWeights, Mirror
-from luce.layers.decoder_layer import Embedding, Experts, Head, PerLayerMix, PreNormDecoderLayer, SandwichDecoderLayer
+from luce.layers.decoder_layer import (
+    DecoderLayer,
+    Embedding,
+    Experts,
+    Head,
+    Mixer,
+    PerLayerMix,
+    SandwichDecoderLayer,
+)
 from luce.layers.deltanet import DeltaNetLayer
-from luce.layers.mlp import GatedMLPLayer
+from luce.layers.latent_attention import LatentAttentionLayer, LatentWeights
+from luce.layers.mlp import GatedMLPLayer, PlainMLPLayer
 from luce.layers.moe import MoELayer
+from luce.layers.norm import Norm
 from luce.layers.per_layer import PerLayerInputs
 from luce.layers.rotary import Rotary
+from luce.layers.short_conv import ShortConvLayer
 from luce.layers.state import DeltaState, KVPool, StateOptions
+from luce.layers.tensors import (
+    EMBEDDING,
+    PER_LAYER_TABLES,
+    head_name,
+    shard_tensors,
+    table_layers,
+    tensor_name,
+)
 from luce.layers.weights import WeightLoader
 from luce.models import spec as models
-from luce.models.spec import Attention, GatedDeltaNet, GatedMLP, Layer, ModelSpec, MoE, Rope
+from luce.models.shapes import fused_gate_up
+from luce.models.spec import (
+    Attention,
+    GatedDeltaNet,
+    GatedMLP,
+    Latent,
+    Layer,
+    ModelSpec,
+    MoE,
+    PlainMLP,
+    Rope,
+    ShortConv,
+)
 from luce.ops.deltanet import DeltaWeights
 from luce.ops.page_ranking import NEWEST_QUERIES
 from luce.ops.qkv import HeadNorms
-from luce.ops.weight import stored_bytes
+from luce.ops.weight import Weight
 from luce.runtime.device import Array, Device
 
-EMBEDDING = "token_embd.weight"
-#: the table of per-layer embeddings; files with the second name also have other names for the layers' parts of it
-_PER_LAYER_TABLES = ("per_layer_token_embd.weight", "per_layer_tok_embd.weight")
+#: more than a prompt's chunk and the verified rows of all sequences together
+_MOST_ROWS = 1 << 14
 _PER_LAYER_PARTS = {
     "inp_gate": "per_layer_inp_gate",
     "proj": "per_layer_proj",
@@ -58,6 +86,7 @@ class LayerBuilder:
         self._states = states
         self._rotaries: dict[Rope, Rotary] = {}
         self._pools: dict[int, KVPool] = {}
+        self._numbers: dict[int, Array] = {}
         self.weights = WeightLoader(file, device)
 
     def embedding(self) -> Embedding:
@@ -67,16 +96,22 @@ class LayerBuilder:
 
     def head(self) -> Head:
         """The head, in the last shard; a tied head shares the embedding's weight if both are on this GPU."""
-        norm = self.weights.vector("output_norm.weight", self._spec.hidden)
-        name = EMBEDDING if self._spec.tied_head else "output.weight"
-        weight = self.weights.matrix([name], self._spec.hidden, [self._spec.vocab])
-        return Head(self._device, norm, weight, self._spec.norm_eps, self._spec.logit_softcap)
+        spec, bias = self._spec, "output.bias"
+        biases = [(bias, spec.vocab)] if bias in self._file.tensors else []
+        weight = self.weights.matrix([head_name(spec)], spec.hidden, [spec.vocab], biases)
+        return Head(self._device, self.norm(spec.final_norm), weight, spec.logit_scale, spec.logit_softcap)
+
+    def norm(self, name: str) -> Norm:
+        """A norm of rows: `name` is its tensors' without .weight or .bias."""
+        spec = self._spec
+        bias = self.weights.vector(f"{name}.bias", spec.hidden) if spec.norm_bias else None
+        return Norm(self.weights.vector(f"{name}.weight", spec.hidden), spec.norm_eps, bias, spec.norm == "layer")
 
     def per_layer(self) -> PerLayerInputs:
         """Computes the inputs of the shard's layers from tokens and their embeddings."""
         spec, layers = self._spec, len(self._spec.layers)
-        width, name = layers * spec.per_layer, self._stored(*_PER_LAYER_TABLES)
-        own = _table_layers(self._file, spec, self._layers, name)
+        width, name = layers * spec.per_layer, self._stored(*PER_LAYER_TABLES)
+        own = table_layers(self._file, spec, self._layers, name)
         columns = range(own.start * spec.per_layer, own.stop * spec.per_layer)
         return PerLayerInputs(
             self._device,
@@ -95,29 +130,45 @@ class LayerBuilder:
         pool = self._pools[donor] = KVPool.allocate(self._device, spec, self._states.pages[group], self._states.kv)
         return Mirror(self._device, donor, spec, pool=pool, group=group)
 
-    def layer(self, index: int) -> PreNormDecoderLayer | SandwichDecoderLayer:
+    def layer(self, index: int) -> DecoderLayer | SandwichDecoderLayer:
         """Layer `index` of the spec. Raises UnsupportedError if the file holds tensors of it that the family lacks."""
         spec = self._spec.layers[index]
-        built = self._pre_norm(index, spec) if isinstance(spec, Layer) else self._sandwich(index, spec)
+        built = self._decoder_layer(index, spec) if isinstance(spec, Layer) else self._sandwich(index, spec)
         for name in sorted(shard_tensors(self._file, self._spec, range(index, index + 1), layers_only=True)):
             if name not in self.weights.used:
                 raise UnsupportedError(f"{self._file.paths[0]}: tensor {name} is unknown to family {self._spec.family}")
         return built
 
-    def _pre_norm(self, index: int, spec: Layer) -> PreNormDecoderLayer:
-        mixer: AttentionLayer | DeltaNetLayer
-        if isinstance(spec.mixer, Attention):
+    def _decoder_layer(self, index: int, spec: Layer) -> DecoderLayer:
+        mixer: Mixer
+        if isinstance(spec.mixer, Attention) and spec.mixer.latent is not None:
+            mixer = self._latent_attention(index, spec.mixer, spec.mixer.latent)
+        elif isinstance(spec.mixer, Attention):
             mixer = self._attention(index, spec.mixer)
+        elif isinstance(spec.mixer, ShortConv):
+            mixer = self._short_conv(index, spec.mixer)
         else:
             mixer = self._delta_net(index, spec.mixer)
-        ffn: GatedMLPLayer | MoELayer
-        ffn = self._moe(index, spec.ffn) if isinstance(spec.ffn, MoE) else self._mlp(index, spec.ffn, "")
-        return PreNormDecoderLayer(
-            mixer_norm=self._hidden(index, spec.mixer_norm),
-            mixer=mixer,
-            ffn_norm=self._hidden(index, spec.ffn_norm),
-            ffn=ffn,
-            eps=self._spec.norm_eps,
+        ffn: GatedMLPLayer | PlainMLPLayer | MoELayer
+        if isinstance(spec.ffn, MoE):
+            ffn = self._moe(index, spec.ffn)
+        elif isinstance(spec.ffn, GatedMLP):
+            ffn = self._mlp(index, spec.ffn, "")
+        else:
+            ffn = self._plain_mlp(index, spec.ffn)
+        norms = (spec.mixer_norm, spec.ffn_norm, spec.mixer_post_norm, spec.ffn_post_norm)
+        mixer_norm, ffn_norm, mixer_post_norm, ffn_post_norm = (
+            None if part is None else self._norm(index, part) for part in norms
+        )
+        return DecoderLayer(
+            mixer_norm,
+            mixer,
+            ffn_norm,
+            ffn,
+            mixer_post_norm,
+            ffn_post_norm,
+            spec.residual_scale,
+            spec.parallel,
         )
 
     def _sandwich(self, index: int, spec: models.SandwichLayer) -> SandwichDecoderLayer:
@@ -126,98 +177,179 @@ class LayerBuilder:
         if spec.experts is not None:
             scale = self._values(f"blk.{index}.ffn_gate_inp.scale", self._spec.hidden)
             experts = Experts(
-                router_norm=device.upload(scale * np.float32(self._spec.hidden**-0.5)),
-                norm=self._hidden(index, "pre_ffw_norm_2"),
+                router_norm=Norm(device.upload(scale * np.float32(self._spec.hidden**-0.5)), self._spec.norm_eps),
+                norm=self._norm(index, "pre_ffw_norm_2"),
                 moe=self._moe(index, spec.experts),
-                dense_post_norm=self._hidden(index, "post_ffw_norm_1"),
-                post_norm=self._hidden(index, "post_ffw_norm_2"),
+                dense_post_norm=self._norm(index, "post_ffw_norm_1"),
+                post_norm=self._norm(index, "post_ffw_norm_2"),
             )
         if width:
             per_layer = PerLayerMix(
                 index=index,
                 gate=self.weights.matrix([self._per_layer(index, "inp_gate")], self._spec.hidden, [width]),
                 out=self.weights.matrix([self._per_layer(index, "proj")], width, [self._spec.hidden]),
-                post_norm=self.weights.vector(self._per_layer(index, "post_norm"), self._spec.hidden),
+                post_norm=self.norm(self._per_layer(index, "post_norm").removesuffix(".weight")),
                 activation=spec.ffn.activation,
             )
         return SandwichDecoderLayer(
-            mixer_norm=self._hidden(index, "attn_norm"),
+            mixer_norm=self._norm(index, "attn_norm"),
             mixer=self._attention(index, spec.mixer),
-            mixer_post_norm=self._hidden(index, "post_attention_norm"),
-            ffn_norm=self._hidden(index, "ffn_norm"),
+            mixer_post_norm=self._norm(index, "post_attention_norm"),
+            ffn_norm=self._norm(index, "ffn_norm"),
             ffn=self._mlp(index, spec.ffn, ""),
             experts=experts,
-            ffn_post_norm=self._hidden(index, "post_ffw_norm"),
+            ffn_post_norm=self._norm(index, "post_ffw_norm"),
             per_layer=per_layer,
-            scale=float(self._values(_name(index, "layer_output_scale"), 1)[0]),
-            eps=self._spec.norm_eps,
+            scale=float(self._values(tensor_name(index, "layer_output_scale"), 1)[0]),
         )
 
     def _per_layer(self, index: int, part: str) -> str:
-        return self._stored(_name(index, part), _name(index, _PER_LAYER_PARTS[part]))
+        return self._stored(tensor_name(index, part), tensor_name(index, _PER_LAYER_PARTS[part]))
 
     def _stored(self, *names: str) -> str:
         """The first of these names that the file has; the first of all if it has none, for the message about it."""
         return next((name for name in names if name in self._file.tensors), names[0])
 
-    def _hidden(self, index: int, part: str) -> Array:
-        return self.weights.vector(_name(index, part), self._spec.hidden)
+    def _norm(self, index: int, part: str) -> Norm:
+        return self.norm(f"blk.{index}.{part}")
 
     def _values(self, name: str, size: int) -> NDArray[np.float32]:
         return self._device.download(self.weights.vector(name, size))
 
     def _attention(self, index: int, spec: Attention) -> AttentionLayer:
-        hidden, kv = self._spec.hidden, spec.kv_heads * spec.head_dim
-        queries = spec.heads * spec.head_dim
-        names = [_name(index, "attn_q")]
-        rows = [queries * (2 if spec.query_gate else 1)]
-        if spec.donor is None:
-            names += [_name(index, "attn_k"), _name(index, "attn_k" if spec.value_from_key else "attn_v")]
-            rows += [kv, kv]
-        if spec.output_gate:
-            names.append(_name(index, "attn_gate"))
-            rows.append(spec.heads * spec.output_gate)
-        query = key = value = None
-        if spec.qk_norm:
-            query = self.weights.vector(_name(index, "attn_q_norm"), spec.head_dim)
-            if spec.donor is None:
-                key = self.weights.vector(_name(index, "attn_k_norm"), spec.head_dim)
-        if spec.value_norm:
-            value = self._device.upload(np.ones(spec.head_dim, np.float32))
         group = self._spec.group_of(index)
         assert group is not None
         if spec.donor is None:
-            self._pools[index] = KVPool.allocate(self._device, spec, self._states.pages[group], self._states.kv)
-        newest = None
-        if self._states.rank_pages and self._spec.owns_full_pages(index):
-            newest = self._device.zeros((self._states.slots, NEWEST_QUERIES, spec.heads, spec.head_dim))
+            self._pools[index] = self._pool(index, spec)
         return AttentionLayer(
             self._device,
             spec,
-            AttentionWeights(
-                inputs=self.weights.matrix(names, hidden, rows),
-                out=self.weights.matrix([_name(index, "attn_output")], queries, [hidden]),
-                norms=HeadNorms(query, key, value, self._spec.norm_eps),
-            ),
-            self._rotary(spec.rope),
+            self._attention_weights(index, spec),
+            None if spec.rope is None else self._rotary(spec.rope),
             self._pools[index if spec.donor is None else spec.donor],
             group=group,
             lends=index if index in self._lent else None,
-            queries=newest,
+            queries=self._newest_queries(index, spec),
         )
+
+    def _pool(self, index: int, spec: Attention | ShortConv) -> KVPool:
+        group = self._spec.group_of(index)
+        assert group is not None
+        pages = self._states.pages[group]
+        return KVPool.allocate(self._device, spec, pages, self._states.kv, hidden=self._spec.hidden)
+
+    def _newest_queries(self, index: int, spec: Attention) -> Array | None:
+        if not self._states.rank_pages or not self._spec.owns_full_pages(index):
+            return None
+        return self._device.zeros((self._states.slots, NEWEST_QUERIES, spec.heads, spec.head_dim))
+
+    def _latent_attention(self, index: int, spec: Attention, latent: Latent) -> LatentAttentionLayer:
+        assert spec.rope is not None
+        hidden, turned, heads = self._spec.hidden, spec.rope.dims, spec.heads
+        group = self._spec.group_of(index)
+        assert group is not None
+        width = heads * (latent.plain + turned)
+        # A cached row begins with its rotated part, which the file has last.
+        cached = (tensor_name(index, "attn_kv_a_mqa"), range(latent.rank, latent.rank + turned), range(latent.rank))
+        compressed = [(tensor_name(index, "attn_q_a"), range(latent.query_rank))] if latent.query_rank else []
+        query = ("attn_q_b", latent.query_rank) if latent.query_rank else ("attn_q", hidden)
+        norm = self.weights.vector(tensor_name(index, "attn_q_a_norm"), latent.query_rank) if compressed else None
+        return LatentAttentionLayer(
+            self._device,
+            spec,
+            LatentWeights(
+                inputs=self.weights.reordered([*compressed, cached], hidden),
+                queries=self.weights.matrix([tensor_name(index, query[0])], query[1], [width]),
+                query_norm=norm,
+                latent_norm=self.weights.vector(tensor_name(index, "attn_kv_a_norm"), latent.rank),
+                to_latent=self.weights.experts([tensor_name(index, "attn_k_b")], latent.plain, [latent.rank], heads),
+                from_latent=self.weights.experts([tensor_name(index, "attn_v_b")], latent.rank, [latent.value], heads),
+                out=self._projection(index, "attn_output", heads * latent.value, bias=spec.out_bias),
+                eps=self._spec.norm_eps,
+            ),
+            self._rotary(spec.rope),
+            self._pool(index, spec),
+            group=group,
+            heads=self._numbered(heads),
+            queries=self._newest_queries(index, spec),
+        )
+
+    def _numbered(self, heads: int) -> Array:
+        """0, 1, ... in each row, for as many rows as a step has at most."""
+        if heads not in self._numbers:
+            row = np.arange(heads, dtype=np.int32)
+            wide = np.broadcast_to(row, (_MOST_ROWS, heads))
+            self._numbers[heads] = wide if self._device.host else self._device.upload(np.ascontiguousarray(wide))
+        return self._numbers[heads]
+
+    def _short_conv(self, index: int, spec: ShortConv) -> ShortConvLayer:
+        hidden, group = self._spec.hidden, self._spec.group_of(index)
+        assert group is not None
+        return ShortConvLayer(
+            self._device,
+            inputs=self.weights.matrix([tensor_name(index, "shortconv.in_proj")], hidden, [3 * hidden]),
+            taps=self.weights.filters(tensor_name(index, "shortconv.conv"), spec.kernel, hidden),
+            out=self.weights.matrix([tensor_name(index, "shortconv.out_proj")], hidden, [hidden]),
+            pool=self._pool(index, spec),
+            group=group,
+        )
+
+    def _attention_weights(self, index: int, spec: Attention) -> AttentionWeights:
+        queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        parts = {"attn_q": queries * (2 if spec.query_gate else 1)}
+        if spec.donor is None:
+            parts |= {"attn_k": keys, "attn_k" if spec.value_from_key else "attn_v": keys}
+        biased = {**parts} if spec.bias else {}
+        fused = "attn_qkv"
+        if tensor_name(index, fused) in self._file.tensors:
+            # Some converters write queries, keys and values as one tensor, and their biases with it or apart.
+            parts = {fused: sum(parts.values())}
+            biased = parts if spec.bias and f"blk.{index}.{fused}.bias" in self._file.tensors else biased
+        names, rows = [tensor_name(index, part) for part in parts], [*parts.values()]
+        if spec.donor is None and spec.value_from_key:
+            names.append(tensor_name(index, "attn_k"))
+            rows.append(keys)
+        if spec.output_gate:
+            names.append(tensor_name(index, "attn_gate"))
+            rows.append(spec.heads * spec.output_gate)
+        eps, heads, whole = self._spec.norm_eps, HeadNorms(), HeadNorms()
+        query = key = None
+        if spec.qk_norm is not None:
+            sizes = (queries, keys) if spec.qk_norm == "whole" else (spec.head_dim, spec.head_dim)
+            query = self.weights.vector(tensor_name(index, "attn_q_norm"), sizes[0])
+            if spec.donor is None:
+                key = self.weights.vector(tensor_name(index, "attn_k_norm"), sizes[1])
+        value = self._device.upload(np.ones(spec.head_dim, np.float32)) if spec.value_norm else None
+        if spec.qk_norm == "whole":
+            heads, whole = HeadNorms(value=value, eps=eps), HeadNorms(query, key, eps=eps)
+        else:
+            heads = HeadNorms(query, key, value, eps)
+        return AttentionWeights(
+            inputs=self.weights.matrix(names, self._spec.hidden, rows, _biases(index, biased)),
+            out=self._projection(index, "attn_output", queries, bias=spec.out_bias),
+            norms=heads,
+            whole_norms=whole,
+            sinks=self.weights.vector(tensor_name(index, "attn_sinks"), spec.heads) if spec.sinks else None,
+        )
+
+    def _projection(self, index: int, part: str, cols: int, *, bias: bool) -> Weight:
+        """A matrix back to the residual stream's width."""
+        hidden = self._spec.hidden
+        biases = _biases(index, {part: hidden} if bias else {})
+        return self.weights.matrix([tensor_name(index, part)], cols, [hidden], biases)
 
     def _delta_net(self, index: int, spec: GatedDeltaNet) -> DeltaNetLayer:
         hidden, inner, heads = self._spec.hidden, spec.value_heads * spec.head_dim, spec.value_heads
-        names = [_name(index, part) for part in ("attn_qkv", "attn_gate", "ssm_alpha", "ssm_beta")]
+        names = [tensor_name(index, part) for part in ("attn_qkv", "attn_gate", "ssm_alpha", "ssm_beta")]
         return DeltaNetLayer(
             self._device,
             inputs=self.weights.matrix(names, hidden, [spec.channels, inner, heads, heads]),
-            out=self.weights.matrix([_name(index, "ssm_out")], inner, [hidden]),
+            out=self.weights.matrix([tensor_name(index, "ssm_out")], inner, [hidden]),
             weights=DeltaWeights(
-                conv=self.weights.filters(_name(index, "ssm_conv1d"), spec.conv_kernel, spec.channels),
+                conv=self.weights.filters(tensor_name(index, "ssm_conv1d"), spec.conv_kernel, spec.channels),
                 decay=self.weights.vector(f"blk.{index}.ssm_a", heads),
                 dt_bias=self.weights.vector(f"blk.{index}.ssm_dt.bias", heads),
-                norm=self.weights.vector(_name(index, "ssm_norm"), spec.head_dim),
+                norm=self.weights.vector(tensor_name(index, "ssm_norm"), spec.head_dim),
                 eps=self._spec.norm_eps,
                 key_heads=spec.key_heads,
             ),
@@ -225,36 +357,52 @@ class LayerBuilder:
         )
 
     def _mlp(self, index: int, spec: GatedMLP, suffix: str) -> GatedMLPLayer:
-        hidden = self._spec.hidden
-        names = [_name(index, "ffn_gate" + suffix), _name(index, "ffn_up" + suffix)]
+        parts = {"ffn_gate" + suffix: spec.hidden, "ffn_up" + suffix: spec.hidden}
+        if fused_gate_up(self._file.tensors, index, spec.hidden, suffix):
+            parts = {"ffn_up" + suffix: 2 * spec.hidden}
+        biases = _biases(index, parts if spec.bias else {})
+        names = [tensor_name(index, part) for part in parts]
         return GatedMLPLayer(
             self._device,
             spec,
-            gate_up=self.weights.matrix(names, hidden, [spec.hidden, spec.hidden]),
-            down=self.weights.matrix([_name(index, "ffn_down" + suffix)], spec.hidden, [hidden]),
+            gate_up=self.weights.matrix(names, self._spec.hidden, [*parts.values()], biases),
+            down=self._projection(index, "ffn_down" + suffix, spec.hidden, bias=spec.bias),
+        )
+
+    def _plain_mlp(self, index: int, spec: PlainMLP) -> PlainMLPLayer:
+        biases = _biases(index, {"ffn_up": spec.hidden} if spec.bias else {})
+        return PlainMLPLayer(
+            self._device,
+            up=self.weights.matrix([tensor_name(index, "ffn_up")], self._spec.hidden, [spec.hidden], biases),
+            down=self._projection(index, "ffn_down", spec.hidden, bias=spec.bias),
         )
 
     def _moe(self, index: int, spec: MoE) -> MoELayer:
         hidden, experts = self._spec.hidden, spec.experts
-        routers, outputs = [_name(index, "ffn_gate_inp")], [experts]
+        routers = {"ffn_gate_inp": experts}
+        biases = _biases(index, routers if spec.biases else {})
         if spec.shared_gate:
-            routers.append(_name(index, "ffn_gate_inp_shexp"))
-            outputs.append(1)
+            routers["ffn_gate_inp_shexp"] = 1
         # Some converters write gate and up as one tensor, gate rows first.
-        names, rows = [_name(index, "ffn_gate_up_exps")], [2 * spec.hidden]
-        if names[0] not in self._file.tensors:
-            names = [_name(index, "ffn_gate_exps"), _name(index, "ffn_up_exps")]
-            rows = [spec.hidden, spec.hidden]
+        parts = {"ffn_gate_up_exps": 2 * spec.hidden}
+        if tensor_name(index, "ffn_gate_up_exps") not in self._file.tensors:
+            parts = {"ffn_gate_exps": spec.hidden, "ffn_up_exps": spec.hidden}
+
+        def stacked(parts: Mapping[str, int], cols: int) -> Weight:
+            names, own = [tensor_name(index, part) for part in parts], [f"blk.{index}.{part}.bias" for part in parts]
+            return self.weights.experts(names, cols, [*parts.values()], experts, own if spec.biases else ())
+
         bias = self.weights.vector(f"blk.{index}.exp_probs_b.bias", experts) if spec.bias else None
         expert_scale = self.weights.vector(f"blk.{index}.ffn_down_exps.scale", experts) if spec.expert_scale else None
+        names = [tensor_name(index, part) for part in routers]
         return MoELayer(
             self._device,
             spec,
             bias=bias,
             expert_scale=expert_scale,
-            router=self.weights.matrix(routers, hidden, outputs),
-            gate_up=self.weights.experts(names, hidden, rows, experts),
-            down=self.weights.experts([_name(index, "ffn_down_exps")], spec.hidden, [hidden], experts),
+            router=self.weights.matrix(names, hidden, [*routers.values()], biases),
+            gate_up=stacked(parts, hidden),
+            down=stacked({"ffn_down_exps": hidden}, spec.hidden),
             shared=self._mlp(index, GatedMLP(spec.shared, spec.activation), "_shexp") if spec.shared else None,
         )
 
@@ -267,84 +415,5 @@ class LayerBuilder:
         return self._rotaries[spec]
 
 
-def _name(layer: int, part: str) -> str:
-    return f"blk.{layer}.{part}.weight"
-
-
-def shard_tensors(file: GGUFFile, spec: ModelSpec, layers: range, *, layers_only: bool = False) -> set[str]:
-    """Names of the tensors that a shard of these layers reads, as LayerBuilder does.
-
-    Without `layers_only` also the tensors outside layers: the embedding before the first layer, the head behind the
-    last, and in every shard the tables of per-layer embeddings and the divisors of rotary frequencies.
-    """
-    wanted = {f"blk.{layer}." for layer in layers}
-    names = {name for name in file.tensors if name[: name.find(".", 4) + 1] in wanted}
-    for layer in layers:
-        names -= _unused(spec, layer)
-    if not layers_only:
-        named = {EMBEDDING} if layers.start == 0 else set()
-        if layers.stop == len(spec.layers):
-            named |= {"output_norm.weight", EMBEDDING if spec.tied_head else "output.weight"}
-        if spec.per_layer:
-            named |= {*_PER_LAYER_TABLES, "per_layer_model_proj.weight", "per_layer_proj_norm.weight"}
-        mixers = (spec.layers[layer].mixer for layer in layers)
-        named |= {m.rope.factors for m in mixers if isinstance(m, Attention) and m.rope.factors is not None}
-        names |= named & file.tensors.keys()
-    return names
-
-
-def tensor_bytes(file: GGUFFile, spec: ModelSpec, layers: range, device: Device, *, layers_only: bool = False) -> int:
-    """Bytes that the tensors of a shard take on a device: as stored on a GPU, as float32 on the host.
-
-    On the host the embedding tables stay in quant blocks. `layers_only` as for shard_tensors, except that a layer's
-    columns of the per-layer table count with the layer.
-    """
-    names = shard_tensors(file, spec, layers, layers_only=layers_only)
-    table = 0
-    if device.host:
-        head = spec.tied_head and layers.stop == len(spec.layers)
-        table = file.tensors[EMBEDDING].nbytes if EMBEDDING in names and layers.start == 0 else 0
-        names -= set() if head else {EMBEDDING}
-    infos = [file.tensors[name] for name in names - {*_PER_LAYER_TABLES}]
-    # Keys that serve as values too are stored twice.
-    mixers = ((layer, spec.layers[layer].mixer) for layer in layers)
-    keys = {_name(layer, "attn_k") for layer, m in mixers if isinstance(m, Attention) and m.value_from_key}
-    infos += [file.tensors[name] for name in keys & names]
-    columns = sum(
-        (file.tensors[name].nbytes if device.host else stored_bytes(file.tensors[name]))
-        * len(_table_layers(file, spec, layers, name))
-        // len(spec.layers)
-        for name in _PER_LAYER_TABLES
-        if spec.per_layer and name in file.tensors
-    )
-    return table + columns + placed_bytes(infos, device)
-
-
-def placed_bytes(infos: Iterable[TensorInfo], device: Device) -> int:
-    """Bytes that tensors take on a device: as stored on a GPU, as float32 on the host."""
-    return sum(4 * info.rows * info.cols if device.host else stored_bytes(info) for info in infos)
-
-
-def head_bytes(file: GGUFFile, spec: ModelSpec, device: Device) -> int:
-    """Bytes of the embedding and the head on one device."""
-    names = {"output_norm.weight", EMBEDDING if spec.tied_head else "output.weight"}
-    return placed_bytes([file.tensors[name] for name in names | (set() if device.host else {EMBEDDING})], device)
-
-
-def _table_layers(file: GGUFFile, spec: ModelSpec, layers: range, name: str) -> range:
-    """The layers whose columns of the per-layer table `name` a shard has: its own, and layers that share quant blocks
-    with them.
-
-    All layers if the file lacks the table; building then reports that.
-    """
-    if name not in file.tensors:
-        return range(len(spec.layers))
-    elements, _ = block_size(file.tensors[name].type)
-    step = elements // math.gcd(elements, spec.per_layer)
-    return range(layers.start // step * step, min(-(-layers.stop // step) * step, len(spec.layers)))
-
-
-def _unused(spec: ModelSpec, layer: int) -> set[str]:
-    """Tensors of a layer that are not read: some files contain the projections with which a borrowing layer was
-    trained."""
-    return set() if spec.donor(layer) is None else {_name(layer, part) for part in ("attn_k", "attn_v", "attn_k_norm")}
+def _biases(layer: int, parts: Mapping[str, int]) -> list[tuple[str, int]]:
+    return [(f"blk.{layer}.{part}.bias", size) for part, size in parts.items()]

@@ -1,4 +1,4 @@
-"""Pre-norm and sandwich-norm layers, the token embedding and the head."""
+"""Layers of the residual stream, the token embedding and the head."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ from dataclasses import dataclass
 
 from luce.layers.attention import AttentionLayer
 from luce.layers.deltanet import DeltaNetLayer
-from luce.layers.mlp import GatedMLPLayer
+from luce.layers.latent_attention import LatentAttentionLayer
+from luce.layers.mlp import GatedMLPLayer, PlainMLPLayer
 from luce.layers.moe import MoELayer
+from luce.layers.norm import Norm
+from luce.layers.short_conv import ShortConvLayer
 from luce.models.spec import Activation
 from luce.ops.activation import add, gated_activation, scale, softcap
 from luce.ops.embedding import embed, take_rows
 from luce.ops.matmul import int8_group, matmul
-from luce.ops.norm import add_rms_norm, quantised_rms_norm, rms_norm
-from luce.ops.quantise import Quantised
+from luce.ops.quantise import Quantised, quantise
 from luce.ops.weight import Weight
 from luce.runtime.device import Array, Device
 from luce.runtime.step import DeviceStep
+
+Mixer = AttentionLayer | LatentAttentionLayer | ShortConvLayer | DeltaNetLayer
 
 
 @dataclass
@@ -31,17 +35,19 @@ class Residual:
     #: float32 [rows, layers, per_layer] in models with per-layer embeddings
     inputs: Array | None = None
 
-    def norm(self, weight: Array, eps: float, next_weight: Weight) -> Array | Quantised:
-        """rms(x + delta) * weight, which leaves the sum in x; quantised if products with `next_weight` read int8."""
-        y: Array | Quantised
-        if group := int8_group(self.device, self.x.shape[0], next_weight):
-            y = quantised_rms_norm(self.device, self.x, self.delta, weight, eps, group)
-        elif self.delta is None:
-            y = rms_norm(self.device, self.x, weight, eps)
-        else:
-            y = add_rms_norm(self.device, self.x, self.delta, weight, eps)
+    def norm(self, norm: Norm, reader: Weight) -> Array | Quantised:
+        """The norm of x + delta, which leaves the sum in x; quantised if products with `reader` read int8."""
+        y = norm.of_sum(self.device, self.x, self.delta, reader)
         self.delta = None
         return y
+
+    def read(self, norm: Norm | None, reader: Weight) -> Array | Quantised:
+        """`norm`, or without one x + delta itself."""
+        if norm is not None:
+            return self.norm(norm, reader)
+        x = self.settle()
+        group = int8_group(self.device, x.shape[0], reader)
+        return quantise(self.device, x, group) if group else x
 
     def settle(self) -> Array:
         """x, after the pending addition."""
@@ -52,19 +58,37 @@ class Residual:
 
 
 @dataclass(frozen=True)
-class PreNormDecoderLayer:
-    """x += mixer(norm(x)); x += ffn(norm(x))."""
+class DecoderLayer:
+    """x += post(mixer(pre(x))); x += post(ffn(pre(x))); see luce.models.spec.Layer for its variants."""
 
-    mixer_norm: Array
-    mixer: AttentionLayer | DeltaNetLayer
-    ffn_norm: Array
-    ffn: GatedMLPLayer | MoELayer
-    eps: float
+    mixer_norm: Norm | None
+    mixer: Mixer
+    ffn_norm: Norm | None
+    ffn: GatedMLPLayer | PlainMLPLayer | MoELayer
+    mixer_post_norm: Norm | None = None
+    ffn_post_norm: Norm | None = None
+    residual_scale: float = 1.0
+    parallel: bool = False
 
     def __call__(self, stream: Residual, step: DeviceStep) -> None:
         """Advance the stream by this layer."""
-        stream.delta = self.mixer(stream.norm(self.mixer_norm, self.eps, self.mixer.input_weight), step)
-        stream.delta = self.ffn(stream.norm(self.ffn_norm, self.eps, self.ffn.input_weight))
+        y = stream.read(self.mixer_norm, self.mixer.input_weight)
+        mixed = self.mixer(y, step)
+        if self.parallel:
+            add(stream.device, mixed, self.ffn(y))
+            stream.delta = self._behind(stream.device, mixed, None)
+            return
+        stream.delta = self._behind(stream.device, mixed, self.mixer_post_norm)
+        inner = self.ffn(stream.read(self.ffn_norm, self.ffn.input_weight))
+        stream.delta = self._behind(stream.device, inner, self.ffn_post_norm)
+
+    def _behind(self, device: Device, delta: Array, norm: Norm | None) -> Array:
+        """What a part adds to the stream."""
+        if norm is not None:
+            delta = norm(device, delta)
+        if self.residual_scale != 1:
+            scale(device, delta, self.residual_scale)
+        return delta
 
 
 @dataclass(frozen=True)
@@ -72,11 +96,11 @@ class Experts:
     """Experts beside a dense MLP; a norm is applied to both results before they are added."""
 
     #: the router's norm of the stream, with its factor 1/sqrt(hidden) in the weight
-    router_norm: Array
-    norm: Array
+    router_norm: Norm
+    norm: Norm
     moe: MoELayer
-    dense_post_norm: Array
-    post_norm: Array
+    dense_post_norm: Norm
+    post_norm: Norm
 
 
 @dataclass(frozen=True)
@@ -86,7 +110,7 @@ class PerLayerMix:
     index: int
     gate: Weight
     out: Weight
-    post_norm: Array
+    post_norm: Norm
     activation: Activation
 
 
@@ -95,41 +119,37 @@ class SandwichDecoderLayer:
     """x += norm(mixer(norm(x))); x += norm(ffn(norm(x))), with experts beside the MLP and per-layer inputs after it
     if the model has them; x *= scale."""
 
-    mixer_norm: Array
+    mixer_norm: Norm
     mixer: AttentionLayer
-    mixer_post_norm: Array
-    ffn_norm: Array
+    mixer_post_norm: Norm
+    ffn_norm: Norm
     ffn: GatedMLPLayer
     experts: Experts | None
-    ffn_post_norm: Array
+    ffn_post_norm: Norm
     per_layer: PerLayerMix | None
     scale: float
-    eps: float
 
     def __call__(self, stream: Residual, step: DeviceStep) -> None:
         """Advance the stream by this layer."""
-        device, eps = stream.device, self.eps
-        mixed = self.mixer(stream.norm(self.mixer_norm, eps, self.mixer.input_weight), step)
-        stream.delta = rms_norm(device, mixed, self.mixer_post_norm, eps)
-        dense = self.ffn(stream.norm(self.ffn_norm, eps, self.ffn.input_weight))
+        device = stream.device
+        mixed = self.mixer(stream.norm(self.mixer_norm, self.mixer.input_weight), step)
+        stream.delta = self.mixer_post_norm(device, mixed)
+        dense = self.ffn(stream.norm(self.ffn_norm, self.ffn.input_weight))
         if self.experts is not None:
             dense = self._beside(device, self.experts, stream.x, dense)
-        stream.delta = rms_norm(device, dense, self.ffn_post_norm, eps)
+        stream.delta = self.ffn_post_norm(device, dense)
         if self.per_layer is not None:
             mix = self.per_layer
             assert stream.inputs is not None
             gate = matmul(device, stream.settle(), mix.gate)
             inner = gated_activation(device, gate, stream.inputs[:, mix.index], mix.activation)
-            stream.delta = rms_norm(device, matmul(device, inner, mix.out), mix.post_norm, eps)
+            stream.delta = mix.post_norm(device, matmul(device, inner, mix.out))
         scale(device, stream.settle(), self.scale)
 
     def _beside(self, device: Device, experts: Experts, x: Array, dense: Array) -> Array:
-        eps = self.eps
-        chosen = experts.moe(
-            rms_norm(device, x, experts.norm, eps), routed_by=rms_norm(device, x, experts.router_norm, eps)
-        )
-        both = rms_norm(device, dense, experts.dense_post_norm, eps)
-        add(device, both, rms_norm(device, chosen, experts.post_norm, eps))
+        chosen = experts.moe(experts.norm(device, x), routed_by=experts.router_norm(device, x))
+        both = experts.dense_post_norm(device, dense)
+        add(device, both, experts.post_norm(device, chosen))
         return both
 
 
@@ -158,20 +178,22 @@ class Head:
     """Norm and logits of the output rows, in the last shard."""
 
     device: Device
-    norm: Array
+    norm: Norm
     weight: Weight
-    eps: float
+    scale: float
     softcap: float
 
     def __call__(self, stream: Residual, step: DeviceStep) -> Array:
         """float32 [wanted, vocab]."""
         if step.shape.output_rows < step.shape.rows:
             stream = Residual(self.device, take_rows(self.device, stream.settle(), step.output_rows))
-        logits = self.project(stream.norm(self.norm, self.eps, self.weight))
+        logits = self.project(stream.norm(self.norm, self.weight))
+        if self.scale != 1:
+            scale(self.device, logits, self.scale)
         if self.softcap:
             softcap(self.device, logits, self.softcap)
         return logits
 
     def project(self, rows: Array | Quantised) -> Array:
-        """The product alone, without the model's norm and softcap: float32 [n, hidden] -> [n, vocab]."""
+        """The product alone, without the model's norm, scale and softcap: float32 [n, hidden] -> [n, vocab]."""
         return matmul(self.device, rows, self.weight)

@@ -1,11 +1,11 @@
-"""Gated feed-forward: down(act(gate x) * up x)."""
+"""Feed-forward parts: gated, down(act(gate x) * up x), and plain, down(gelu(up x))."""
 
 from __future__ import annotations
 
 from luce.models.spec import GatedMLP
-from luce.ops.activation import gated_activation
+from luce.ops.activation import gated_activation, gelu
 from luce.ops.matmul import matmul, sole_int8_group
-from luce.ops.quantise import Quantised, quantise_gated
+from luce.ops.quantise import QUANTISED, Quantised, quantise_gated
 from luce.ops.weight import Weight
 from luce.runtime.device import Array, Device
 
@@ -24,8 +24,24 @@ class GatedMLPLayer:
         gate_up = matmul(self._device, y, self.input_weight)
         half = gate_up.shape[1] // 2
         gate, up = gate_up[:, :half], gate_up[:, half:]
-        if group := sole_int8_group(self._device, y.shape[0], self.down):
+        group = sole_int8_group(self._device, y.shape[0], self.down)
+        if group and self._activation in QUANTISED:
             inner = quantise_gated(self._device, gate, up, self._activation, group)
         else:
             inner = gated_activation(self._device, gate, up, self._activation)
         return matmul(self._device, inner, self.down)
+
+
+class PlainMLPLayer:
+    """The layer without a gate."""
+
+    def __init__(self, device: Device, *, up: Weight, down: Weight) -> None:
+        self._device = device
+        self.input_weight = up
+        self._down = down
+
+    def __call__(self, y: Array | Quantised) -> Array:
+        """y float32 [rows, hidden] -> float32 [rows, hidden]."""
+        inner = matmul(self._device, y, self.input_weight)
+        gelu(self._device, inner)
+        return matmul(self._device, inner, self._down)

@@ -8,7 +8,7 @@ from luce.ops.activation import add, add_gated, gated_activation
 from luce.ops.matmul import int8_group, matmul
 from luce.ops.moe import Routing, combine, expert_matmul, route
 from luce.ops.moe_int8 import expert_mlp, expert_weights
-from luce.ops.quantise import Quantised, quantise
+from luce.ops.quantise import QUANTISED, Quantised, quantise
 from luce.ops.weight import Weight
 from luce.runtime.device import Array, Device
 
@@ -37,8 +37,9 @@ class MoELayer:
         self.input_weight = gate_up
         self._down = down
         self._shared = shared
-        self._int8 = None if device.host else expert_weights(gate_up, down, spec.experts)
-        other = None if device.host or shared is None else expert_weights(shared.input_weight, shared.down, 1)
+        plain = device.host or spec.activation not in QUANTISED
+        self._int8 = None if plain else expert_weights(gate_up, down, spec.experts)
+        other = None if plain or shared is None else expert_weights(shared.input_weight, shared.down, 1)
         # One launch for the experts and the shared MLP: two fewer, and no wait for their results.
         joins = self._int8 is not None and other is not None and self._int8.joins(other)
         self._joined = other if joins else None
@@ -56,6 +57,7 @@ class MoELayer:
             normalise=spec.normalise,
             scale=spec.scale,
             expert_scale=self._expert_scale,
+            groups=spec.groups,
         )
         shared_gate = scores[:, spec.experts :] if spec.shared_gate else None
         if self._int8 is not None and (group := int8_group(device, rows, self.input_weight)):

@@ -30,10 +30,20 @@ def _stretched(fast: NDArray[np.float64], pairs: NDArray[np.float64], spec: Rope
     def pair_of(turns: float) -> float:
         return spec.dims * math.log(yarn.original_context / (2 * math.pi * turns)) / (2 * math.log(spec.base))
 
-    low = max(0, math.floor(pair_of(yarn.beta_fast)))
-    high = min(spec.dims - 1, math.ceil(pair_of(yarn.beta_slow)))
+    first, last = pair_of(yarn.beta_fast), pair_of(yarn.beta_slow)
+    if yarn.rounded:
+        first, last = math.floor(first), math.ceil(last)
+    low, high = max(0, first), min(spec.dims - 1, last)
     ramp = np.clip((pairs - low) / max(0.001, high - low), 0, 1)
     return fast * (1 - ramp) + fast / yarn.factor * ramp
+
+
+def magnitude(spec: Rope) -> float:
+    """What cos and sin are multiplied by."""
+    if spec.yarn is None:
+        return spec.magnitude
+    longer = 0.1 * math.log(spec.yarn.factor)
+    return spec.magnitude * (longer + 1) / (longer * spec.yarn.log_multiplier + 1)
 
 
 def axes(spec: Rope) -> NDArray[np.int32]:
@@ -51,7 +61,7 @@ class Rotary:
     def __init__(self, device: Device, spec: Rope, factors: NDArray[np.float32] | None) -> None:
         self._device = device
         self._adjacent = spec.adjacent
-        self._magnitude = 1.0 if spec.yarn is None else 0.1 * math.log(spec.yarn.factor) + 1
+        self._magnitude = magnitude(spec)
         self._frequencies = device.upload(frequencies(spec, factors))
         self._axes = device.upload(axes(spec))
 

@@ -1,11 +1,14 @@
-"""The state of a layer between steps: KV pages of an attention layer, recurrent state of a DeltaNet layer."""
+"""The state of a layer between steps: pages of an attention layer or a convolution, recurrent state of a DeltaNet
+layer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from luce.models.spec import Attention, GatedDeltaNet
+import numpy as np
+
+from luce.models.spec import Attention, GatedDeltaNet, ShortConv
 from luce.ops.deltanet import RecurrentState
 from luce.ops.kvtype import AUTO, KVTypes
 from luce.runtime.device import Array, Device
@@ -28,29 +31,53 @@ class StateOptions:
 
 @dataclass(frozen=True)
 class KVPool:
-    """The pages of an attention layer, shared by all sequences.
+    """The pages of a layer, shared by all sequences.
 
     Zeroed at the start: rows of a page that are not written yet are read and multiplied by a weight of zero.
     """
 
     #: [pages * PAGE, kv_heads, n], with n and dtype as luce.ops.kvtype lays them out
     k: Array
-    v: Array
+    #: None: the keys are the values, or the rows are no keys (float32 inputs of a convolution)
+    v: Array | None
+
+    @property
+    def parts(self) -> dict[str, Array]:
+        """The arrays by the names of saved tensors."""
+        return {"k": self.k} if self.v is None else {"k": self.k, "v": self.v}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return sum(int(part.nbytes) for part in self.parts.values())
 
     @classmethod
-    def allocate(cls, device: Device, spec: Attention, pages: int, kv: KVTypes = AUTO) -> KVPool:
-        """A pool of `pages` pages. Raises UsageError if a type does not fit the head size."""
-        k, v = kv.layout(device, spec.head_dim)
-        rows = pages * PAGE
-        return cls(
-            device.zeros((rows, spec.kv_heads, k[1]), k[0]),
-            device.zeros((rows, spec.kv_heads, v[1]), v[0]),
-        )
+    def allocate(
+        cls, device: Device, spec: Attention | ShortConv, pages: int, kv: KVTypes = AUTO, *, hidden: int = 0
+    ) -> KVPool:
+        """A pool of `pages` pages. Raises UsageError if a type does not fit the head size.
+
+        `hidden`: channels of a convolution.
+        """
+        heads, layout = _page_layout(device, spec, kv, hidden)
+        parts = [device.zeros((pages * PAGE, heads, n), dtype) for dtype, n in layout]
+        return cls(parts[0], parts[1] if len(parts) > 1 else None)
 
     @staticmethod
-    def page_bytes(device: Device, spec: Attention, kv: KVTypes = AUTO) -> int:
-        """Bytes of K and V of one page. Raises UsageError if a type does not fit the head size."""
-        return PAGE * spec.kv_heads * sum(n * dtype.itemsize for dtype, n in kv.layout(device, spec.head_dim))
+    def page_bytes(device: Device, spec: Attention | ShortConv, kv: KVTypes = AUTO, *, hidden: int = 0) -> int:
+        """Bytes of one page. Raises UsageError if a type does not fit the head size."""
+        heads, layout = _page_layout(device, spec, kv, hidden)
+        return PAGE * heads * sum(n * dtype.itemsize for dtype, n in layout)
+
+
+def _page_layout(
+    device: Device, spec: Attention | ShortConv, kv: KVTypes, hidden: int
+) -> tuple[int, tuple[tuple[np.dtype[np.generic], int], ...]]:
+    """Heads, and (dtype, n) of each part of a pool."""
+    if isinstance(spec, ShortConv):
+        return 1, ((np.dtype(np.float32), hidden),)
+    layout = kv.layout(device, spec.head_dim)
+    return spec.kv_heads, layout[:1] if spec.latent is not None else layout
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from luce.errors import OutOfMemoryError, UnsupportedError
 from luce.gguf.quants import block_size, dequantize, supported
@@ -24,15 +25,42 @@ class WeightLoader:
         self.used: set[str] = set()
         self.nbytes = 0
 
-    def matrix(self, names: Sequence[str], cols: int, rows: Sequence[int]) -> Weight:
-        """Matrices GGUF [cols, rows[i]] stacked along the rows. The same names return the same Weight."""
+    def matrix(
+        self, names: Sequence[str], cols: int, rows: Sequence[int], biases: Sequence[tuple[str, int]] = ()
+    ) -> Weight:
+        """Matrices GGUF [cols, rows[i]] stacked along the rows. The same names return the same Weight.
+
+        `biases`: names and sizes of the vectors that together are the bias; rows that they do not reach have none.
+        """
         key = tuple(names)
         if key not in self._matrices:
             tensors = [self._raw(name, (cols, size)) for name, size in zip(names, rows, strict=True)]
             weight = upload_weight(self._device, tensors)
+            if biases:
+                whole, at = np.zeros(sum(rows), np.float32), 0
+                for name, size in biases:
+                    whole[at : at + size] = self._host_floats(name, (size,))
+                    at += size
+                weight.bias = self._device.upload(whole)
             self.nbytes += weight.nbytes
             self._matrices[key] = weight
         return self._matrices[key]
+
+    def reordered(self, parts: Sequence[tuple[str | range, ...]], cols: int) -> Weight:
+        """Matrices GGUF [cols, rows] stacked along the rows, each with its rows in another order: a part is a name and
+        ranges of rows that together are all of them."""
+        tensors = []
+        for part in parts:
+            name, ranges = str(part[0]), [own for own in part[1:] if isinstance(own, range)]
+            tensor = self._raw(name, (cols, sum(map(len, ranges))))
+            raw = np.asarray(tensor.raw)
+            if len(ranges) > 1:
+                raw = np.concatenate([raw[own.start : own.stop] for own in ranges])
+            tensors.append(RawTensor(name, raw, tensor.type, tensor.cols))
+        weight = upload_weight(self._device, tensors)
+        self.nbytes += weight.nbytes
+        self._matrices[tuple(tensor.name for tensor in tensors)] = weight
+        return weight
 
     def table(self, name: str, cols: int, rows: int, columns: range | None = None) -> Weight:
         """A table GGUF [cols, rows] whose rows are looked up, or whole blocks of its columns.
@@ -54,10 +82,19 @@ class WeightLoader:
         self.nbytes += weight.nbytes
         return weight
 
-    def experts(self, names: Sequence[str], cols: int, rows: Sequence[int], experts: int) -> Weight:
-        """Expert matrices GGUF [cols, rows[i], experts], stacked along the rows within each expert."""
+    def experts(
+        self, names: Sequence[str], cols: int, rows: Sequence[int], experts: int, biases: Sequence[str] = ()
+    ) -> Weight:
+        """Expert matrices GGUF [cols, rows[i], experts], stacked along the rows within each expert, and their `biases`
+        [rows[i], experts]."""
         tensors = [self._raw(name, (cols, size, experts)) for name, size in zip(names, rows, strict=True)]
         weight = upload_experts(self._device, tensors, experts)
+        if biases:
+            each = [
+                self._host_floats(name, (size, experts)).reshape(experts, size)
+                for name, size in zip(biases, rows, strict=True)
+            ]
+            weight.bias = self._device.upload(np.concatenate(each, axis=1))
         self.nbytes += weight.nbytes
         return weight
 
@@ -88,10 +125,13 @@ class WeightLoader:
         return self._floats(name, (taps, channels)).reshape(channels, taps)
 
     def _floats(self, name: str, shape: tuple[int, ...]) -> Array:
-        raw = self._raw(name, shape)
-        values = np.ascontiguousarray(dequantize(np.asarray(raw.raw), raw.type).reshape(-1))
+        values = self._host_floats(name, shape)
         self.nbytes += values.nbytes
         return self._device.upload(values)
+
+    def _host_floats(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        raw = self._raw(name, shape)
+        return np.ascontiguousarray(dequantize(np.asarray(raw.raw), raw.type).reshape(-1))
 
     def _raw(self, name: str, shape: tuple[int, ...]) -> RawTensor:
         info = self._file.tensors.get(name)

@@ -77,7 +77,7 @@ def _attention(source: Source, layer: int, heads: int, kv_heads: int, sliding: l
             factors=factors,
         ),
         scale=1.0,
-        qk_norm=True,
+        qk_norm="head",
         value_norm=True,
         value_from_key=f"blk.{layer}.attn_v.weight" not in source.tensors,
         donor=_donor(source, layer, sliding),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from luce.models.keys import Source, attention_heads, model, rope_dims
+from luce.models.keys import Source, attention_heads, model, rope_dims, running_layers
 from luce.models.qwen3 import LEAD_IN
 from luce.models.spec import (
     CHATML,
@@ -29,11 +29,7 @@ from luce.models.tool_formats import QWEN_XML
 
 def hybrid(source: Source, family: str, ffn: GatedMLP | MoE) -> ModelSpec:
     """The spec of a file whose every layer has this feed-forward part."""
-    stored = source.stored_layers()
-    predicting = source.integer("nextn_predict_layers", 0)
-    layers = stored - predicting
-    if predicting < 0 or layers < 1:
-        raise source.refuse("nextn_predict_layers", f"is {predicting} of {stored} layers")
+    layers = running_layers(source)
     attention = Layer(mixer=_attention(source), ffn=ffn, ffn_norm="post_attention_norm")
     recurrent = Layer(mixer=_delta_net(source), ffn=ffn, ffn_norm="post_attention_norm")
     return replace(
@@ -50,7 +46,6 @@ def hybrid(source: Source, family: str, ffn: GatedMLP | MoE) -> ModelSpec:
             ),
             message=CHATML,
         ),
-        skipped_layers=tuple(range(layers, stored)),
         mask_token=248070,
     )
 
@@ -68,7 +63,7 @@ def _attention(source: Source) -> Attention:
             sections=tuple(sections),
         ),
         scale=heads.head_dim**-0.5,
-        qk_norm=True,
+        qk_norm="head",
         query_gate=True,
     )
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from luce.gguf.metadata import shown
-from luce.models.keys import Source, model
+from luce.models.keys import Source, model, read_yarn
 from luce.models.spec import (
     Attention,
     Dialect,
@@ -91,7 +91,7 @@ def _attention(source: Source, layer: int, heads: int, kv_heads: int, sliding: b
         head_dim=head_dim,
         rope=rope,
         scale=head_dim**-0.5,
-        qk_norm=True,
+        qk_norm="head",
         # XS.2 has one gate per head, M.1 one per element: the shape of the tensor decides.
         output_gate=head_dim if gate is not None and gate.rows == heads * head_dim else 1,
         window=source.positive("attention.sliding_window") if sliding else None,
@@ -99,18 +99,10 @@ def _attention(source: Source, layer: int, heads: int, kv_heads: int, sliding: b
 
 
 def _yarn(source: Source) -> Yarn | None:
-    """The stored yarn_attn_factor and yarn_ext_factor are ignored: published files of one model disagree in them."""
     kind = source.metadata.string(source.key("rope.scaling.type"), default="none")
-    if kind == "none":
-        return None
-    if kind != "yarn":
+    if kind not in ("none", "yarn"):
         raise source.refuse("rope.scaling.type", f"is {shown(kind)}, expected yarn or none")
-    return Yarn(
-        factor=source.above("rope.scaling.factor"),
-        original_context=source.positive("rope.scaling.original_context_length"),
-        beta_fast=source.above("rope.scaling.yarn_beta_fast", 32.0),
-        beta_slow=source.above("rope.scaling.yarn_beta_slow", 1.0),
-    )
+    return read_yarn(source) if kind == "yarn" else None
 
 
 def _experts(source: Source) -> MoE:

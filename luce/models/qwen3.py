@@ -4,18 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from luce.models.keys import Source, attention_heads, linear_rope_scaling, model, rope_dims
-from luce.models.spec import (
-    CHATML,
-    Attention,
-    Dialect,
-    GatedMLP,
-    Layer,
-    Markers,
-    ModelSpec,
-    ReasoningBudget,
-    Rope,
-)
+from luce.models.keys import Source, model, read_attention, read_mlp, read_rope
+from luce.models.spec import CHATML, Dialect, GatedMLP, Layer, Markers, ModelSpec, MoE, ReasoningBudget
 
 #: what Qwen's models were trained to conclude their reasoning with (Qwen3 Technical Report, arXiv 2505.09388)
 LEAD_IN = (
@@ -25,24 +15,14 @@ LEAD_IN = (
 
 def spec(source: Source) -> ModelSpec:
     """The spec of a qwen3 file."""
-    heads = attention_heads(source)
-    layer = Layer(
-        mixer=Attention(
-            heads=heads.heads,
-            kv_heads=heads.kv_heads,
-            head_dim=heads.head_dim,
-            rope=Rope(
-                dims=rope_dims(source, heads.head_dim),
-                base=source.number("rope.freq_base", 1e6),
-                linear=linear_rope_scaling(source),
-            ),
-            scale=heads.head_dim**-0.5,
-            qk_norm=True,
-        ),
-        ffn=GatedMLP(source.positive("feed_forward_length")),
-    )
+    return qwen3(source, "qwen3", read_mlp(source))
+
+
+def qwen3(source: Source, family: str, ffn: GatedMLP | MoE) -> ModelSpec:
+    """The spec of a file whose every layer has this feed-forward part."""
+    layer = Layer(replace(read_attention(source, read_rope(source, base=1e6)), qk_norm="head"), ffn)
     return replace(
-        model(source, "qwen3", (layer,) * source.stored_layers()),
+        model(source, family, (layer,) * source.stored_layers()),
         eos=("<|im_end|>", "<|endoftext|>"),
         nfc=True,
         dialect=Dialect(

@@ -6,18 +6,67 @@ from collections.abc import Callable
 
 from luce.errors import UnsupportedError
 from luce.gguf.metadata import shown
-from luce.models import gemma4, laguna, llama, qwen3, qwen35, qwen35moe
+from luce.models import (
+    cohere2,
+    deepseek2,
+    exaone4,
+    gemma2,
+    gemma3,
+    gemma4,
+    glm4,
+    glm4moe,
+    gpt_oss,
+    granite,
+    granitemoe,
+    laguna,
+    lfm2,
+    lfm2moe,
+    llama,
+    minimax_m2,
+    mistral3,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3moe,
+    qwen35,
+    qwen35moe,
+    seed_oss,
+    smollm3,
+    starcoder2,
+)
 from luce.models.keys import Source
 from luce.models.shapes import check_shapes
 from luce.models.spec import ModelSpec
 
 FAMILIES: dict[str, Callable[[Source], ModelSpec]] = {
+    "cohere2": cohere2.spec,
+    "deepseek2": deepseek2.spec,
+    "exaone4": exaone4.spec,
+    "gemma2": gemma2.spec,
+    "gemma3": gemma3.spec,
     "gemma4": gemma4.spec,
+    "glm4": glm4.spec,
+    "glm4moe": glm4moe.spec,
+    "gpt-oss": gpt_oss.spec,
+    "granite": granite.spec,
+    "granitemoe": granitemoe.spec,
     "laguna": laguna.spec,
+    "lfm2": lfm2.spec,
+    "lfm2moe": lfm2moe.spec,
     "llama": llama.spec,
+    "minimax-m2": minimax_m2.spec,
+    "mistral3": mistral3.spec,
+    "olmo2": olmo2.spec,
+    "phi3": phi3.spec,
+    "qwen2": qwen2.spec,
     "qwen3": qwen3.spec,
+    "qwen3moe": qwen3moe.spec,
     "qwen35": qwen35.spec,
     "qwen35moe": qwen35moe.spec,
+    "seed_oss": seed_oss.spec,
+    "smollm3": smollm3.spec,
+    "starcoder2": starcoder2.spec,
 }
 
 

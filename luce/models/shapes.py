@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from luce.errors import UnsupportedError
+from luce.gguf.reader import TensorInfo
 from luce.models.keys import Source
-from luce.models.spec import Attention, GatedMLP, Layer, ModelSpec, MoE, SandwichLayer
+from luce.models.spec import Attention, GatedMLP, Layer, ModelSpec, MoE, PlainMLP, SandwichLayer, ShortConv
 
 #: name of a tensor, its expected elements of a row, and its expected rows; None: any
 _Expected = tuple[str, int | None, int | None]
@@ -18,7 +19,7 @@ def check_shapes(source: Source, spec: ModelSpec) -> None:
     Tensors that are missing under these names are for the loader to report: files may hold them under other names.
     """
     _check_experts(source, spec)
-    for name, cols, rows in _expected(spec):
+    for name, cols, rows in _expected(source, spec):
         info = source.tensors.get(name)
         if info is None:
             continue
@@ -29,6 +30,12 @@ def check_shapes(source: Source, spec: ModelSpec) -> None:
             )
 
 
+def fused_gate_up(tensors: Mapping[str, TensorInfo], layer: int, width: int, suffix: str = "") -> bool:
+    """Whether ffn_up of a layer holds the rows of ffn_gate too, before its own."""
+    up = tensors.get(f"blk.{layer}.ffn_up{suffix}.weight")
+    return up is not None and up.rows == 2 * width and f"blk.{layer}.ffn_gate{suffix}.weight" not in tensors
+
+
 def _check_experts(source: Source, spec: ModelSpec) -> None:
     for layer in spec.layers:
         experts = layer.experts if isinstance(layer, SandwichLayer) else layer.ffn
@@ -36,27 +43,44 @@ def _check_experts(source: Source, spec: ModelSpec) -> None:
             raise source.refuse("expert_used_count", f"is {experts.used} of {experts.experts} experts")
 
 
-def _expected(spec: ModelSpec) -> Iterator[_Expected]:
+def _expected(source: Source, spec: ModelSpec) -> Iterator[_Expected]:
     yield "token_embd.weight", spec.hidden, None
     yield "output.weight", spec.hidden, spec.vocab
     for index, layer in enumerate(spec.layers):
-        for part, cols, rows in _of_layer(spec, layer):
+        fused = isinstance(layer.ffn, GatedMLP) and fused_gate_up(source.tensors, index, layer.ffn.hidden)
+        for part, cols, rows in _of_layer(spec, layer, fused=fused):
             yield f"blk.{index}.{part}.weight", cols, rows
 
 
-def _of_layer(spec: ModelSpec, layer: Layer | SandwichLayer) -> Iterator[_Expected]:
+def _of_layer(spec: ModelSpec, layer: Layer | SandwichLayer, *, fused: bool) -> Iterator[_Expected]:
     mixer = layer.mixer
-    if isinstance(mixer, Attention):
+    if isinstance(mixer, ShortConv):
+        yield "shortconv.in_proj", spec.hidden, 3 * spec.hidden
+        yield "shortconv.out_proj", spec.hidden, spec.hidden
+    elif isinstance(mixer, Attention) and mixer.latent is not None:
+        latent, turned = mixer.latent, mixer.head_dim - mixer.latent.rank
+        yield "attn_q_a", spec.hidden, latent.query_rank
+        yield "attn_q_b", latent.query_rank, mixer.heads * (latent.plain + turned)
+        yield "attn_q", spec.hidden, mixer.heads * (latent.plain + turned)
+        yield "attn_kv_a_mqa", spec.hidden, mixer.head_dim
+        yield "attn_k_b", latent.plain, mixer.heads * latent.rank
+        yield "attn_v_b", latent.rank, mixer.heads * latent.value
+        yield "attn_output", mixer.heads * latent.value, spec.hidden
+    elif isinstance(mixer, Attention):
         queries = mixer.heads * mixer.head_dim
         yield "attn_q", spec.hidden, queries * (2 if mixer.query_gate else 1)
         yield "attn_output", queries, spec.hidden
         if mixer.donor is None:
             yield "attn_k", spec.hidden, mixer.kv_heads * mixer.head_dim
+            yield "attn_qkv", spec.hidden, (mixer.heads + 2 * mixer.kv_heads) * mixer.head_dim
     else:
         yield "attn_qkv", spec.hidden, mixer.channels
         yield "attn_gate", spec.hidden, mixer.value_heads * mixer.head_dim
     if isinstance(layer.ffn, GatedMLP):
         yield "ffn_gate", spec.hidden, layer.ffn.hidden
+        yield "ffn_up", spec.hidden, layer.ffn.hidden * (2 if fused else 1)
+        yield "ffn_down", layer.ffn.hidden, spec.hidden
+    if isinstance(layer.ffn, PlainMLP):
         yield "ffn_up", spec.hidden, layer.ffn.hidden
         yield "ffn_down", layer.ffn.hidden, spec.hidden
     experts = layer.experts if isinstance(layer, SandwichLayer) else layer.ffn

@@ -12,14 +12,16 @@ from typing import Literal
 from luce.models.calls import Calls
 from luce.models.tool_formats import HERMES
 
-Activation = Literal["silu", "gelu"]
+#: silu and gelu (its tanh approximation) of the gate times up; clamped_swiglu (gpt-oss): (u + 1) g sigmoid(1.702 g)
+#: with g = min(gate, 7) and u = up clamped to [-7, 7]
+Activation = Literal["silu", "gelu", "clamped_swiglu"]
 Gating = Literal["softmax", "sigmoid"]
 
 
 @dataclass(frozen=True)
 class Yarn:
     """YaRN (Peng et al., arXiv 2309.00071, section 3) divides the frequencies of slow pairs by `factor` and leaves fast
-    ones as they are; cos and sin are multiplied by 0.1 ln(factor) + 1."""
+    ones as they are; cos and sin are multiplied by (0.1 ln(factor) + 1) / (0.1 log_multiplier ln(factor) + 1)."""
 
     factor: float
     #: positions of the training before the stretching
@@ -28,6 +30,18 @@ class Yarn:
     beta_fast: float
     #: pairs that turn less often than this in the original context are slow; between the two lies a linear ramp
     beta_slow: float
+    #: `mscale_all_dim` of checkpoints
+    log_multiplier: float = 0.0
+    #: the ramp begins and ends at whole pairs
+    rounded: bool = True
+
+
+@dataclass(frozen=True)
+class Temperature:
+    """Queries at position p are multiplied by 1 + scale ln(1 + floor(p / length)) (Llama 4, Ministral 3)."""
+
+    scale: float
+    length: int
 
 
 @dataclass(frozen=True)
@@ -45,6 +59,27 @@ class Rope:
     #: divisor of every position
     linear: float = 1.0
     yarn: Yarn | None = None
+    #: multiplies cos and sin
+    magnitude: float = 1.0
+
+
+@dataclass(frozen=True)
+class Latent:
+    """The parts of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) in its absorbed form.
+
+    A row's keys and values of all heads are one latent c, `rank` values that attn_kv_a_mqa gives and a norm scales, and
+    one rotated key. Queries are taken to the latents' space: a head's score is attn_k_b q . c + its rotated part times
+    the rotated key, and its result attn_v_b times the weighted sum of latents. So `Attention` has one KV head, the
+    rotated key and then c, and a row's values are its keys.
+    """
+
+    rank: int
+    #: width of the compressed queries, of which attn_q_b makes the heads; 0: attn_q makes them of the row
+    query_rank: int
+    #: values of a query head that are not rotated
+    plain: int
+    #: values of a head's result
+    value: int
 
 
 @dataclass(frozen=True)
@@ -54,10 +89,15 @@ class Attention:
     heads: int
     kv_heads: int
     head_dim: int
-    rope: Rope
+    #: None: heads are not rotated (NoPE)
+    rope: Rope | None
     scale: float
-    #: a norm on each query and key head
-    qk_norm: bool = False
+    #: a norm on each query and key head, or one on all query heads and one on all key heads together
+    qk_norm: Literal["head", "whole"] | None = None
+    #: attn_q, attn_k and attn_v have biases
+    bias: bool = False
+    #: attn_output has a bias
+    out_bias: bool = False
     #: attn_q holds [head, (query, gate), head_dim] and the output is multiplied by sigmoid(gate) (Qwen3.5)
     query_gate: bool = False
     #: values per head that attn_gate gives, 1 or head_dim; the output is multiplied by their softplus (Laguna). 0: none
@@ -72,6 +112,25 @@ class Attention:
     window: int | None = None
     #: rows of one step see each other, later ones too, as far as the window goes either way
     bidirectional: bool = False
+    temperature: Temperature | None = None
+    #: c > 0 turns scores, after the scale, into c tanh(scores / c)
+    softcap: float = 0.0
+    #: attn_sinks holds a number z for each query head, and e^z joins the sum that divides the weights (gpt-oss)
+    sinks: bool = False
+    latent: Latent | None = None
+
+
+@dataclass(frozen=True)
+class ShortConv:
+    """Gated short convolution (LFM2): out(c * conv(b * x)), b, c and x being the thirds of in(y), with the newest
+    `kernel` rows of b * x of each channel. These rows are kept in pages like keys: a window that can be shortened."""
+
+    kernel: int
+
+    @property
+    def window(self) -> int:
+        """Rows that a row reads, its own included."""
+        return self.kernel
 
 
 #: head_dim and conv_kernel of the GatedDeltaNet that kernels/deltanet*.cu are compiled for
@@ -104,6 +163,28 @@ class GatedMLP:
     #: width between the projections
     hidden: int
     activation: Activation = "silu"
+    #: all projections have biases
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class PlainMLP:
+    """down(gelu(up x))."""
+
+    #: width between the projections
+    hidden: int
+    #: both projections have biases
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class ExpertGroups:
+    """Experts in `count` equal runs, of which only the `used` best can be chosen from (DeepSeek-V2, V3)."""
+
+    count: int
+    used: int
+    #: a group's score is that of its best expert, or the sum of its two best
+    score: Literal["best", "two best"]
 
 
 @dataclass(frozen=True)
@@ -130,21 +211,33 @@ class MoE:
     #: ffn_down_exps.scale multiplies the weight of a chosen expert
     expert_scale: bool = False
     activation: Activation = "silu"
+    #: the router and all projections of the experts have biases
+    biases: bool = False
+    groups: ExpertGroups | None = None
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Pre-norm layer: x += mixer(norm(x)); x += ffn(norm(x)). The norms' tensor names differ between families."""
+    """x += post(mixer(pre(x))); x += post(ffn(pre(x))), with four norms, of which some may be missing.
 
-    mixer: Attention | GatedDeltaNet
-    ffn: GatedMLP | MoE
-    mixer_norm: str = "attn_norm"
-    ffn_norm: str = "ffn_norm"
+    The norms' tensor names differ between families; None: there is no such norm.
+    """
+
+    mixer: Attention | ShortConv | GatedDeltaNet
+    ffn: GatedMLP | PlainMLP | MoE
+    mixer_norm: str | None = "attn_norm"
+    ffn_norm: str | None = "ffn_norm"
+    mixer_post_norm: str | None = None
+    ffn_post_norm: str | None = None
+    #: multiplies what is added to x
+    residual_scale: float = 1.0
+    #: x += mixer(y) + ffn(y) with y = mixer_norm(x) (Command R)
+    parallel: bool = False
 
 
 @dataclass(frozen=True)
 class SandwichLayer:
-    """Gemma's layer: a norm before and after each part, then a scale on the whole stream.
+    """Gemma 4's layer: a norm before and after each part, then a scale on the whole stream.
 
     With per-layer embeddings a third part follows, which mixes in this layer's input.
     """
@@ -157,7 +250,7 @@ class SandwichLayer:
 
 @dataclass(frozen=True)
 class PageGroup:
-    """Attention layers that share one page table: all layers with the same window."""
+    """Layers that share one page table: all attention layers and convolutions with the same window."""
 
     window: int | None
 
@@ -234,6 +327,14 @@ class ModelSpec:
     skipped_layers: tuple[int, ...] = field(default=())
     #: multiplies token embeddings
     embedding_scale: float = 1.0
+    #: norms of rows: by the root mean square, or LayerNorm: (x - mean) / sqrt(var + norm_eps)
+    norm: Literal["rms", "layer"] = "rms"
+    #: norms of rows have biases
+    norm_bias: bool = False
+    #: the last norm's tensor name
+    final_norm: str = "output_norm"
+    #: multiplies logits
+    logit_scale: float = 1.0
     #: c > 0 turns logits into c tanh(logits / c)
     logit_softcap: float = 0.0
     #: width of per-layer embeddings, 0 for none
@@ -246,8 +347,8 @@ class ModelSpec:
 
     @property
     def page_groups(self) -> tuple[PageGroup, ...]:
-        """The distinct page groups, in the order of their first layer; empty if no layer attends."""
-        windows = dict.fromkeys(x.mixer.window for x in self.layers if isinstance(x.mixer, Attention))
+        """The distinct page groups, in the order of their first layer; empty if no layer has pages."""
+        windows = dict.fromkeys(x.mixer.window for x in self.layers if not isinstance(x.mixer, GatedDeltaNet))
         return tuple(PageGroup(w) for w in windows)
 
     @property
@@ -271,8 +372,8 @@ class ModelSpec:
         return tuple(sorted(donor for donor in donors if donor is not None and donor < boundary))
 
     def group_of(self, layer: int) -> int | None:
-        """The index of the page group that an attention layer reads, None for a recurrent layer."""
+        """The index of the page group that a layer reads, None for a recurrent layer."""
         mixer = self.layers[layer].mixer
-        if not isinstance(mixer, Attention):
+        if isinstance(mixer, GatedDeltaNet):
             return None
         return self.page_groups.index(PageGroup(mixer.window))

@@ -15,7 +15,8 @@ moe, moe_int8       mixture of experts
 attention           attention over KV pages; attention_mma on tensor cores, kvtype for the types of K and V
 qkv, rope           query, key and value heads before attention; rotary angles
 deltanet            gated DeltaNet
-norm, activation    RMS norms; gates and the residual addition
+short_conv          gated short convolution
+norm, activation    norms; gates and the residual addition
 embedding, sample   token embedding; argmax and candidates
 features            hidden states that drafters read
 page_ranking        statistics by which KVFlash ranks pages

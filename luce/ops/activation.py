@@ -10,21 +10,36 @@ from luce.runtime.device import Array, Device
 _THREADS = 256
 # Elements of a row for each block of the gates (per thread, EACH of kernels/activation.cu).
 _GATED = 4 * _THREADS
-_KERNEL: dict[Activation, str] = {"silu": "gated_silu", "gelu": "gated_gelu"}
+_KERNEL: dict[Activation, str] = {
+    "silu": "gated_silu",
+    "gelu": "gated_gelu",
+    "clamped_swiglu": "gated_clamped_swiglu",
+}
+# Of clamped_swiglu (kernels/activation.h).
+_LIMIT, _STEEPNESS = np.float32(7), np.float32(1.702)
 
 
 def gated_activation(device: Device, gate: Array, up: Array, activation: Activation) -> Array:
     """act(gate) * up: both float32 [n, f] (any row stride) -> float32 [n, f].
 
-    silu(x) = x sigmoid(x); gelu is the tanh approximation.
+    silu(x) = x sigmoid(x); gelu is the tanh approximation; for clamped_swiglu see luce.models.spec.Activation.
     """
     if device.host:
-        return _HOST[activation](gate) * up
+        return _HOST[activation](gate, up)
     n, f = gate.shape
     out = device.empty((n, f))
     args = (out, gate, np.int64(gate.strides[0] // 4), up, np.int64(up.strides[0] // 4), np.int32(f))
     device.launch("activation", _KERNEL[activation], (n, -(-f // _GATED)), (_THREADS,), args)
     return out
+
+
+def gelu(device: Device, x: Array) -> None:
+    """x = gelu(x), its tanh approximation, in place: float32 [n, f] contiguous."""
+    if device.host:
+        x[...] = _gelu(x)
+        return
+    n, f = x.shape
+    device.launch("activation", "plain_gelu", (n, -(-f // _THREADS)), (_THREADS,), (x, np.int32(f)))
 
 
 def sigmoid_gate(device: Device, x: Array, gate: Array) -> Array:
@@ -76,6 +91,16 @@ def add(device: Device, x: Array, delta: Array) -> None:
     device.launch("activation", "add", (n, -(-d // _THREADS)), (_THREADS,), args)
 
 
+def add_bias(device: Device, x: Array, bias: Array) -> None:
+    """x += bias in place: x float32 [n, d], bias float32 [d]."""
+    if device.host:
+        x += bias
+        return
+    n, d = x.shape
+    args = (x, np.int64(x.strides[0] // 4), bias, np.int64(0), np.int32(d))
+    device.launch("activation", "add", (n, -(-d // _THREADS)), (_THREADS,), args)
+
+
 def scale(device: Device, x: Array, factor: float) -> None:
     """x *= factor in place, float32 [n, d] contiguous."""
     if device.host:
@@ -120,4 +145,13 @@ def _gelu(x: Array) -> Array:
     return 0.5 * x * (1 + np.tanh(np.float32(np.sqrt(2 / np.pi)) * (x + np.float32(0.044715) * x**3)))
 
 
-_HOST = {"silu": _silu, "gelu": _gelu}
+def _clamped_swiglu(gate: Array, up: Array) -> Array:
+    gate = np.minimum(gate, _LIMIT)
+    return (np.clip(up, -_LIMIT, _LIMIT) + 1) * (gate * host_sigmoid(_STEEPNESS * gate))
+
+
+_HOST = {
+    "silu": lambda gate, up: _silu(gate) * up,
+    "gelu": lambda gate, up: _gelu(gate) * up,
+    "clamped_swiglu": _clamped_swiglu,
+}

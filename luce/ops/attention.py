@@ -37,7 +37,10 @@ BUFFER_VALUES = 1 << 24
 
 
 def attention(device: Device, inputs: AttentionInputs) -> Array:
-    """softmax(scale q k^T) v per head over the keys that a row sees, in float32: float32 [n, heads, d] contiguous."""
+    """softmax(scale q k^T) v per head over the keys that a row sees, in float32: float32 [n, heads, d] contiguous.
+
+    With a softcap (Gemma 2, arXiv 2408.00118, section 2) and sinks (gpt-oss) if the inputs have them.
+    """
     return _attend(device, inputs)
 
 
@@ -88,9 +91,9 @@ def _launch(device: Device, out: Array, inputs: AttentionInputs) -> None:
     width = view.table.shape[1]
     splits = (width + 2 * _SPLIT - 2) // _SPLIT
     seen = () if view.seen is None else (view.seen,)
-    common = (*inputs.read, inputs.positions, *inputs.sizes, inputs.limit, *seen)
+    common = (*inputs.read, inputs.positions, *inputs.sizes, inputs.limit, *seen, *inputs.cap)
     if splits < MIN_SPLITS or tiles * kv_heads >= ENOUGH_BLOCKS:
-        device.launch("attention", "attention", (tiles, kv_heads), block, (out, *common), defines=defines)
+        device.launch("attention", "attention", (tiles, kv_heads), block, (out, inputs.sinks, *common), defines=defines)
         return
     # The buffer bounds the splits of a launch; each fold continues the one before.
     batch = min(splits, max(1, BUFFER_VALUES // (n * heads * d)))
@@ -104,7 +107,9 @@ def _launch(device: Device, out: Array, inputs: AttentionInputs) -> None:
         last = np.int32(base + batch >= splits)
         args = (out, total, values, state, at, np.int32(batch), last, spans.row_span, view.first, view.count)
         sizes = (np.int32(width), np.int32(d))
-        device.launch("attention", "attention_fold", (n, heads), (head // 2,), (*args, *sizes), defines=defines)
+        device.launch(
+            "attention", "attention_fold", (n, heads), (head // 2,), (*args, *sizes, inputs.sinks), defines=defines
+        )
 
 
 def _host(out: Array, inputs: AttentionInputs) -> None:
@@ -122,19 +127,19 @@ def _host(out: Array, inputs: AttentionInputs) -> None:
             at = np.arange(len(keys), dtype=np.int32) if at is None else at
             for row in range(start, start + rows):
                 own_keys = _sees(view.seen[row], at, position, int(positions[row]), window)
-                _host_row(q[row], keys[own_keys], values[own_keys], scale, out[row])
+                _host_row(inputs, row, keys[own_keys], values[own_keys], out[row])
             continue
         if rows <= FEW_ROWS:
             for row in range(rows):
                 end = position + row + 1
                 low = 0 if window is None else max(0, end - window)
                 seen = slice(*((low, end) if at is None else np.searchsorted(at, (low, end))))
-                _host_row(q[start + row], keys[seen], values[seen], scale, out[start + row])
+                _host_row(inputs, start + row, keys[seen], values[seen], out[start + row])
             continue
         own = slice(start, start + rows)
         query = q[own].reshape(rows, kv_heads, group, d).transpose(1, 2, 0, 3).reshape(kv_heads, group * rows, d)
         query = query * np.float32(scale)
-        scores = np.matmul(query, keys.transpose(1, 2, 0))
+        scores = _capped(np.matmul(query, keys.transpose(1, 2, 0)), inputs.softcap)
         if at is None:
             at = np.arange(keys.shape[0], dtype=np.int32)
         here = positions[own, None]
@@ -142,27 +147,45 @@ def _host(out: Array, inputs: AttentionInputs) -> None:
         if window is not None:
             hidden |= at <= here - window
         scores.reshape(kv_heads, group, rows, -1)[:, :, hidden] = -np.inf
-        scores -= scores.max(axis=-1, keepdims=True)
-        np.exp(scores, out=scores)
-        total = scores.sum(axis=-1, keepdims=True)
-        mixed = np.matmul(scores, values.transpose(1, 0, 2))
-        mixed /= total
+        sinks = None if inputs.sinks is None else np.repeat(inputs.sinks.reshape(kv_heads, group), rows, axis=1)
+        mixed = _weighted(scores, values, sinks)
         out[own] = mixed.reshape(kv_heads, group, rows, d).transpose(2, 0, 1, 3).reshape(rows, heads, d)
 
 
-def _host_row(q: Array, keys: Array, values: Array, scale: float, out: Array) -> None:
-    """One row alone, so that its bits do not depend on its neighbours: q and out [heads, d]; keys and values
-    [n, kv_heads, d] are those that the row sees."""
+def _host_row(inputs: AttentionInputs, row: int, keys: Array, values: Array, out: Array) -> None:
+    """One row alone, so that its bits do not depend on its neighbours: out [heads, d]; keys and values [n, kv_heads, d]
+    are those that the row sees."""
+    q = inputs.q[row]
     (heads, d), kv_heads = q.shape, keys.shape[1]
-    query = (q * np.float32(scale)).reshape(kv_heads, heads // kv_heads, d)
+    query = (q * np.float32(inputs.scale)).reshape(kv_heads, heads // kv_heads, d)
     # OpenBLAS multiplies a tall matrix by a narrow one twice as fast as the transposed product (650 keys: 36, 73 us).
     scores = np.ascontiguousarray(np.matmul(keys.transpose(1, 0, 2), query.transpose(0, 2, 1)).transpose(0, 2, 1))
-    scores -= scores.max(axis=-1, keepdims=True)
+    sinks = None if inputs.sinks is None else inputs.sinks.reshape(kv_heads, heads // kv_heads)
+    out[...] = _weighted(_capped(scores, inputs.softcap), values, sinks).reshape(heads, d)
+
+
+def _capped(scores: Array, cap: float) -> Array:
+    if cap:
+        scores /= np.float32(cap)
+        np.tanh(scores, out=scores)
+        scores *= np.float32(cap)
+    return scores
+
+
+def _weighted(scores: Array, values: Array, sinks: Array | None) -> Array:
+    """Values [n, kv_heads, d] weighted by the softmax of scores [kv_heads, queries, n], which it overwrites; sinks
+    [kv_heads, queries] join the sums: [kv_heads, queries, d]."""
+    top = scores.max(axis=-1, keepdims=True)
+    scores -= top
     np.exp(scores, out=scores)
     total = scores.sum(axis=-1, keepdims=True)
+    if sinks is not None:
+        # A sink far above all scores makes the sum infinite and the result the right 0.
+        with np.errstate(over="ignore"):
+            total += np.exp(sinks[..., None] - top)
     mixed = np.matmul(scores, values.transpose(1, 0, 2))
     mixed /= total
-    out[...] = mixed.reshape(heads, d)
+    return mixed
 
 
 def _sees(seen: Array, at: NDArray[np.int32], own: int, position: int, window: int | None) -> NDArray[np.intp]:

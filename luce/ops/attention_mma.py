@@ -59,13 +59,18 @@ class AttentionInputs:
     scale: float
     #: positions back that a row sees, its own included; None: all
     window: int | None
+    #: c > 0 turns a score s, after the scale, into c tanh(s / c)
+    softcap: float = 0.0
+    #: float32 [heads]: e^sink joins the sum of the weights of each row of a head
+    sinks: Array | None = None
 
     @property
     def types(self) -> dict[str, int | str]:
         """The defines of every attention kernel."""
         d = self.q.shape[2]
         types: dict[str, int | str] = {"KTYPE": kernel_type(self.k_pool, d), "VTYPE": kernel_type(self.v_pool, d)}
-        return types if self.view.seen is None else types | {"SEEN": 1}
+        seen: dict[str, int | str] = {} if self.view.seen is None else {"SEEN": 1}
+        return types | seen | ({"SOFTCAP": 1} if self.softcap else {})
 
     @property
     def read(self) -> tuple[object, ...]:
@@ -80,6 +85,11 @@ class AttentionInputs:
         """Query heads, KV heads, values of a head and scale, as kernel arguments."""
         _, heads, d = self.q.shape
         return np.int32(heads), np.int32(self.k_pool.shape[1]), np.int32(d), np.float32(self.scale)
+
+    @property
+    def cap(self) -> tuple[np.float32, ...]:
+        """The last argument of kernels that bend scores."""
+        return (np.float32(self.softcap),) if self.softcap else ()
 
     @property
     def limit(self) -> np.int32:
@@ -139,7 +149,7 @@ def launch(
     (n, heads, d), kv_heads = inputs.q.shape, inputs.k_pool.shape[1]
     group = heads // kv_heads
     seen = () if view.seen is None else (inputs.positions, view.seen)
-    common = (*inputs.read, *inputs.sizes, limit, np.int32(FEW_ROWS), *seen)
+    common = (*inputs.read, *inputs.sizes, limit, np.int32(FEW_ROWS), *seen, *inputs.cap)
 
     def run(tile: Tile, kernel: str, blocks: tuple[int, ...], *args: object) -> None:
         size = {"HEAD": tile.head, "QUERIES": tile.queries}
@@ -149,7 +159,7 @@ def launch(
     if spans.longest > FEW_ROWS:
         tile = tiles[-1]
         # An upper bound that holds wherever spans begin.
-        run(tile, "attention_many", (n * group // tile.queries + spans.count, kv_heads), out, *common)
+        run(tile, "attention_many", (n * group // tile.queries + spans.count, kv_heads), out, inputs.sinks, *common)
         if spans.count == 1:
             return
     rows = min(spans.longest, FEW_ROWS)
@@ -165,7 +175,7 @@ def launch(
         run(tile, "attention_few", (count * per_span, kv_heads, _SPLITS), values, state, *place, *common)
         result = (None if isinstance(out, Quantised) else out, values, state, *place, spans.table)
         sizes = (np.int32(d), limit, np.int32(FEW_ROWS))
-        run(tile, "attention_fold", (count * rows, heads), *result, *sizes, *gating)
+        run(tile, "attention_fold", (count * rows, heads), *result, *sizes, *gating, inputs.sinks)
 
 
 def _gating(gate: Gate | None) -> tuple[object, ...]:

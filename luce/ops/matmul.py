@@ -1,4 +1,4 @@
-"""Products with weight matrices: y = x W^T.
+"""Products with weight matrices: y = x W^T, plus a bias if the weight has one.
 
 This module and expert_matmul (moe.py) choose the way of each product:
 
@@ -22,6 +22,7 @@ from functools import lru_cache
 import numpy as np
 from gguf import GGMLQuantizationType
 
+from luce.ops.activation import add_bias
 from luce.ops.matmul_bf16 import Split, multiply_bf16, split_rows, takes_tiles
 from luce.ops.matmul_int8 import INT8_TYPES, group_for, multiply, multiply_pair, pairs
 from luce.ops.matmul_prefill import matmul_prefill
@@ -36,7 +37,7 @@ _WAVES = 4
 
 
 def matmul(device: Device, x: Array | Quantised, weight: Weight) -> Array:
-    """x float32 [n, cols] (any row stride) times weight [rows, cols] transposed: float32 [n, rows].
+    """x float32 [n, cols] (any row stride) times weight [rows, cols] transposed, plus its bias: float32 [n, rows].
 
     Quantised rows need no float32 values if all parts of the weight multiply int8 in the rows' groups. Sums are
     accumulated in float32. Raises ValueError if the inner dimensions differ.
@@ -50,6 +51,8 @@ def matmul(device: Device, x: Array | Quantised, weight: Weight) -> Array:
         matmul_prefill(device, x, weight, out)
     elif x.shape[0]:
         _few(device, x, weight, out)
+    if weight.bias is not None and x.shape[0]:
+        add_bias(device, out, weight.bias)
     return out
 
 

@@ -16,7 +16,7 @@ from functools import lru_cache
 import numpy as np
 from gguf import GGMLQuantizationType
 
-from luce.models.spec import Gating
+from luce.models.spec import ExpertGroups, Gating
 from luce.ops.fp16 import Fp16Rows, to_fp16
 from luce.ops.matmul import FEW_ROWS, matmul
 from luce.ops.matmul_prefill import TILE_FEATURES, TILE_ROWS, TILE_THREADS
@@ -27,6 +27,8 @@ from luce.runtime.device import Array, Device
 MAX_EXPERTS = 512
 #: most experts chosen for a row
 MAX_CHOSEN = 16
+#: most groups of experts: lanes of the narrowest wave
+MAX_GROUPS = 32
 # The constants of moe.cu and moe_matmul.cu.
 _GROUP_THREADS = 256
 _WAVES, _FEATURES = 4, 2
@@ -65,21 +67,29 @@ def route(
     normalise: bool,
     scale: float,
     expert_scale: Array | None,
+    groups: ExpertGroups | None = None,
 ) -> Routing:
     """Choose `top_k` experts for each row of logits float32 [n, experts] (any row stride).
 
     p is the softmax over all experts or the sigmoid of each, in float32. The experts with the largest p + bias (float32
     [experts], None: 0) are chosen; on ties the lowest number, NaN last. A weight is p without the bias, divided by the
     sum over the chosen experts if `normalise`, times `scale`, times expert_scale[id] (float32 [experts], None: 1).
-    Raises ValueError for more than MAX_EXPERTS experts, or a top_k beyond MAX_CHOSEN or the number of experts.
+    With `groups` (DeepSeek-V3, arXiv 2412.19437, section 2.1.2) only experts of the best groups are chosen.
+
+    Raises ValueError for more than MAX_EXPERTS experts, a top_k beyond MAX_CHOSEN or the number of experts that can be
+    chosen, or groups that are too many or of unequal size.
     """
     n, experts = logits.shape
     if experts > MAX_EXPERTS or not 0 < top_k <= min(experts, MAX_CHOSEN):
         raise ValueError(
             f"route: {top_k} of {experts} experts; at most {MAX_CHOSEN} of at most {MAX_EXPERTS} can be chosen"
         )
+    if groups is not None:
+        size, fits = experts // groups.count, 0 < groups.used <= groups.count <= MAX_GROUPS
+        if not fits or experts % groups.count or size < 2 or top_k > groups.used * size:
+            raise ValueError(f"route: {top_k} of {experts} experts in {groups.used} of {groups.count} groups")
     if device.host:
-        return _host_route(logits, top_k, gating, bias, normalise, scale, expert_scale)
+        return _host_route(logits, top_k, gating, bias, normalise, scale, expert_scale, groups)
     ids, weights = device.empty((n, top_k), np.int32), device.empty((n, top_k))
     if n:
         args = (
@@ -97,6 +107,9 @@ def route(
             np.int32(normalise),
             np.int32(expert_scale is not None),
             np.float32(scale),
+            np.int32(0 if groups is None else groups.count),
+            np.int32(0 if groups is None else groups.used),
+            np.int32(groups is not None and groups.score == "two best"),
         )
         device.launch("moe", "route", (n,), (device.lanes,), args)
     return Routing(ids, weights, group(device, ids, experts))
@@ -117,7 +130,8 @@ def group(device: Device, ids: Array, experts: int) -> Groups | None:
 
 
 def expert_matmul(device: Device, x: Array, weight: Weight, experts: int, routing: Routing) -> Array:
-    """Each row times the weights of its experts, transposed: float32 [n, k, rows] with rows = weight.rows / experts.
+    """Each row times the weights of its experts, transposed, plus the experts' biases (float32 [experts, rows]) if the
+    weight has them: float32 [n, k, rows] with rows = weight.rows / experts.
 
     x float32 [n, cols] (the same for all slots) or [n, k, cols], with any row and slot strides; weight as
     upload_experts places it. The parts' results lie side by side in each slot. Sums are accumulated in float32; of more
@@ -138,7 +152,19 @@ def expert_matmul(device: Device, x: Array, weight: Weight, experts: int, routin
         _many(device, x, weight, experts, routing.groups, out)
     elif n:
         _few(device, x, weight, experts, ids, out)
+    if weight.bias is not None and n:
+        add_expert_bias(device, out, weight.bias, ids)
     return out
+
+
+def add_expert_bias(device: Device, y: Array, bias: Array, ids: Array) -> None:
+    """y[r, s] += bias[ids[r, s]] in place: y float32 [n, k, rows] contiguous, bias float32 [experts, rows]."""
+    n, k, rows = y.shape
+    if device.host:
+        y += bias[ids]
+        return
+    grid = (n * k, -(-rows // _COMBINE_THREADS))
+    device.launch("moe", "add_expert_bias", grid, (_COMBINE_THREADS,), (y, bias, ids, np.int32(rows)))
 
 
 def combine(device: Device, y: Array, weights: Array) -> Array:
@@ -217,6 +243,7 @@ def _host_route(
     normalise: bool,
     scale: float,
     expert_scale: Array | None,
+    groups: ExpertGroups | None,
 ) -> Routing:
     if gating == "sigmoid":
         # exp(-x) of a very negative x is infinite and gives the right 0.
@@ -226,6 +253,8 @@ def _host_route(
         p = np.exp(logits - logits.max(axis=1, keepdims=True))
         p /= p.sum(axis=1, keepdims=True)
     score = p if bias is None else p + bias
+    if groups is not None:
+        score = _within_groups(score, groups)
     # Stable, so that the lower number comes first on ties; NaN sorts last.
     ids = np.argsort(-score, axis=1, kind="stable")[:, :top_k].astype(np.int32)
     weights = np.take_along_axis(p, ids, axis=1)
@@ -235,6 +264,17 @@ def _host_route(
     if expert_scale is not None:
         weights *= expert_scale[ids]
     return Routing(ids, weights, None)
+
+
+def _within_groups(score: Array, groups: ExpertGroups) -> Array:
+    """The scores, -inf outside the best groups: float32 [n, experts]."""
+    runs = score.reshape(len(score), groups.count, -1)
+    best = np.sort(np.where(np.isnan(runs), -np.inf, runs), axis=2)[:, :, ::-1]
+    total = best[:, :, 0] + best[:, :, 1] if groups.score == "two best" else best[:, :, 0]
+    chosen = np.argsort(-total, axis=1, kind="stable")[:, : groups.used]
+    result = np.full_like(runs, -np.inf)
+    np.put_along_axis(result, chosen[:, :, None], np.take_along_axis(runs, chosen[:, :, None], axis=1), axis=1)
+    return result.reshape(score.shape)
 
 
 def _host_product(device: Device, x: Array, weight: Weight, ids: Array, out: Array) -> None:

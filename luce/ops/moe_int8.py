@@ -60,8 +60,11 @@ class ExpertWeights:
 def expert_weights(gate_up: Weight, down: Weight, experts: int) -> ExpertWeights | None:
     """The weights that upload_experts (for one expert: upload_weight) placed, as the kernels read them.
 
-    None if the kernels cannot: a type that is not in INT8_TYPES, gates and ups of different types, partial blocks.
+    None if the kernels cannot: a type that is not in INT8_TYPES, gates and ups of different types, partial blocks,
+    biases.
     """
+    if gate_up.bias is not None or down.bias is not None:
+        return None
     types = {part.type for part in gate_up.parts}
     inner = gate_up.rows // experts // 2
     whole = inner % BLOCK == 0 and gate_up.rows % (2 * experts) == 0

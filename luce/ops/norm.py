@@ -1,4 +1,4 @@
-"""Root mean square norms over the last dimension, rms(x) = x / sqrt(mean(x^2) + eps), in float32."""
+"""Norms over the last dimension in float32: rms(x) = x / sqrt(mean(x^2) + eps), and LayerNorm."""
 
 from __future__ import annotations
 
@@ -58,6 +58,26 @@ def _norm(
             (_threads(d),),
             args,
         )
+    return out
+
+
+def layer_norm(device: Device, x: Array, weight: Array, bias: Array | None, eps: float) -> Array:
+    """LayerNorm (Ba et al., arXiv 1607.06450): (x - mean) / sqrt(var + eps) * weight + bias, with var over n.
+
+    x float32 [n, d] (any row stride), weight and bias (None: 0) float32 [d] -> float32 [n, d].
+    """
+    if device.host:
+        # Row by row like vecdot: the bits of a row depend on no other.
+        centred = x - x.mean(axis=1, keepdims=True)
+        y = _rms(centred, eps) * weight
+        return y if bias is None else y + bias
+    n, d = x.shape
+    out = device.empty((n, d))
+    if n:
+        # Without a bias, a pointer that the kernel does not dereference.
+        args = (out, x, np.int64(x.strides[0] // 4), weight, weight if bias is None else bias)
+        sizes = (np.int32(bias is not None), np.int32(d), np.float32(eps))
+        device.launch("norm", "layer_norm", (n,), (_threads(d),), (*args, *sizes))
     return out
 
 

@@ -16,6 +16,7 @@ from luce.runtime.device import Array, Device
 _WAVES, _MOST = 4, 512
 # Bytes of a row that a thread copies: the first that divides the row.
 _COPY_UNITS, _COPY_THREADS = (16, 4, 2), 256
+_TEMPER_THREADS = 256
 
 
 @dataclass(frozen=True)
@@ -45,17 +46,23 @@ class Destination:
     """The places in the pools for new keys and values."""
 
     k_pool: Array
-    v_pool: Array
+    #: None: values are not stored
+    v_pool: Array | None
     #: int32 [n]: row r's keys and values go to row dest[r] of the pools
     dest: Array
+
+    @property
+    def pools(self) -> tuple[Array, ...]:
+        """The pools that there are."""
+        return (self.k_pool,) if self.v_pool is None else (self.k_pool, self.v_pool)
 
 
 _NO_NORMS = HeadNorms()
 
 
-def prepare_queries(device: Device, q: Array, norms: HeadNorms, rotation: Rotation) -> None:
+def prepare_queries(device: Device, q: Array, norms: HeadNorms, rotation: Rotation | None) -> None:
     """q <- rotated(rms(q) * norms.query) in place, rms as in luce.ops.norm: float32 [n, heads, d] (any row and head
-    strides). Raises ValueError for heads of more than 512 elements."""
+    strides). Without a rotation, heads are not rotated. Raises ValueError for heads of more than 512 elements."""
     if device.host:
         _host(device, q, norms.query, norms.eps, rotation)
     else:
@@ -63,7 +70,15 @@ def prepare_queries(device: Device, q: Array, norms: HeadNorms, rotation: Rotati
 
 
 def prepare_heads(
-    device: Device, q: Array, k: Array, v: Array, norms: HeadNorms, rotation: Rotation, to: Destination, *, keep: bool
+    device: Device,
+    q: Array,
+    k: Array,
+    v: Array,
+    norms: HeadNorms,
+    rotation: Rotation | None,
+    to: Destination,
+    *,
+    keep: bool,
 ) -> None:
     """prepare_queries, likewise for k, and for v without rotation; then write k and v to the pools.
 
@@ -79,7 +94,9 @@ def prepare_heads(
         _launch(device, q, (k, v), norms, rotation, to, keep=keep)
 
 
-def prepare_keys(device: Device, k: Array, v: Array, norms: HeadNorms, rotation: Rotation, to: Destination) -> None:
+def prepare_keys(
+    device: Device, k: Array, v: Array, norms: HeadNorms, rotation: Rotation | None, to: Destination
+) -> None:
     """prepare_heads for rows without queries. Afterwards the content of k and v is undefined."""
     if device.host:
         _host(device, k, norms.key, norms.eps, rotation)
@@ -89,28 +106,45 @@ def prepare_keys(device: Device, k: Array, v: Array, norms: HeadNorms, rotation:
         _launch(device, None, (k, v), replace(norms, query=None), rotation, to, keep=False)
 
 
-def write_kv(device: Device, k: Array, v: Array, to: Destination) -> None:
-    """Write rows to the pools: k, v float32 [n, kv_heads, d] (any row and head strides).
+def temper(device: Device, q: Array, positions: Array, *, scale: float, length: int) -> None:
+    """q[row] *= 1 + scale ln(1 + floor(position / length)) in place: q float32 [n, heads, d] (any row and head
+    strides), positions int32 [n], or [n, 4], of which the first counts."""
+    if device.host:
+        first = positions if positions.ndim == 1 else positions[:, 0]
+        q *= (1 + scale * np.log1p(np.floor(first / length))).astype(np.float32)[:, None, None]
+        return
+    n, heads, d = q.shape
+    if not n:
+        return
+    strides = np.int64(q.strides[0] // 4), np.int64(q.strides[1] // 4)
+    each = np.int32(1 if positions.ndim == 1 else positions.shape[1])
+    args = (q, *strides, np.int32(heads), np.int32(d), positions, each, np.float32(scale), np.int32(length))
+    device.launch("rope", "temper", (n, -(-heads * d // _TEMPER_THREADS)), (_TEMPER_THREADS,), args)
+
+
+def write_kv(device: Device, k: Array, v: Array | None, to: Destination) -> None:
+    """Write rows to the pools: k, v float32 [n, kv_heads, d] (any row and head strides); no v where there is no pool.
 
     Values are finite; they are rounded to the pools' types as by the gguf package.
     """
     if device.host:
         to.k_pool[to.dest] = quantise(k, to.k_pool)
-        to.v_pool[to.dest] = quantise(v, to.v_pool)
+        if v is not None and to.v_pool is not None:
+            to.v_pool[to.dest] = quantise(v, to.v_pool)
     else:
         _launch(device, None, (k, v), _NO_NORMS, None, to, keep=False)
 
 
 def copy_rows(device: Device, to: Destination, copies: Array | None) -> None:
-    """Copy rows of both pools: copies int32 [m, 2] of (source, target), -1 for none. No source is a target."""
+    """Copy rows of the pools: copies int32 [m, 2] of (source, target), -1 for none. No source is a target."""
     if copies is None:
         return
     if device.host:
         source, target = copies[copies[:, 0] >= 0].T
-        for pool in (to.k_pool, to.v_pool):
+        for pool in to.pools:
             pool[target] = pool[source]
         return
-    for pool in (to.k_pool, to.v_pool):
+    for pool in to.pools:
         size = pool[:1].nbytes
         unit = next(unit for unit in _COPY_UNITS if size % unit == 0)
         grid = (len(copies), -(-size // unit // _COPY_THREADS))
@@ -121,7 +155,7 @@ def copy_rows(device: Device, to: Destination, copies: Array | None) -> None:
 def _launch(
     device: Device,
     q: Array | None,
-    kv: tuple[Array, Array] | None,
+    kv: tuple[Array, Array | None] | None,
     norms: HeadNorms,
     rotation: Rotation | None,
     to: Destination | None,
@@ -148,12 +182,11 @@ def _launch(
     table = None if rotation is None else rotation.table
     args += [np.int32(bits), table, np.int32(half), np.int32(step), np.int32(gap)]
     args += [None, None, None] if to is None else [to.k_pool, to.v_pool, to.dest]
-    pools = () if to is None else (to.k_pool, to.v_pool)
-    types = [kernel_type(pool, d) for pool in pools] or ["F16", "F16"]
+    types = ["F16", "F16"] if to is None else [kernel_type(pool, d) for pool in to.pools]
     heads, kv_heads = 0 if q is None else q.shape[1], 0 if kv is None else kv[0].shape[1]
     args += [np.int32(keep), np.int32(heads), np.int32(kv_heads), np.int32(d), np.float32(norms.eps)]
     grid = (n, -(-(heads + 2 * kv_heads) // _WAVES))
-    defines = {"KTYPE": types[0], "VTYPE": types[1]}
+    defines = {"KTYPE": types[0], "VTYPE": types[-1]}
     device.launch("qkv", "prepare_heads", grid, (_WAVES * device.lanes,), args, defines=defines)
 
 

@@ -56,18 +56,21 @@ class WeightPart:
 
 @dataclass
 class Weight:
-    """A matrix [rows, cols] computing y = W x, possibly of several tensors stacked along the rows (q, k and v, say)."""
+    """A matrix [rows, cols] computing y = W x + bias, possibly of several tensors stacked along the rows (q, k and v,
+    say)."""
 
     rows: int
     cols: int
     parts: tuple[WeightPart, ...]
     #: a copy of the parts in quant blocks as float16 [rows, cols] (luce.ops.matmul_prefill.store_fp16)
     fp16: Array | None = None
+    #: float32 [rows]
+    bias: Array | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        return sum(int(part.data.nbytes) for part in self.parts)
+        return sum(int(part.data.nbytes) for part in self.parts) + (0 if self.bias is None else int(self.bias.nbytes))
 
     @property
     def matrix(self) -> Any:
@@ -83,7 +86,8 @@ class Weight:
             if low < high:
                 parts.append(WeightPart(part.data[low - part.first : high - part.first], part.type, at, high - low))
                 at += high - low
-        return Weight(at, self.cols, tuple(parts))
+        bias = None if self.bias is None else self.bias[rows.start : rows.stop]
+        return Weight(at, self.cols, tuple(parts), bias=bias)
 
 
 def upload_weight(device: Device, tensors: Sequence[RawTensor]) -> Weight:

@@ -12,8 +12,9 @@ from luce.errors import BackendError
 from luce.gguf.reader import GGUFFile
 from luce.layers.attention import AttentionLayer
 from luce.layers.build import LayerBuilder
-from luce.layers.decoder_layer import Embedding, Head, PreNormDecoderLayer, Residual, SandwichDecoderLayer
+from luce.layers.decoder_layer import DecoderLayer, Embedding, Head, Residual, SandwichDecoderLayer
 from luce.layers.deltanet import DeltaNetLayer
+from luce.layers.latent_attention import LatentAttentionLayer
 from luce.layers.state import DeltaState, KVPool, StateOptions
 from luce.models.spec import ModelSpec
 from luce.ops.embedding import take_rows
@@ -60,7 +61,7 @@ class LocalShard:
         self._graphs = GraphRunner(device, self._run, pages, long=long_graphs)
         self._embedding = builder.embedding() if layers.start == 0 else None
         self._mirrors = {donor: builder.mirror(donor) for donor in mirrored(spec, layers)}
-        self._layers: dict[int, PreNormDecoderLayer | SandwichDecoderLayer] = {}
+        self._layers: dict[int, DecoderLayer | SandwichDecoderLayer] = {}
         for index in layers:
             self._layers[index] = builder.layer(index)
             hooks.on_layer()
@@ -72,7 +73,9 @@ class LocalShard:
         pools |= {index: each.mixer.state for index, each in self._layers.items() if spec.donor(index) is None}
         self.state = LocalState(device, pools, self._mirrors.keys(), {index: spec.group_of(index) for index in pools})
         mixers = [each.mixer for index, each in self._layers.items() if options.ranks(spec, index)]
-        self.ranking = PageRanker(device, [mixer for mixer in mixers if isinstance(mixer, AttentionLayer)])
+        self.ranking = PageRanker(
+            device, [mixer for mixer in mixers if isinstance(mixer, AttentionLayer | LatentAttentionLayer)]
+        )
         self.ends = LocalEnds(device, layers, self._embedding, self._head)
         widths = activation_widths(spec, layers.start, options.captured)
 

@@ -142,7 +142,7 @@ class LocalState:
                     yield _Tensor(layer, f"blk.{layer}.{name}", array, array.shape[1:], ((slot, ...),), paged=False)
             elif isinstance(state, KVPool) and group is not None and pages[group]:
                 rows = len(pages[group]) * PAGE
-                for name, array in (("k", state.k), ("v", state.v)):
+                for name, array in state.parts.items():
                     shape = (rows, *array.shape[1:])
                     yield _Tensor(layer, f"blk.{layer}.{name}", array, shape, runs[group], paged=True)
 

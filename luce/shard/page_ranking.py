@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from luce.errors import BackendError
 from luce.layers.attention import AttentionLayer
+from luce.layers.latent_attention import LatentAttentionLayer
 from luce.models.spec import Attention, ModelSpec
 from luce.ops.kvtype import dequantise
 from luce.ops.page_ranking import NEWEST_QUERIES, moments_bytes, page_moments
@@ -59,7 +60,7 @@ class PageStatistics:
 class PageRanker:
     """See luce.shard.shard.ShardRanking. `layers`: those that store their newest queries, in their order."""
 
-    def __init__(self, device: Device, layers: Sequence[AttentionLayer]) -> None:
+    def __init__(self, device: Device, layers: Sequence[AttentionLayer | LatentAttentionLayer]) -> None:
         self._device = device
         self._layers = list(layers)
         #: by slot

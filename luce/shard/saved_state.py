@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from luce.runtime.device import Event
 from luce.runtime.step import PAGE
 
-#: Tensors by name: `blk.N.k`, `.v` [pages * PAGE, kv_heads, n] (n: luce.ops.kvtype), `blk.N.memory`, `.past`
+#: Tensors by name: `blk.N.k` and in most layers `.v` [pages * PAGE, kv_heads, n] (n: luce.ops.kvtype), `blk.N.memory`,
+#: `.past`
 Tensors = Mapping[str, NDArray[np.generic]]
 
 

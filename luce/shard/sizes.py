@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from luce.layers.state import DeltaState, KVPool
-from luce.models.spec import Attention, ModelSpec, PageGroup
+from luce.models.spec import Attention, GatedDeltaNet, ModelSpec, PageGroup
 from luce.ops.page_ranking import NEWEST_QUERIES
 from luce.runtime.device import Device
 from luce.runtime.step import PAGE
@@ -68,12 +68,13 @@ def state_bytes(device: Device, spec: ModelSpec, layers: range, options: ShardOp
         mixer = spec.layers[layer].mixer
         if spec.donor(layer) is not None:
             continue
-        if isinstance(mixer, Attention):
-            if options.ranks(spec, layer) and layer in layers:
-                slot += 4 * NEWEST_QUERIES * mixer.heads * mixer.head_dim
-            page[spec.page_groups.index(PageGroup(mixer.window))] += KVPool.page_bytes(device, mixer, options.kv)
-        else:
+        if isinstance(mixer, GatedDeltaNet):
             slot += DeltaState.slot_bytes(mixer, options.verify_rows)
+            continue
+        if isinstance(mixer, Attention) and options.ranks(spec, layer) and layer in layers:
+            slot += 4 * NEWEST_QUERIES * mixer.heads * mixer.head_dim
+        size = KVPool.page_bytes(device, mixer, options.kv, hidden=spec.hidden)
+        page[spec.page_groups.index(PageGroup(mixer.window))] += size
     return StateBytes(tuple(page), slot)
 
 

@@ -1,4 +1,5 @@
-"""The kernels' forward pass without a GPU: the smallest file of each family on the emulated device, 32 and 64 lanes."""
+"""The kernels' forward pass without a GPU: the smallest file of each family that has kernels or launches of its own, on
+the emulated device, 32 and 64 lanes."""
 
 from __future__ import annotations
 
@@ -13,7 +14,11 @@ from tests.support.golden_checks import check_logits_in_chunks
 from tests.support.make_driver import MakeDriver
 from tests.support.reference import Reference, check_logits
 
-SMALLEST = ("qwen3-a-MIX", "qwen35-a-Q8_0", "qwen35moe-a-Q4_0", "gemma4-e-Q4_0", "gemma4-moe-F32", "laguna-a-F32")
+SMALLEST = (
+    *("qwen3-a-MIX", "qwen35-a-Q8_0", "qwen35moe-a-Q4_0", "gemma4-e-Q4_0", "gemma4-moe-F32", "laguna-a-F32"),
+    *("gemma2-a-F32", "gptoss-a-F32", "cohere2-a-F32", "starcoder2-a-F32", "mistral3-a-F32", "olmo2-a-F32"),
+    *("lfm2-a-F32", "deepseek2-a-F32"),
+)
 smallest = pytest.mark.parametrize("name", SMALLEST)
 
 
@@ -73,8 +78,8 @@ def test_replies_do_not_depend_on_prompts_that_are_read(name: str, make_driver: 
     np.testing.assert_array_equal(np.concatenate((first, verified[:1], last)), np.concatenate(rows))
 
 
-# A recurrent state; windows, and layers that borrow keys and values.
-@pytest.mark.parametrize("name", ["qwen35-a-Q8_0", "gemma4-e-Q4_0"])
+# A recurrent state; windows, and layers that borrow keys and values; inputs of convolutions in pages; latents.
+@pytest.mark.parametrize("name", ["qwen35-a-Q8_0", "gemma4-e-Q4_0", "lfm2-a-F32", "deepseek2-a-F32"])
 def test_rows_of_a_tree_are_those_of_chains(name: str, make_driver: MakeDriver, emulated: Device) -> None:
     reference = Reference(name)
     prompt = reference.expected["prompt_17"]

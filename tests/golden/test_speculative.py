@@ -44,6 +44,7 @@ def test_greedy(reference: Reference, place: str, monkeypatch: pytest.MonkeyPatc
     scripted = PreparedDrafter(None, lambda first, last: knowing(reference))
     monkeypatch.setattr(assembly, "open_drafter", lambda *_, **__: scripted)
     settings = {"max_ctx": 512, "parallel": 2, "chunk": 16, "draft": "ngram", "verify_width": 16, **PLACES[place]}
+    settings["target_devices"] = reference.among(settings["target_devices"])
     with luce.load(reference.path, **settings) as model:
         for keys in (("long",), ("long", "17")):
             # Alone, and beside each other: then they share the rows of a step.

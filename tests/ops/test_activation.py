@@ -12,7 +12,7 @@ from luce.runtime.host import HostDevice
 from tests.support import op_checks_activation as checks
 from tests.support.devices import on_devices
 
-activations = pytest.mark.parametrize("activation", ["silu", "gelu"])
+activations = pytest.mark.parametrize("activation", ["silu", "gelu", "clamped_swiglu"])
 
 
 @activations
@@ -67,3 +67,13 @@ def test_add_gated(device: Device, n: int, d: int) -> None:
 @on_devices("n, d", [(1, 1), (3, 257), (2, 600)], gpu=[(1, 1), (3, 257), (512, 5120), (70000, 9)])
 def test_add(device: Device, n: int, d: int) -> None:
     checks.check_add(device, n, d)
+
+
+@on_devices("n, f", [(1, 1), (3, 257), (2, 600)], gpu=[(1, 1), (3, 257), (512, 12288)])
+def test_gelu(device: Device, n: int, f: int) -> None:
+    checks.check_gelu(device, n, f)
+
+
+@on_devices("n, d", [(1, 1), (3, 257), (2, 600)], gpu=[(1, 1), (3, 257), (512, 5120)])
+def test_add_bias(device: Device, n: int, d: int) -> None:
+    checks.check_add_bias(device, n, d)

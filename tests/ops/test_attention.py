@@ -119,6 +119,34 @@ def test_gated(device: Device, heads: int, kv_heads: int, d: int, lengths: Lengt
     checks.check_gated(device, heads, kv_heads, d, lengths, each)
 
 
+@on_devices(
+    "heads, kv_heads, d, lengths, softcap, sinks, window",
+    [
+        (4, 2, 32, [(130, 2), (3, 1)], 5.0, False, None),
+        (4, 2, 64, [(130, 1), (0, 20)], 0.0, True, 70),
+        (6, 2, 16, [(300, 3), (0, 1)], 4.0, True, None),
+    ],
+    gpu=[
+        (8, 4, 256, [(1000, 1), (0, 1), (100, 300)], 50.0, False, None),
+        (32, 16, 128, [(5000, 2), (100, 70)], 5.0, False, 4096),
+        (64, 8, 64, [(1000, 1), (3, 16), (0, 500)], 0.0, True, 128),
+        (64, 8, 64, [(5000, 1), (0, 500)], 0.0, True, None),
+        (8, 2, 128, [(700, 9)], 4.0, True, None),
+    ],
+)
+def test_softcap_and_sinks(
+    device: Device,
+    heads: int,
+    kv_heads: int,
+    d: int,
+    lengths: Lengths,
+    softcap: float,
+    sinks: bool,
+    window: int | None,
+) -> None:
+    checks.check_bent(device, heads, kv_heads, d, lengths, softcap=softcap, sinks=sinks, window=window)
+
+
 @on_devices()
 def test_missing_pages(device: Device) -> None:
     checks.check_missing_pages(device)

@@ -334,3 +334,8 @@ def test_weights_beyond_two_gigabytes(device: Device, n: int) -> None:
     limit = checks.product_limit(x, w[None], fp16=checks.rounds_to_fp16(device, "Q8_0", n))[:, 0]
     assert (np.abs(actual[:, -1] - x.astype(np.float64) @ w) <= limit).all()
     assert not actual[:, :-1].any()
+
+
+@on_devices("n", [1, 16, 17])
+def test_bias(device: Device, n: int) -> None:
+    checks.check_bias(device, n)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 
+from luce.models.spec import ExpertGroups
 from luce.ops.matmul import FEW_ROWS
 from luce.ops.moe import expert_matmul, route
 from luce.ops.weight import upload_experts
@@ -46,6 +47,39 @@ def test_route_to_one_to_eight(device: Device, top_k: int) -> None:
 @on_devices("experts, top_k", [(5, 3), (256, 8)])
 def test_ties_go_to_the_lowest_number(device: Device, experts: int, top_k: int, family: str) -> None:
     checks.check_ties(device, experts, top_k, family)
+
+
+@on_devices(
+    "score, used, count, experts, top_k, biased, rows",
+    [(*case, 3) for case in checks.GROUPED],
+    gpu=[(*case, 300) for case in checks.GROUPED],
+)
+def test_route_within_groups(
+    device: Device,
+    score: Literal["best", "two best"],
+    used: int,
+    count: int,
+    experts: int,
+    top_k: int,
+    biased: bool,
+    rows: int,
+) -> None:
+    checks.check_grouped(device, score, used, count, experts, top_k, rows, biased=biased)
+
+
+@pytest.mark.parametrize(
+    ("count", "used", "experts", "top_k"), [(3, 1, 8, 2), (4, 1, 8, 3), (8, 2, 8, 1), (2, 3, 8, 1)]
+)
+def test_groups_have_limits(count: int, used: int, experts: int, top_k: int) -> None:
+    rest: dict[str, Any] = {"bias": None, "normalise": True, "scale": 1.0, "expert_scale": None}
+    with pytest.raises(ValueError, match=f"route: {top_k} of {experts} experts in {used} of {count} groups"):
+        groups = ExpertGroups(count, used, "best")
+        route(HOST, np.zeros((1, experts), np.float32), top_k=top_k, gating="softmax", groups=groups, **rest)
+
+
+@on_devices("n, k, rows", [(1, 1, 1), (3, 4, 257), (5, 2, 600)], gpu=[(1, 1, 1), (3, 4, 257), (600, 4, 5760)])
+def test_expert_bias(device: Device, n: int, k: int, rows: int) -> None:
+    checks.check_expert_bias(device, n, k, rows)
 
 
 @on_devices("experts", host=[40], emulated=[70], gpu=[70])

@@ -1,4 +1,4 @@
-"""The root mean square norms and kernels/norm.cu against float64."""
+"""The norms and kernels/norm.cu against float64."""
 
 from __future__ import annotations
 
@@ -22,6 +22,15 @@ from tests.support.devices import on_devices
 def test_rms_norm(device: Device, n: int, d: int) -> None:
     checks.check_rms_norm(device, n, d)
     checks.check_add_rms_norm(device, n, d)
+
+
+@on_devices(
+    "n, d, biased",
+    [(1, 1, True), (3, 63, False), (4, 257, True), (2, 1000, True)],
+    gpu=[(3, 63, False), (17, 1000, True), (513, 4096, False), (5, 12288, True)],
+)
+def test_layer_norm(device: Device, n: int, d: int, biased: bool) -> None:
+    checks.check_layer_norm(device, n, d, biased=biased)
 
 
 @on_devices("d", host=[], emulated=[4099, 8300, 8301], gpu=[])

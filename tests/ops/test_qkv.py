@@ -13,8 +13,20 @@ from tests.support.devices import on_devices
 @pytest.mark.parametrize("adjacent", [False, True])
 @on_devices(
     "n, heads, kv_heads, d, half, normed",
-    [(1, 3, 1, 48, 5, "qk"), (3, 5, 2, 80, 40, ""), (2, 2, 1, 512, 256, "qkv"), (4, 1, 1, 64, 16, "k")],
-    gpu=[(1, 24, 4, 256, 32, "qk"), (100, 5, 2, 80, 40, ""), (16, 2, 1, 512, 256, "qkv"), (4, 64, 8, 128, 64, "k")],
+    [
+        (1, 3, 1, 48, 5, "qk"),
+        (3, 5, 2, 80, 40, ""),
+        (2, 2, 1, 512, 256, "qkv"),
+        (4, 1, 1, 64, 16, "k"),
+        (2, 3, 1, 48, 0, "q"),
+    ],
+    gpu=[
+        (1, 24, 4, 256, 32, "qk"),
+        (100, 5, 2, 80, 40, ""),
+        (16, 2, 1, 512, 256, "qkv"),
+        (4, 64, 8, 128, 64, "k"),
+        (20, 16, 4, 128, 0, ""),
+    ],
 )
 def test_prepared(
     device: Device, n: int, heads: int, kv_heads: int, d: int, half: int, normed: str, adjacent: bool
@@ -35,3 +47,8 @@ def test_rows_do_not_depend_on_their_neighbours(device: Device) -> None:
 @on_devices("kv_heads, d, k, v", [(4, 256, "auto", "auto"), (1, 32, "q4_0", "q8_0"), (1, 6, "bf16", "auto")])
 def test_copies(device: Device, kv_heads: int, d: int, k: str, v: str) -> None:
     checks.check_copies(device, kv_heads, d, KVTypes(k, v))
+
+
+@on_devices("d, k", [(64, "auto"), (32, "q8_0")])
+def test_keys_alone(device: Device, d: int, k: str) -> None:
+    checks.check_keys_alone(device, d, KVTypes(k, k))

@@ -49,3 +49,8 @@ def test_rope(device: Device, n: int, heads: int, d: int, half: int, adjacent: b
 @on_devices("heads, d", [(3, 16)], gpu=[(24, 256)])
 def test_rows_do_not_depend_on_their_neighbours(device: Device, heads: int, d: int) -> None:
     checks.check_rows_alone(device, heads, d)
+
+
+@on_devices("n, heads, d", [(1, 1, 8), (3, 5, 48), (2, 3, 128)], gpu=[(1, 1, 8), (3, 5, 48), (512, 32, 128)])
+def test_temper(device: Device, n: int, heads: int, d: int) -> None:
+    checks.check_temper(device, n, heads, d)

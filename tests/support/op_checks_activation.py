@@ -6,7 +6,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.models.spec import Activation
-from luce.ops.activation import add, add_gated, gated_activation, scale, sigmoid_gate, softcap, softplus_gate
+from luce.ops.activation import (
+    add,
+    add_bias,
+    add_gated,
+    gated_activation,
+    scale,
+    sigmoid_gate,
+    softcap,
+    softplus_gate,
+)
+from luce.ops.activation import gelu as plain_gelu
 from luce.runtime.device import Device
 
 
@@ -29,22 +39,48 @@ def check_gated_activation(device: Device, n: int, f: int, activation: Activatio
     """A contiguous matrix, and a slice of a wider one."""
     x = values(n, 2 * f)
     gate, up = x[:, :f].astype(np.float64), x[:, f:].astype(np.float64)
-    expected = {"silu": silu, "gelu": gelu}[activation](gate) * up
+    if activation == "clamped_swiglu":
+        expected = (np.clip(up, -7, 7) + 1) * np.minimum(gate, 7) / (1 + np.exp(-1.702 * np.minimum(gate, 7)))
+    else:
+        expected = {"silu": silu, "gelu": gelu}[activation](gate) * up
     wide = device.upload(np.pad(x, ((0, 0), (1, 2)), constant_values=np.nan))
     for on_device in (device.upload(x), wide[:, 1 : 1 + 2 * f]):
         y = device.download(gated_activation(device, on_device[:, :f], on_device[:, f:], activation))
         assert y.dtype == np.float32
         # gelu loses digits where 1 + tanh cancels: absolute to 1e-7 of |x up|.
-        bound = 1e-6 * np.abs(expected) + (2e-7 * np.abs(gate * up) if activation == "gelu" else 1e-37)
+        # clamped_swiglu where up is near -1.
+        lost = {"silu": 1e-37, "gelu": 2e-7 * np.abs(gate * up), "clamped_swiglu": 2e-7 * np.abs(gate) + 1e-37}
+        bound = 1e-6 * np.abs(expected) + lost[activation]
         assert (np.abs(y - expected) <= bound).all()
 
 
 def check_activation_extremes(device: Device, activation: Activation) -> None:
-    """For large values the gates are 0 and the identity: no NaN from an overflow inside."""
+    """For large values the gates are 0 and the identity, or the limit: no NaN from an overflow inside."""
     x = np.array([[-3e4, -100, 100, 3e4, 0, 2, 2, 2, 2, 2]], np.float32)
     with np.errstate(over="ignore"):
         y = device.download(gated_activation(device, *np.split(device.upload(x), 2, axis=1), activation))
-    np.testing.assert_array_equal(y, np.array([[0, 0, 200, 6e4, 0]], np.float32))
+    limited = activation == "clamped_swiglu"
+    expected = [0, 0, 3 * 7, 3 * 7, 0] if limited else [0, 0, 200, 6e4, 0]
+    np.testing.assert_allclose(y, np.array([expected], np.float32), rtol=1e-5 if limited else 0)
+
+
+def check_gelu(device: Device, n: int, f: int) -> None:
+    """In place."""
+    x = values(n, f)
+    expected = gelu(x.astype(np.float64))
+    y = device.upload(x.copy())
+    plain_gelu(device, y)
+    assert (np.abs(device.download(y) - expected) <= 1e-6 * np.abs(expected) + 2e-7 * np.abs(x)).all()
+
+
+def check_add_bias(device: Device, n: int, d: int) -> None:
+    """One rounding per element; the columns beside the slice do not change."""
+    x, bias = values(n, d), values(1, d, 1)[0]
+    wide = device.upload(np.pad(x, ((0, 0), (0, 3)), constant_values=7.0))
+    add_bias(device, wide[:, :d], device.upload(bias))
+    after = device.download(wide)
+    np.testing.assert_array_equal(after[:, :d], x + bias)
+    assert (after[:, d:] == 7).all()
 
 
 def check_sigmoid_gate(device: Device, n: int, heads: int, d: int) -> None:

@@ -182,6 +182,8 @@ def run(
     seed: int = 0,
     kv: KVTypes = AUTO,
     attend: Callable[[Device, AttentionInputs], Array] = op.attention,
+    softcap: float = 0.0,
+    sinks: F32 | None = None,
 ) -> F32:
     """The step of all chunks: writes their rows into scattered pages, then attends. float32 [rows, heads, d].
 
@@ -208,7 +210,21 @@ def run(
     row_span = up(np.repeat(np.arange(len(chunks), dtype=np.int32), spans[:, 2]))
     arrays = SpanArrays(table=up(spans), row_span=row_span, count=len(chunks), longest=max(c.rows for c in chunks))
     result: F32 = device.download(
-        attend(device, AttentionInputs(q, k_pool, v_pool, arrays, view, up(positions), scale, window))
+        attend(
+            device,
+            AttentionInputs(
+                q,
+                k_pool,
+                v_pool,
+                arrays,
+                view,
+                up(positions),
+                scale,
+                window,
+                softcap,
+                None if sinks is None else up(sinks),
+            ),
+        )
     )
     assert result.dtype == np.float32
     return result
@@ -233,8 +249,16 @@ def spread_out(device: Device, *parts: F32) -> list[Array]:
     return views
 
 
-def expected(chunks: Sequence[Chunk], *, scale: float, window: int | None) -> NDArray[np.float64]:
-    """softmax(scale q k^T) v over the keys that a row sees and whose page is resident, in float64.
+def expected(
+    chunks: Sequence[Chunk],
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float = 0.0,
+    sinks: F32 | None = None,
+) -> NDArray[np.float64]:
+    """softmax(scale q k^T) v over the keys that a row sees and whose page is resident, in float64; a sink is one more
+    score, whose value is 0.
 
     Of those before the chunk these are the last ones, window - 1 for the first row.
     """
@@ -253,8 +277,11 @@ def expected(chunks: Sequence[Chunk], *, scale: float, window: int | None) -> ND
             heads = []
             for h in range(q.shape[1]):
                 scores = scale * (k[seen, h // group] @ q[p, h])
-                weights = np.exp(scores - scores.max())
-                heads.append(weights @ v[seen, h // group] / weights.sum())
+                if softcap:
+                    scores = softcap * np.tanh(scores / softcap)
+                more = [] if sinks is None else [float(sinks[h])]
+                weights = np.exp(np.array([*scores, *more]) - max([scores.max(), *more]))
+                heads.append(weights[: len(seen)] @ v[seen, h // group] / weights.sum())
             rows.append(np.stack(heads))
     return np.stack(rows)
 
@@ -287,6 +314,8 @@ def close(
     window: int | None = None,
     kv: KVTypes = AUTO,
     atol: float = 2e-5,
+    softcap: float = 0.0,
+    sinks: F32 | None = None,
 ) -> None:
     """The formula over rounded queries, and over keys and values rounded to the pools' types.
 
@@ -294,7 +323,8 @@ def close(
     error of 2e-7 where weights are halves, 8e-3 and 2e-5 where they are bfloat16 (measured 4e-4, 9e-8, 3e-3, 5e-6).
     """
     kept = [replace(chunk, history=chunk.history.rounded(kv)) if kv != AUTO else chunk for chunk in chunks]
-    want = expected(rounded_queries(device, kept, scale, kv), scale=scale, window=window)
+    rounded = rounded_queries(device, kept, scale, kv)
+    want = expected(rounded, scale=scale, window=window, softcap=softcap, sinks=sinks)
     weights = product(device, kv, "v")
     atol, limit = {"": (atol, 1e-10), "F16": (1e-3, 2e-7), "BF16": (8e-3, 2e-5)}[weights]
     np.testing.assert_allclose(actual, want, rtol=0, atol=atol)
@@ -400,6 +430,38 @@ def check_seen(device: Device, heads: int, kv_heads: int, d: int, position: int,
     for parents in TREES:
         check(device, [chunk(position, len(parents), parents=parents)], window=window)
     check(device, [chunk(position, 11, parents=TREES[1]), chunk(70, 4, parents=TREES[0])], window=window, drop=True)
+
+
+def check_bent(
+    device: Device,
+    heads: int,
+    kv_heads: int,
+    d: int,
+    lengths: Sequence[tuple[int, int]],
+    *,
+    softcap: float,
+    sinks: bool,
+    window: int | None,
+) -> None:
+    """Spans of (position, rows) with a softcap far below the largest scores, with sinks far below, among and far above
+    them, or with both; rows alone have the same bits, as have splits in blocks of their own."""
+    chunks = [
+        Chunk(History.random(position + rows, heads, kv_heads, d, seed), position, rows)
+        for seed, (position, rows) in enumerate(lengths)
+    ]
+    scale, most = 3 * d**-0.5, np.float32(softcap or 12)
+    own = np.linspace(-2 * most, 2 * most, heads, dtype=np.float32) if sinks else None
+    options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": own}
+    whole = run(device, chunks, **options)
+    close(device, chunks, whole, **options)
+    if device.host:
+        return
+    if chunks[0].rows <= 16:
+        same_bits(run(device, chunks[:1], **options), whole[: chunks[0].rows])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(op, "ENOUGH_BLOCKS", 1 << 30)
+        patch.setattr(op, "MIN_SPLITS", 0)
+        same_bits(run(device, chunks, **options), whole)
 
 
 def check_missing_pages(device: Device) -> None:

@@ -109,6 +109,18 @@ def check_parts(device: Device, n: int) -> None:
         np.testing.assert_array_equal(together, apart)
 
 
+def check_bias(device: Device, n: int) -> None:
+    """A weight with a bias gives the product, and each element's sum with it rounded once; so do rows of it."""
+    tensors = [random_tensor("Q8_0", 40, 64, 1), random_tensor("F32", 7, 64, 2)]
+    x, weight = device.upload(_x(n, 64, 3)), upload_weight(device, tensors)
+    plain = device.download(matmul(device, x, weight))
+    bias = np.random.default_rng(4).standard_normal(47).astype(np.float32)
+    weight.bias = device.upload(bias)
+    np.testing.assert_array_equal(device.download(matmul(device, x, weight)), plain + bias)
+    own = device.download(matmul(device, x, weight.cut(range(40, 47))))
+    np.testing.assert_allclose(own, (plain + bias)[:, 40:], rtol=1e-5, atol=1e-5)
+
+
 def check_pair(device: Device, first: str, second: str, n: int) -> None:
     """Two tensors whose formats share a launch give the products of each, bit for bit; neither fills its last block."""
     tensors = [random_tensor("F16", 1, 1536, 1), random_tensor(first, 37, 1536, 2), random_tensor(second, 18, 1536, 3)]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from luce.ops.moe import Gating, Routing, combine, expert_matmul, group, route
+from luce.models.spec import ExpertGroups
+from luce.ops.moe import Gating, Routing, add_expert_bias, combine, expert_matmul, group, route
 from luce.ops.moe_int8 import expert_mlp, expert_weights
 from luce.ops.quantise import quantise
 from luce.ops.weight import RawTensor, Weight, WeightPart, upload_experts, upload_weight
@@ -134,6 +135,67 @@ def check_route_neighbours(device: Device, experts: int, top_k: int, family: str
     sliced = route(device, device.upload(wide)[:, 2 : 2 + experts], top_k=top_k, **given)
     np.testing.assert_array_equal(device.download(sliced.ids), whole.ids)
     np.testing.assert_array_equal(device.download(sliced.weights), whole.weights)
+
+
+#: score of a group, used groups of how many, experts, chosen, whether there is a bias
+GROUPED: tuple[tuple[Literal["best", "two best"], int, int, int, int, bool], ...] = (
+    ("two best", 2, 4, 8, 2, True),
+    ("two best", 4, 8, 256, 8, True),
+    ("best", 3, 8, 160, 6, False),
+    ("best", 1, 3, 6, 2, False),
+    ("two best", 32, 32, 64, 16, True),
+)
+
+
+def check_grouped(
+    device: Device,
+    score: Literal["best", "two best"],
+    used: int,
+    count: int,
+    experts: int,
+    top_k: int,
+    rows: int,
+    *,
+    biased: bool,
+) -> None:
+    """The chosen are the best ones within the best groups, by a loop over groups and experts in float64; ties of groups
+    go to the lowest number."""
+    rng = np.random.default_rng(experts)
+    # Sigmoids that differ by more than float32 rounds.
+    logits = (rng.permuted(np.tile(np.arange(experts), (rows, 1)), axis=1) / experts * 8 - 4).astype(np.float32)
+    logits[-1] = 0
+    bias = (rng.choice([-0.5, 0, 0.25, 0.5], experts)).astype(np.float32) if biased else None
+    routing = route(
+        device,
+        device.upload(logits),
+        top_k=top_k,
+        gating="sigmoid",
+        bias=None if bias is None else device.upload(bias),
+        normalise=True,
+        scale=2.5,
+        expert_scale=None,
+        groups=ExpertGroups(count, used, score),
+    )
+    ids, weights = device.download(routing.ids), device.download(routing.weights)
+    for row, p in enumerate(probabilities(logits, "sigmoid")):
+        values = p if bias is None else p + bias
+        runs = values.reshape(count, -1)
+        totals = [sum(sorted(run.tolist())[-2 if score == "two best" else -1 :]) for run in runs]
+        open_groups = sorted(range(count), key=lambda group: (-round(totals[group], 6), group))[:used]
+        size = experts // count
+        allowed = [expert for expert in range(experts) if expert // size in open_groups]
+        best = sorted(allowed, key=lambda expert: (-round(float(values[expert]), 6), expert))[:top_k]
+        assert ids[row].tolist() == best
+        np.testing.assert_allclose(weights[row], 2.5 * p[best] / p[best].sum(), rtol=4e-6)
+
+
+def check_expert_bias(device: Device, n: int, k: int, rows: int) -> None:
+    """The row of each pair's expert, one rounding per element."""
+    rng = np.random.default_rng(rows)
+    y, bias = rng.standard_normal((n, k, rows)).astype(np.float32), rng.standard_normal((9, rows)).astype(np.float32)
+    ids, on_device = random_ids(n, k, 9), device.upload(y.copy())
+    add_expert_bias(device, on_device, device.upload(bias), device.upload(ids))
+    np.testing.assert_array_equal(device.download(on_device), y + bias[ids])
 
 
 def random_ids(n: int, k: int, experts: int, seed: int = 0) -> NDArray[np.int32]:

@@ -1,11 +1,11 @@
-"""Checks of the norms on any device, against x / sqrt(mean(x^2) + eps) in float64."""
+"""Checks of the norms on any device, against their formulas in float64."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
-from luce.ops.norm import add_rms_norm, head_rms_norm, quantised_rms_norm, rms_norm
+from luce.ops.norm import add_rms_norm, head_rms_norm, layer_norm, quantised_rms_norm, rms_norm
 from luce.ops.quantise import quantise
 from luce.runtime.device import Device
 from tests.support.quantised import same_rows
@@ -54,6 +54,22 @@ def check_add_rms_norm(device: Device, n: int, d: int) -> None:
     np.testing.assert_array_equal(after[:, :d], x + delta)
     assert (after[:, d:] == 7).all()
     close(device.download(y), formula(x + delta, weight))
+
+
+def check_layer_norm(device: Device, n: int, d: int, *, biased: bool) -> None:
+    """Rows with a mean far from 0, contiguous and in a slice of a wider matrix; a row's bits are the same alone."""
+    x, weight, bias = rows(n, d) + np.float32(3), vector(d), vector(d) - 2
+    wide = x.astype(np.float64)
+    centred = wide - wide.mean(axis=1, keepdims=True)
+    expected = centred / np.sqrt((centred**2).mean(axis=1, keepdims=True) + EPS) * weight + (bias if biased else 0)
+    w, b = device.upload(weight), device.upload(bias) if biased else None
+    whole = device.download(layer_norm(device, device.upload(x), w, b, EPS))
+    # The mean's rounding is to be seen where a row hardly differs from it.
+    slack = 1e-6 * np.abs(x).max(axis=1, keepdims=True) / np.sqrt((centred**2).mean(axis=1, keepdims=True) + EPS)
+    assert (np.abs(whole - expected) <= 4e-6 * np.abs(expected) + slack * np.abs(weight) + 1e-6).all()
+    padded = device.upload(np.pad(x, ((0, 0), (3, 4)), constant_values=np.nan))
+    np.testing.assert_array_equal(device.download(layer_norm(device, padded[:, 3 : 3 + d], w, b, EPS)), whole)
+    np.testing.assert_array_equal(device.download(layer_norm(device, device.upload(x[-1:]), w, b, EPS)), whole[-1:])
 
 
 def check_quantised_norm(device: Device, n: int, d: int, *, adding: bool, group: int) -> None:

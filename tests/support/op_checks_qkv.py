@@ -50,7 +50,8 @@ def _run(
     pools = [device.upload(np.zeros((2 * PAGE, kv_heads, n), type)) for type, n in types.layout(device, d)]
     views: list[Array] = spread_out(device, *parts)
     to = Destination(pools[0], pools[1], device.upload(dest))
-    norms, rotation = HeadNorms(query, key, value, EPS), Rotation(device.upload(table), adjacent)
+    norms = HeadNorms(query, key, value, EPS)
+    rotation = Rotation(device.upload(table), adjacent) if angles.shape[1] else None
     prepare_heads(device, views[0], views[1], views[2], norms, rotation, to, keep=keep)
     return [device.download(array) for array in (*views, *pools)]
 
@@ -60,7 +61,7 @@ def check_prepared(
 ) -> None:
     """Queries against the formula; pools hold what write_kv writes of the formula's keys and values, a bit apart.
 
-    `normed` names the parts with a norm, of `qkv`.
+    `normed` names the parts with a norm, of `qkv`. Without pairs, `half` 0, there is no rotation.
     """
     rng = np.random.default_rng(n + d + half)
     parts = tuple(rng.standard_normal((n, h, d)).astype(np.float32) for h in (heads, kv_heads, kv_heads))
@@ -129,3 +130,20 @@ def check_copies(device: Device, kv_heads: int, d: int, types: KVTypes) -> None:
         expected = pool.copy()
         expected[target] = pool[source]
         assert device.download(found).tobytes() == expected.tobytes()
+
+
+def check_keys_alone(device: Device, d: int, types: KVTypes) -> None:
+    """Without a pool of values, keys are written and copied as beside one."""
+    rng = np.random.default_rng(d)
+    keys, dest = rng.standard_normal((5, 2, d)).astype(np.float32), rng.permutation(PAGE)[:5].astype(np.int32)
+    pools = [np.zeros((PAGE, 2, n), dtype) for dtype, n in types.layout(device, d)]
+    both, alone = [device.upload(pool.copy()) for pool in pools], device.upload(pools[0].copy())
+    k, copies = device.upload(keys), device.upload(np.array([[dest[0], dest[1]], [-1, 0]], np.int32))
+    for v, to in (
+        (k, Destination(both[0], both[1], device.upload(dest))),
+        (None, Destination(alone, None, device.upload(dest))),
+    ):
+        write_kv(device, k, v, to)
+        copy_rows(device, to, copies)
+    assert device.download(alone).tobytes() == device.download(both[0]).tobytes()
+    assert device.download(alone).any()

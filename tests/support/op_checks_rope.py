@@ -8,7 +8,7 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
-from luce.ops.qkv import HeadNorms, Rotation, prepare_queries
+from luce.ops.qkv import HeadNorms, Rotation, prepare_queries, temper
 from luce.ops.rope import rope_table
 from luce.runtime.device import Device
 
@@ -82,3 +82,19 @@ def check_rows_alone(device: Device, heads: int, d: int) -> None:
     whole = run(0, 16)
     for start, stop in ((0, 1), (15, 16), (3, 5), (1, 8), (2, 15)):
         np.testing.assert_array_equal(run(start, stop), whole[start:stop])
+
+
+def check_temper(device: Device, n: int, heads: int, d: int) -> None:
+    """Each row by its own position's factor; of four axes the first counts; columns beside do not change."""
+    rng = np.random.default_rng(n)
+    x = rng.standard_normal((n, heads, d)).astype(np.float32)
+    positions = rng.choice([0, 63, 64, 127, 128, 100_000, 262143], n).astype(np.int32)
+    factors = [1 + 0.1 * math.log(1 + position // 64) for position in positions.tolist()]
+    expected = x * np.array(factors)[:, None, None]
+    axes = np.stack((positions, *rng.integers(0, 9, (3, n))), axis=1).astype(np.int32)
+    for given in (positions, axes):
+        fused = device.upload(np.pad(x, ((0, 0), (0, 0), (0, 3)), constant_values=7.0))
+        temper(device, fused[..., :d], device.upload(given), scale=0.1, length=64)
+        after = device.download(fused)
+        np.testing.assert_allclose(after[..., :d], expected, rtol=2e-7)
+        assert (after[..., d:] == 7).all()

@@ -44,6 +44,10 @@ class Reference:
         with open_gguf(self.path) as file:
             return read_spec(Source(str(self.path), file.metadata, file.tensors))
 
+    def among(self, devices: str) -> str:
+        """The first of these devices, separated by commas: no more than the model has layers."""
+        return ",".join(devices.split(",")[: len(self.spec.layers)])
+
     def kind(self, rows: int) -> str:
         """Whose limits a GPU must keep that is given `rows` rows at a time: what products round (luce/ops/matmul.py).
 

@@ -14,7 +14,7 @@ from luce.backend.serving_options import ServingOptions
 from luce.errors import UsageError
 from luce.gguf.reader import GGUFFile, open_gguf
 from luce.layers import build
-from luce.layers.build import shard_tensors
+from luce.layers.tensors import shard_tensors
 from luce.layers.weights import WeightLoader
 from luce.models.spec import ModelSpec
 from luce.ops.kvtype import KVTypes
@@ -31,7 +31,7 @@ def plan(reference: Reference, devices: Sequence[Device], **options: Any) -> tup
 
 
 def splits(layers: int) -> list[int]:
-    return sorted({1, 2, 3, layers})
+    return sorted({1, 2, min(3, layers), layers})
 
 
 class Loaders:
@@ -47,9 +47,10 @@ class Loaders:
 
 
 def wanted(file: GGUFFile, spec: ModelSpec) -> set[str]:
-    """Tensors that the family uses: all but those of skipped layers and projections of borrowing layers."""
+    """Tensors that the family uses: all but those of skipped layers, projections of borrowing layers and divisors of
+    rotary frequencies for longer contexts than Luce runs."""
     skipped = tuple(f"blk.{layer}." for layer in spec.skipped_layers)
-    found = {name for name in file.tensors if not (skipped and name.startswith(skipped))}
+    found = {name for name in file.tensors if not (skipped and name.startswith(skipped))} - {"rope_factors_long.weight"}
     borrowing = [layer for layer in range(len(spec.layers)) if spec.donor(layer) is not None]
     return found - {f"blk.{i}.{part}.weight" for i in borrowing for part in ("attn_k", "attn_v", "attn_k_norm")}
 
@@ -84,7 +85,7 @@ def test_each_shard_reads_its_own_tensors(reference: Reference, monkeypatch: pyt
             assert set().union(*read) == wanted(file, spec)
             blocks = [{name for name in names if name.startswith("blk.")} for names in read]
             assert sum(map(len, blocks)) == len(set().union(*blocks)), "a block is read once"
-            head = {"output.weight", "output_norm.weight"} & file.tensors.keys()
+            head = {"output.weight", f"{spec.final_norm}.weight"} & file.tensors.keys()
             assert [head <= names for names in read] == [False] * (count - 1) + [True]
             assert not any(head & names for names in read[:-1])
             table = ["token_embd.weight" in names for names in read]

@@ -18,7 +18,7 @@ from luce.draft.mtp import MTPDrafter
 from luce.draft.open import DraftPlan, plan_drafter
 from luce.draft.small_model import ModelDrafter
 from luce.gguf.reader import open_gguf
-from luce.layers.build import placed_bytes
+from luce.layers.tensors import placed_bytes
 from luce.ops.weight import stored_bytes
 from luce.runtime.device import Device
 from luce.runtime.host import HostDevice

@@ -66,7 +66,7 @@ class Shards:
             for index, state in shard.state.layers.items():
                 if backend.spec.group_of(index) == number and backend.spec.donor(index) is None:
                     assert isinstance(state, KVPool)
-                    self.arrays += [state.k, state.v]
+                    self.arrays += state.parts.values()
         self.written: list[list[list[bytes]]] = [[] for _ in range(SLOTS)]
         assert all(self.pages.reserve(slot, CONTEXT) for slot in range(SLOTS))
 

@@ -12,7 +12,7 @@ import pytest
 from gguf import GGMLQuantizationType, GGUFWriter
 
 from luce.gguf.reader import GGUFFile, open_gguf
-from luce.layers.build import tensor_bytes
+from luce.layers.tensors import tensor_bytes
 from luce.layers.weights import WeightLoader
 from luce.ops.embedding import embed
 from luce.runtime.device import Device

@@ -21,10 +21,11 @@ from luce.draft.feature_window import as_table
 from luce.errors import UnsupportedError
 from luce.gguf.reader import GGUFFile, TensorInfo
 from luce.layers.attention import AttentionLayer
-from luce.layers.build import LayerBuilder, placed_bytes
-from luce.layers.decoder_layer import PreNormDecoderLayer, Residual
+from luce.layers.build import LayerBuilder
+from luce.layers.decoder_layer import DecoderLayer, Residual
 from luce.layers.rotary import Rotary
 from luce.layers.state import KVPool, StateOptions
+from luce.layers.tensors import placed_bytes
 from luce.models.keys import Source
 from luce.models.spec import Attention
 from luce.ops.activation import scale
@@ -76,10 +77,10 @@ class DFlashModel:
         self._inputs = device.zeros((1 + slots, hidden))
         own = weights.vector(MASK_EMBEDDING, hidden) if spec.mask_embedding else device.upload(mask)
         device.copy(self._inputs[0], own)
-        self._layers: list[PreNormDecoderLayer] = []
+        self._layers: list[DecoderLayer] = []
         for index in range(len(spec.layers)):
             layer = builder.layer(index)
-            assert isinstance(layer, PreNormDecoderLayer)
+            assert isinstance(layer, DecoderLayer)
             self._layers.append(layer)
         #: None also if the file has a head that is switched off
         self.correction: Correction | None = None
@@ -92,12 +93,13 @@ class DFlashModel:
         assert isinstance(mixer, Attention)
         self._context_rotary = None
         if spec.context_base is not None:
+            assert mixer.rope is not None
             self._context_rotary = Rotary(device, replace(mixer.rope, base=spec.context_base), None)
         self._captured = as_table(rows)
         #: bytes of the weights, and of the context, on the device
         self.weights = weights.nbytes
         pools = [layer.mixer.state for layer in self._layers]
-        self.state = sum(pool.k.nbytes + pool.v.nbytes for pool in pools if isinstance(pool, KVPool))
+        self.state = sum(pool.nbytes for pool in pools if isinstance(pool, KVPool))
         self._appending = GraphRunner(device, self._append, pages)
         self._drafting = GraphRunner(device, self._draft, pages)
         device.warm_up(self.warm_up)
@@ -159,7 +161,8 @@ class DFlashModel:
             whole = quantise(device, features, group)
         for layer in self._layers:
             assert isinstance(layer.mixer, AttentionLayer)
-            y = rms_norm(device, features, layer.mixer_norm, layer.eps) if spec.context_norm else whole
+            assert layer.mixer_norm is not None
+            y = layer.mixer_norm(device, features) if spec.context_norm else whole
             layer.mixer.write_context(y, step, self._context_rotary)
         return ()
 

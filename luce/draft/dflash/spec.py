@@ -277,7 +277,7 @@ def _attention(source: Source) -> Callable[..., Attention]:
             head_dim=heads.head_dim,
             rope=rope,
             scale=heads.head_dim**-0.5,
-            qk_norm=True,
+            qk_norm="head",
             output_gate=output_gate,
             window=window,
             bidirectional=bidirectional,

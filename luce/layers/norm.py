@@ -1,0 +1,43 @@
+"""Norms of rows: what a layer or the head multiplies is normed before, and in some models also behind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from luce.ops.activation import add
+from luce.ops.matmul import int8_group
+from luce.ops.norm import add_rms_norm, layer_norm, quantised_rms_norm, rms_norm
+from luce.ops.quantise import Quantised, quantise
+from luce.ops.weight import Weight
+from luce.runtime.device import Array, Device
+
+
+@dataclass(frozen=True)
+class Norm:
+    """rms(x) * weight, or LayerNorm with a weight and maybe a bias: float32 [rows, hidden] -> the same."""
+
+    weight: Array
+    eps: float
+    bias: Array | None = None
+    #: LayerNorm
+    centred: bool = False
+
+    def __call__(self, device: Device, x: Array) -> Array:
+        """The norm of x float32 [rows, hidden]."""
+        if self.centred:
+            return layer_norm(device, x, self.weight, self.bias, self.eps)
+        return rms_norm(device, x, self.weight, self.eps)
+
+    def of_sum(self, device: Device, x: Array, delta: Array | None, reader: Weight) -> Array | Quantised:
+        """The norm of x + delta, which leaves the sum in x; quantised if products with `reader` read int8."""
+        group = int8_group(device, x.shape[0], reader)
+        if self.centred:
+            if delta is not None:
+                add(device, x, delta)
+            y = self(device, x)
+            return quantise(device, y, group) if group else y
+        if group:
+            return quantised_rms_norm(device, x, delta, self.weight, self.eps, group)
+        if delta is None:
+            return rms_norm(device, x, self.weight, self.eps)
+        return add_rms_norm(device, x, delta, self.weight, self.eps)

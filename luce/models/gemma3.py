@@ -1,0 +1,51 @@
+"""Gemma 3: five sliding layers for each global one, which have rotary bases of their own; norms before and behind each
+part, and on query and key heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from luce.models.keys import Source, attention_heads, model, read_attention, read_rope, sliding_layers
+from luce.models.spec import Attention, Dialect, GatedMLP, Layer, MessageMarkers, ModelSpec, Rope
+
+#: by the config of the 27B model, whose queries are scaled by its width; the files have no key for it
+_LAYERS_27B = 62
+
+
+def spec(source: Source) -> ModelSpec:
+    """The spec of a gemma3 file."""
+    layers = source.stored_layers()
+    heads = attention_heads(source)
+    whole = replace(read_attention(source, read_rope(source, base=1e6)), qk_norm="head")
+    if layers == _LAYERS_27B:
+        whole = replace(whole, scale=(source.positive("embedding_length") / heads.heads) ** -0.5)
+    # The scaling of the context concerns the global layers.
+    near = Rope(dims=heads.head_dim, base=source.above("rope.freq_base_swa", 10000.0, least=1.0))
+    sliding = replace(whole, rope=near, window=source.positive("attention.sliding_window"))
+    flags = sliding_layers(source, layers, 6)
+    return gemma(source, "gemma3", [sliding if flag else whole for flag in flags])
+
+
+def gemma(source: Source, family: str, mixers: Sequence[Attention]) -> ModelSpec:
+    """The parts that Gemma 2 and 3 share: all but attention."""
+    layers = [
+        Layer(
+            mixer,
+            GatedMLP(source.positive("feed_forward_length"), "gelu"),
+            mixer_post_norm="post_attention_norm",
+            ffn_post_norm="post_ffw_norm",
+        )
+        for mixer in mixers
+    ]
+    return replace(
+        model(source, family, layers),
+        eos=("<end_of_turn>", "<eos>"),
+        embedding_scale=source.positive("embedding_length") ** 0.5,
+        logit_softcap=source.number("final_logit_softcapping", 0.0),
+        dialect=Dialect(
+            notes=("the role assistant is written model", "a system prompt goes into the first user message"),
+            message=MessageMarkers(starts=("<start_of_turn>",), ends=("<end_of_turn>",)),
+        ),
+    )

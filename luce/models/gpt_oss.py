@@ -1,0 +1,31 @@
+"""gpt-oss: every second layer slides; sinks of attention, biases everywhere, experts with a clamped activation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from luce.models.keys import Source, model, read_attention, read_experts, read_rope, sliding_layers
+from luce.models.spec import Dialect, Layer, Markers, MessageMarkers, ModelSpec
+
+
+def spec(source: Source) -> ModelSpec:
+    """The spec of a gpt-oss file."""
+    rope = read_rope(source, base=150000.0)
+    if rope.yarn is not None:
+        # `truncate` is false in the published config; files have no key for it.
+        rope = replace(rope, yarn=replace(rope.yarn, rounded=False))
+    whole = replace(read_attention(source, rope), bias=True, out_bias=True, sinks=True)
+    sliding = replace(whole, window=source.positive("attention.sliding_window"))
+    # The softmax over the chosen experts is that over all, divided by the sum of the chosen.
+    experts = replace(read_experts(source, gating=3), biases=True, activation="clamped_swiglu")
+    flags = sliding_layers(source, source.stored_layers(), 2)
+    layers = [Layer(sliding if flag else whole, experts, ffn_norm="post_attention_norm") for flag in flags]
+    return replace(
+        model(source, "gpt-oss", layers),
+        eos=("<|return|>", "<|call|>", "<|endoftext|>"),
+        dialect=Dialect(
+            reasoning=Markers("<|channel|>analysis<|message|>", "<|end|>"),
+            notes=("a reply is channels: analysis, commentary with the tool calls, final",),
+            message=MessageMarkers(starts=("<|start|>",), ends=("<|end|>",)),
+        ),
+    )
