@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from luce.models.keys import Source, model, read_attention, read_experts, read_rope, sliding_layers
-from luce.models.spec import Dialect, Layer, Markers, MessageMarkers, ModelSpec
+from luce.models.spec import Dialect, Layer, Markers, MessageMarkers, ModelSpec, ReasoningBudget
 
 
 def spec(source: Source) -> ModelSpec:
@@ -25,6 +25,7 @@ def spec(source: Source) -> ModelSpec:
         eos=("<|return|>", "<|call|>", "<|endoftext|>"),
         dialect=Dialect(
             reasoning=Markers("<|channel|>analysis<|message|>", "<|end|>"),
+            budget=ReasoningBudget(lead_out="<|start|>assistant<|channel|>final<|message|>"),
             notes=("a reply is channels: analysis, commentary with the tool calls, final",),
             message=MessageMarkers(starts=("<|start|>",), ends=("<|end|>",)),
         ),

@@ -284,7 +284,7 @@ class ReasoningBudget:
 
     #: what leads to the closing marker, as the family's makers write it
     lead_in: str = ""
-    #: what a reply has behind the closing marker
+    #: what a reply has behind the closing marker, special tokens included
     lead_out: str = ""
     #: tokens that the family's makers recommend for a reply
     usual_tokens: int = 16000

@@ -117,10 +117,7 @@ def reasoning_limit(
     return ReasoningLimit(
         opening=tuple(tokenizer.encode(markers.open, specials=True)),
         closers=frozenset({found.closes}),
-        closing=(
-            *tokenizer.encode(markers.close, specials=True),
-            *tokenizer.encode(ending.lead_out, specials=False),
-        ),
+        closing=tuple(tokenizer.encode(markers.close + ending.lead_out, specials=True)),
         lead_in=tuple(tokenizer.encode(ending.lead_in, specials=False)),
         blank=frozenset(ids[0] for ids in blanks if len(ids) == 1),
         inside=found.inside,

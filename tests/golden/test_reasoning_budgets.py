@@ -145,7 +145,7 @@ def test_families_end_their_reasoning_as_they_write_it(name: str) -> None:
             closing = model.tokenizer.encode(dialect.reasoning.close, specials=True)
             at = ids.index(closing[0])
             assert at == budget
-            tail = [*closing, *model.tokenizer.encode(dialect.budget.lead_out, specials=False)]
+            tail = [*closing, *model.tokenizer.encode(dialect.budget.lead_out, specials=True)]
             assert ids[at : at + len(tail)] == tail
             lead = model.tokenizer.encode(dialect.budget.lead_in, specials=False)
             if lead and len(lead) <= budget:
