@@ -81,7 +81,7 @@ def _part(step: Step, begin: int, end: int) -> Step:
     picked = [i for i, s in enumerate(step.spans) if s.start < end and begin < s.start + s.rows]
     spans = tuple(_clip(step.spans[i], begin, end) for i in picked)
     of_part = (step.output_rows >= begin) & (step.output_rows < end)
-    return Step.of_spans(
+    part = Step.of_spans(
         spans,
         step.tokens[begin:end],
         tuple(_view(view, picked, spans, begin, end) for view in step.views),
@@ -89,6 +89,7 @@ def _part(step: Step, begin: int, end: int) -> Step:
         needs_logits=step.needs_logits[of_part],
         needs_candidates=False if step.needs_candidates is None else step.needs_candidates[of_part],
     )
+    return part if step.masks is None or not of_part.any() else replace(part, masks=step.masks.part(of_part))
 
 
 def _clip(span: Span, begin: int, end: int) -> Span:

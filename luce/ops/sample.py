@@ -1,4 +1,6 @@
-"""Choosing tokens on the device: the best of each row, and the few best candidates, which suffice for most samplers."""
+"""Choosing tokens on the device: masks of grammars, the best of each row, and the few best candidates, which suffice
+for most samplers.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +18,32 @@ _PART = 4096
 _THREADS = (256,)
 # PART of kernels/top_k.cu.
 _TOP_K_PART = 4096
+
+
+def mask_logits(device: Device, logits: Array, rows: Array, masks: Array) -> None:
+    """Set the logits of masked tokens to -inf, in place: float32 [m, vocab] (any row stride).
+
+    Row rows[i] (int32 [k], distinct, each in [0, m)) gets mask i of masks, uint32 [k, words]: token t may come next if
+    bit t % 32 of word t / 32 is set. Tokens behind the last word may not.
+    """
+    k, words = masks.shape
+    vocab = logits.shape[1]
+    if device.host:
+        for row, mask in zip(rows.tolist(), masks, strict=True):
+            logits[row, ~unpack_mask(mask, vocab)] = -np.inf
+        return
+    if k:
+        parts = -(-vocab // _PART)
+        sizes = (np.int32(vocab), np.int32(logits.strides[0] // 4), np.int32(words), np.int32(_PART))
+        device.launch("mask_logits", "mask_logits", (parts, k), _THREADS, (logits, rows, masks, *sizes))
+
+
+def unpack_mask(mask: NDArray[np.uint32], vocab: int) -> NDArray[np.bool_]:
+    """The bits of a mask, uint32 [words], as bool [vocab]; False behind the last word."""
+    allowed = np.zeros(vocab, np.bool_)
+    known = min(vocab, 32 * len(mask))
+    allowed[:known] = np.unpackbits(mask.view(np.uint8), count=known, bitorder="little").view(np.bool_)
+    return allowed
 
 
 def argmax(device: Device, logits: Array) -> Array:

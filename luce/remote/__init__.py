@@ -13,6 +13,7 @@ luce.shard. Messages have tensors and verbs; nothing here knows a model family.
     rpc               requests and their responses, which arrive in the same order
     saved_state       a saved state in a daemon's memory
     activation_codec  activations in messages: float32, float16, bfloat16
+    mask_codec        masks in messages: each in its shortest form
     shared_layout     the layout of shared memory
     daemon            a daemon's session: handles requests until the server is gone
     service           what a session holds, layers or a drafter: dispatches requests to handlers

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from luce.remote.messages import Announce
 from luce.remote.service import Work
 from luce.runtime.device import Event
-from luce.runtime.step import Step
+from luce.runtime.step import MadeMasks, RowMasks, Step
 from luce.shard.pipeline import Result
 from luce.shard.saved_state import JoinedSavedState
 
@@ -34,9 +34,10 @@ class AnnouncedStep(Step):
     input_ready: Event | None = None
 
     @classmethod
-    def of(cls, message: Announce, input_ready: Event) -> AnnouncedStep:
-        """The step of a message."""
+    def of(cls, message: Announce, input_ready: Event, masks: RowMasks | None = None) -> AnnouncedStep:
+        """The step of a message, with the masks that came behind it."""
         values = {field.name: getattr(message.step, field.name) for field in fields(Step)}
+        values["masks"] = None if masks is None else MadeMasks(masks)
         return cls(**values, message=message, input_ready=input_ready)
 
 

@@ -27,6 +27,7 @@ from luce.models.registry import read_spec
 from luce.ops.kvtype import KVTypes
 from luce.remote.activation_codec import ActivationCodec
 from luce.remote.announced import Announced, AnnouncedStep, CopiedState, QueuedStep, announcement
+from luce.remote.mask_codec import MaskDecoder
 from luce.remote.messages import (
     Accept,
     Announce,
@@ -53,7 +54,7 @@ from luce.remote.shared_layout import OUTPUT_BYTES, OutputLayout, shared_size
 from luce.remote.validate import check_pages, check_step, is_path, load_layers, within
 from luce.runtime.device import Array, Device, Event, Flag
 from luce.runtime.host import HostDevice, HostEvent
-from luce.runtime.step import MAX_CANDIDATES, Step
+from luce.runtime.step import MAX_CANDIDATES, RowMasks, Step
 from luce.runtime.transfer import DEPTH, Link, Transfer
 from luce.shard.local import LocalShard
 from luce.shard.pipeline import Pipeline
@@ -144,6 +145,7 @@ class ServedModel(Service):
         self._seconds_reported = 0.0
         #: by number
         self._saved: dict[int, JoinedSavedState] = {}
+        self._masks = MaskDecoder(spec.vocab)
         self._announced: Announced | None = None
         #: what was announced before the request that is being handled
         self._previous: Announced | None = None
@@ -241,6 +243,12 @@ class ServedModel(Service):
         announced = self._previous
         if announced is None:
             raise BackendError("no step was announced")
+        masks = None
+        if message.masks is not None:
+            # Also of a step that cannot run: later messages name masks of this one.
+            masks = self._masks.decode(message.masks, len(announced.message.step.output_rows))
+            if announced.work is not None or not self._last:
+                raise BackendError("masks of a step that takes none")
         if announced.problem is not None:
             raise announced.problem
         if (message.data is None) != (self.load.shared or not self.input_widths):
@@ -248,7 +256,7 @@ class ServedModel(Service):
         if message.data is not None:
             memory = self.arena.memory[announced.message.source :]
             self._input_codec.unpack(message.data, memory, announced.message.step.rows)
-        return announced.work or self.forward(announced.message, HostEvent())
+        return announced.work or self.forward(announced.message, HostEvent(), masks)
 
     def _check_places(self, message: Announce) -> None:
         rows = message.step.rows
@@ -267,9 +275,9 @@ class ServedModel(Service):
         inside = 0 <= message.output <= len(self.arena.memory) - OUTPUT_BYTES and message.output % 64 == 0
         return self.uses_flags and self._last and inside and len(message.step.output_rows) > 0
 
-    def forward(self, message: Announce, input_ready: Event) -> Work:
+    def forward(self, message: Announce, input_ready: Event, masks: RowMasks | None = None) -> Work:
         """Queue the announced step, whose input is there once `input_ready` is done."""
-        step, pipeline = AnnouncedStep.of(message, input_ready), self.pipeline
+        step, pipeline = AnnouncedStep.of(message, input_ready, masks), self.pipeline
         if len(self.devices) == 1 or (len(step.output_rows) and pipeline.idle and pipeline.failure is None):
             # Without the pipeline's threads, as a thread takes tens of microseconds to wake up.
             result, over = pipeline.run(step)

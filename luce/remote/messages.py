@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.ipc.lifecycle import Failed, Hello, Open
+from luce.remote.mask_codec import WireMasks
 from luce.runtime.step import Output, Step
 
 
@@ -112,6 +113,8 @@ class Forward(msgspec.Struct, tag=True):
 
     #: the input, if the arena is not shared
     data: NDArray[np.uint8] | None = None
+    #: the masks of the step's output rows, for the last shard; they are made while the shards before it work
+    masks: WireMasks | None = None
 
 
 class Embed(msgspec.Struct, tag=True):

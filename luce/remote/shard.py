@@ -19,6 +19,7 @@ from luce.ipc.supervisor import Supervisor
 from luce.models.spec import ModelSpec
 from luce.remote.activation_codec import ActivationCodec
 from luce.remote.device import is_remote
+from luce.remote.mask_codec import MaskEncoder
 from luce.remote.messages import Accept, Announce, Done, Forward, Load, Loaded, Response
 from luce.remote.rpc import PER_BYTE, PER_ROW, Expected, Request, Requests
 from luce.remote.shard_groups import RemoteEnds, RemoteRanking, RemoteState, check_ids, check_output
@@ -109,6 +110,7 @@ class RemoteShard:
         self._reader: Request | None = None
         #: the last request whose captured outputs come with its response
         self._capturing: Request | None = None
+        self._masks = MaskEncoder()
         #: whether the daemon's devices wait for the arena's flags, and raise them, without the host
         self._uses_flags = False
         #: how many steps have been announced: the values of the arena's flags
@@ -168,6 +170,7 @@ class RemoteShard:
     def lost(self) -> str:
         why = self._requests.lost()
         if why:
+            self._masks = MaskEncoder()
             # The last daemon may have left any value in a flag; no step of the next one may take it for its own.
             for flag in (self._arena.input_flag, self._arena.output_flag):
                 if Flag(flag, self._steps).done():
@@ -191,11 +194,14 @@ class RemoteShard:
         target = self._output_buffers[self._steps % OUTPUT_BUFFERS] if self._output_widths else -1
         self._steps += 1
         input_flag = output_flag = None
+        # The masks come with Forward, and nothing of such a step is queued before.
+        masked = self._last and step.masks is not None
         if self._uses_flags:
-            input_flag = None if activation is None else Flag(self._arena.input_flag, self._steps)
+            input_flag = None if activation is None or masked else Flag(self._arena.input_flag, self._steps)
             output_flag = Flag(self._arena.output_flag, self._steps) if self._can_share_output(step) else None
         values = (None if flag is None else flag.value for flag in (input_flag, output_flag))
-        self._requests.send(Announce(step, source, target, next(values), self._output_at, next(values)))
+        sent = step if step.masks is None else replace(step, masks=None)
+        self._requests.send(Announce(sent, source, target, next(values), self._output_at, next(values)))
         self._announced = _Announced(step, source, target, input_flag, output_flag)
 
     def _can_share_output(self, step: Step) -> bool:
@@ -233,7 +239,10 @@ class RemoteShard:
             limit=SMALL_FRAME + 4 * (2 * len(step.output_rows) * self._vocab + step.rows * sum(self._output_widths)),
             spin=self._spin if step.rows <= _SPIN_ROWS else 0.0,
         )
-        request = self._requests.ask(Forward(data), expected)
+        masks = None
+        if self._last and step.masks is not None:
+            masks = self._masks.encode(step.masks.wait(), self._vocab)
+        request = self._requests.ask(Forward(data, masks), expected)
         if announced.output_flag is not None:
             layout = OutputLayout(step, self._vocab, self._output_memory())
             request.expect_output(announced.output_flag, lambda: self._read(layout, announced))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -110,6 +111,50 @@ ViewBuilder = Callable[[Int32, Int32, Int32], tuple[PageView, ...]]
 
 
 @dataclass(frozen=True)
+class RowMasks:
+    """Which tokens may come next in some output rows, ascending."""
+
+    #: int32 [k]: numbers of output rows
+    rows: Int32
+    #: uint32 [k, words]: bit t % 32 of word t / 32 is set if token t may come; tokens behind the last word may not
+    words: NDArray[np.uint32]
+
+
+class PendingMasks(ABC):
+    """The masks of a step, which are made while the devices work on the step's layers."""
+
+    @abstractmethod
+    def wait(self) -> RowMasks:
+        """The masks. Whoever computes the output waits for them once the layers are queued. Any thread may call it."""
+
+    def part(self, chosen: NDArray[np.bool_]) -> PendingMasks:
+        """The masks of these output rows only, bool [m], numbered anew."""
+        return _PartOfMasks(self, chosen)
+
+
+class MadeMasks(PendingMasks):
+    """Masks that are there."""
+
+    def __init__(self, masks: RowMasks) -> None:
+        self._masks = masks
+
+    def wait(self) -> RowMasks:
+        return self._masks
+
+
+class _PartOfMasks(PendingMasks):
+    def __init__(self, whole: PendingMasks, chosen: NDArray[np.bool_]) -> None:
+        self._whole = whole
+        self._chosen = chosen
+
+    def wait(self) -> RowMasks:
+        whole = self._whole.wait()
+        own = self._chosen[whole.rows]
+        numbers = (np.cumsum(self._chosen) - 1).astype(np.int32)
+        return RowMasks(numbers[whole.rows[own]], whole.words[own])
+
+
+@dataclass(frozen=True)
 class Step:
     """One forward pass over rows of several sequences.
 
@@ -130,6 +175,9 @@ class Step:
     needs_logits: NDArray[np.bool_]
     #: bool [m]: output rows that need their candidates; None: no row does
     needs_candidates: NDArray[np.bool_] | None = None
+    #: which tokens may come next: the argmax and the candidates of these rows are among them. Rows that need their
+    #: whole logits have no mask here. None: any token may come
+    masks: PendingMasks | None = None
 
     @classmethod
     def of_spans(
@@ -192,7 +240,7 @@ class Candidates:
 class Output:
     """The last shard's result of a step, in fresh arrays."""
 
-    #: int32 [m]: argmax of each output row's logits, the lowest id on ties
+    #: int32 [m]: argmax of each output row's logits under its mask, the lowest id on ties
     ids: Int32
     #: float32 [k, vocab] of the rows that need their logits
     logits: NDArray[np.float32]

@@ -9,6 +9,7 @@ shards one after the other. Not here: the placement of layers (luce.backend) and
     local         the shard of this process
     local_state   saves, restores and loads its pages and recurrent states
     pipeline      shards in the order of their layers, each on its thread, and the copies between them
+    device_masks  masks of output rows, copied to the device beside its work
     graphs        captures a step as a CUDA graph and replays it
     saved_state   pages and recurrent states of a sequence in host memory
     page_ranking  estimates which pages a query attends to, from statistics of their keys

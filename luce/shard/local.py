@@ -23,6 +23,7 @@ from luce.ops.matmul import FEW_ROWS
 from luce.ops.sample import argmax, find_candidates, top_k_keys, unpack_candidates
 from luce.runtime.device import Array, Device
 from luce.runtime.step import DeviceStep, Int32, Output, Span, SpanArrays, Step, StepShape, branches_of
+from luce.shard.device_masks import DeviceMasks
 from luce.shard.graphs import GraphRunner
 from luce.shard.local_state import LocalState
 from luce.shard.page_ranking import PageRanker
@@ -67,6 +68,7 @@ class LocalShard:
             hooks.on_layer()
         self._per_layer = builder.per_layer() if spec.per_layer else None
         self._head = builder.head() if layers.stop == len(spec.layers) else None
+        self._masks = DeviceMasks(device)
         self._captured = options.captured
         self._borrowed, self._lent = spec.lent(layers.start), spec.lent(layers.stop)
         pools: dict[int, KVPool | DeltaState] = {index: mirror.state for index, mirror in self._mirrors.items()}
@@ -117,6 +119,12 @@ class LocalShard:
             return lambda: Output(np.empty(0, np.int32), np.empty((0, 0), np.float32))
         ids, logits, *_ = result
         arrays = [ids, self._select(logits, step.needs_logits)]
+        if step.masks is not None:
+            # The layers are queued: the device works while masks are still being made.
+            masks = step.masks.wait()
+            if len(masks.rows):
+                self._masks.apply(logits, masks)
+                arrays[0] = argmax(self.device, logits)
         if step.needs_candidates is not None and step.needs_candidates.any():
             arrays.append(top_k_keys(self.device, self._select(logits, step.needs_candidates)))
         return self._fetch(arrays, self._hooks.output_memory(step))
@@ -176,7 +184,9 @@ class LocalShard:
             activation = (
                 () if self._embedding is not None else tuple(self.device.empty((shape.rows, w)) for w in widths)
             )
-            self._run(DeviceStep(self.device, shape, self.device.empty(shape.size, np.int32)), activation)
+            result = self._run(DeviceStep(self.device, shape, self.device.empty(shape.size, np.int32)), activation)
+        if self._head is not None:
+            self._masks.warm_up(result[1])
 
     @property
     def replayed(self) -> int:
@@ -205,6 +215,7 @@ class LocalShard:
     def close(self) -> None:
         self.state.close()
         self._graphs.close()
+        self._masks.close()
         self.ranking.close()
         self.ends.close()
         self._embedding = self._head = self._per_layer = None

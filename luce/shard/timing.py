@@ -36,14 +36,35 @@ class ShardTimes:
     copies: Durations | None
 
 
+class Histogram:
+    """Collects times. One thread adds them, any thread may read."""
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(BOUNDS) + 1)
+        #: seconds of all times
+        self.total = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Count a time."""
+        self._counts[bisect_left(BOUNDS, seconds)] += 1
+        self.total += seconds
+
+    def durations(self) -> Durations:
+        """All counted times."""
+        return Durations(tuple(self._counts), self.total)
+
+
 class Clock:
     """Collects times of one device. One thread adds intervals, one thread counts them, any thread may read."""
 
     def __init__(self) -> None:
         self._open: deque[tuple[Event, Event]] = deque()
-        self._counts = [0] * (len(BOUNDS) + 1)
-        #: seconds of all counted intervals
-        self.total = 0.0
+        self._counted = Histogram()
+
+    @property
+    def total(self) -> float:
+        """Seconds of all counted intervals."""
+        return self._counted.total
 
     def add(self, start: Event, end: Event) -> None:
         """Add the interval between two events with timing, which may be pending. Intervals come in the order of their
@@ -54,9 +75,7 @@ class Clock:
         """Count the finished intervals. Raises DeviceError if the work before an event failed."""
         while self._open and self._open[0][1].done():
             start, end = self._open.popleft()
-            seconds = end.seconds_since(start)
-            self._counts[bisect_left(BOUNDS, seconds)] += 1
-            self.total += seconds
+            self._counted.add(end.seconds_since(start))
 
     def forget(self) -> None:
         """Drop the intervals that are not counted yet: their work failed."""
@@ -64,4 +83,4 @@ class Clock:
 
     def durations(self) -> Durations:
         """The times of all counted intervals."""
-        return Durations(tuple(self._counts), self.total)
+        return self._counted.durations()

@@ -1,18 +1,35 @@
-"""argmax, candidates and kernels/sample.cu, top_k.cu and argmax_logsumexp.cu."""
+"""Masks, argmax, candidates and kernels/mask_logits.cu, sample.cu, top_k.cu and argmax_logsumexp.cu."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from luce.ops.sample import argmax, top_k_keys, unpack_candidates
+from luce.ops.sample import argmax, mask_logits, top_k_keys, unpack_candidates
 from luce.runtime.device import Device
 from tests.support.devices import emulated_only, on_devices
-from tests.support.op_checks_sample import check_argmax, check_argmax_logsumexp, check_top_k
+from tests.support.op_checks_sample import check_argmax, check_argmax_logsumexp, check_mask_logits, check_top_k
 
 
 @on_devices("vocab, scale, softcap", [(1, 1, 0), (300, 0.5, 0), (4097, 1, 30), (9000, 2, 0)])
 def test_argmax_logsumexp(device: Device, vocab: int, scale: float, softcap: float) -> None:
     check_argmax_logsumexp(device, vocab, scale, softcap)
+
+
+@on_devices(
+    "vocab, words",
+    host=[(1, 1), (31, 1), (33, 2), (100, 2), (100, 4), (500, 16)],
+    emulated=[(1, 1), (33, 2), (100, 2), (4096, 128), (4097, 129), (9000, 280)],
+    gpu=[(1, 1), (33, 2), (1000, 20), (4097, 129), (32003, 1001), (151936, 4747), (248320, 7751), (262144, 8192)],
+)
+def test_mask_logits(device: Device, vocab: int, words: int) -> None:
+    check_mask_logits(device, vocab, words)
+
+
+@emulated_only
+def test_mask_of_no_rows(device: Device) -> None:
+    logits = device.zeros((2, 70))
+    mask_logits(device, logits, device.upload(np.empty(0, np.int32)), device.upload(np.empty((0, 3), np.uint32)))
+    assert not device.download(logits).any()
 
 
 @on_devices(

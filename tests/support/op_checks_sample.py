@@ -1,4 +1,4 @@
-"""Checks of argmax and of the best candidates on any device."""
+"""Checks of masks, of argmax and of the best candidates on any device."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from luce.ops.sample import argmax, argmax_logsumexp, top_k_keys, unpack_candidates
+from luce.ops.sample import argmax, argmax_logsumexp, mask_logits, top_k_keys, unpack_candidates
 from luce.runtime.device import Device
+from luce.runtime.host import HostDevice
 from luce.runtime.step import MAX_CANDIDATES
 
 
@@ -93,3 +94,36 @@ def check_argmax_logsumexp(device: Device, vocab: int, scale: float, softcap: fl
         assert ids.tolist() == best
         np.testing.assert_array_equal(bits.view(np.float32), logits[np.arange(len(logits)), best])
         np.testing.assert_allclose(norms[:5].view(np.float32), expected, rtol=2e-6)
+
+
+def check_mask_logits(device: Device, vocab: int, words: int) -> None:
+    """Some rows of a matrix, as rows of their own and as a slice of a wider one: masked tokens are -inf, also NaN and
+    infinite ones and those behind the last word; every other bit of the memory stays as it was. What is chosen then is
+    what is chosen of logits that were masked on the host."""
+    rng = np.random.default_rng(vocab + words)
+    logits = rows_of_interest(vocab)
+    rows = rng.permutation(len(logits))[:-2].astype(np.int32)
+    masks = rng.integers(0, 2**32, (len(rows), words), dtype=np.uint32)
+    masks[0], masks[1] = 0, 0xFFFFFFFF
+    masks[2] = 0
+    masks[2, words // 2] = 1 << 31
+    expected = logits.copy()
+    for row, mask in zip(rows, masks, strict=True):
+        for token in range(vocab):
+            word = int(mask[token // 32]) if token < 32 * words else 0
+            if not word >> token % 32 & 1:
+                expected[row, token] = -np.inf
+    wide = rng.standard_normal((len(logits), vocab + 7)).astype(np.float32)
+    around = wide.copy()
+    wide[:, 2 : 2 + vocab] = logits
+    around[:, 2 : 2 + vocab] = expected
+    for given, at, wanted in ((logits.copy(), 0, expected), (wide, 2, around)):
+        memory = device.upload(given)
+        view = memory[:, at : at + vocab]
+        mask_logits(device, view, device.upload(rows), device.upload(masks))
+        found = device.download(memory)
+        np.testing.assert_array_equal(found.view(np.uint32), wanted.view(np.uint32))
+        assert device.download(argmax(device, view)).tolist() == [first_best(row) for row in expected]
+        keys = device.download(top_k_keys(device, view))
+        masked_on_host = top_k_keys(HostDevice(), expected)
+        np.testing.assert_array_equal(keys, masked_on_host)
