@@ -188,7 +188,7 @@ def serving_options(
     return ServingOptions(
         slots=config.parallel,
         kv=KVTypes(config.cache_type_k, config.cache_type_v),
-        verify_rows=verified_rows(config),
+        verify_rows=verified_rows(config, spec),
         rank_pages=ranks_pages(config),
         peer=config.peer_access,
         context=default_context(spec, config.max_ctx),

@@ -20,6 +20,7 @@
         ├── MethodError        wrong method for the path                    HTTP 405
         ├── BodyTimeoutError   the body did not arrive in time              HTTP 408
         ├── TooLargeError      the body exceeds the limit                   HTTP 413
+        ├── GrammarLimitError  a reply's grammar leaves no token in time    HTTP 422
         ├── MediaTypeError     the body is not JSON, or encoded differently HTTP 415
         ├── ExpectationError   an Expect header that Luce does not know     HTTP 417
         ├── NotSupportedError  a part of HTTP that Luce does not do         HTTP 501
@@ -170,6 +171,13 @@ class ExpectationError(RequestError):
 
     status = 417
     code = "expectation_failed"
+
+
+class GrammarLimitError(RequestError):
+    """The grammar that a reply follows has become too large or too slow, or allows no token any more."""
+
+    status = 422
+    code = "grammar_limit"
 
 
 class QueueFullError(RequestError):

@@ -301,6 +301,10 @@ class Config(SamplingDefaults):
         metavar="N",
         group="limits",
     )
+    grammar_threads: int = setting(0, integer(0, 256), "threads for token masks (0: auto)", metavar="N", group="limits")
+    grammar_mask_ms: int = setting(
+        50, integer(1, 60000), "longest time for a token mask; the second slower one ends a reply", group="limits"
+    )
     max_queue: int = setting(
         64, integer(0, 65536), "requests that may wait; further ones are answered with 503", metavar="N", group="limits"
     )

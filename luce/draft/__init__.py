@@ -8,6 +8,7 @@ and drafters in daemons; luce.draft.dflash is the block-diffusion draft. Not her
     open             opens the drafter that the settings name
     spec             a drafter with weights as settings and files describe it, before it has a device
     on_demand        a drafter whose memory is allocated when it is needed
+    no_drafter       what an engine without --draft has in place of a drafter
     ngram            prompt lookup
     mtp              the target's own layer for multi-token prediction
     small_model      a small model of any family

@@ -92,9 +92,13 @@ class DraftPlan:
         return usable_bytes(self.device)
 
 
-def verified_rows(config: Config) -> int:
-    """Most rows of a sequence in one verification, 0 without drafting."""
-    return (config.verify_width or RECURRENT_ROWS) if config.draft else 0
+def verified_rows(config: Config, spec: ModelSpec) -> int:
+    """Most rows of a sequence in one verification, 0 without any.
+
+    Without --draft, grammars still force tokens. Verifying them costs no memory, except in recurrent states: half as
+    much again as they take otherwise.
+    """
+    return 0 if spec.recurrent and not config.draft else config.verify_width or RECURRENT_ROWS
 
 
 def branch_pages(config: Config) -> int:
@@ -139,7 +143,7 @@ def open_drafter(
     """The drafter for a target of `context` positions on `devices`; None without --draft. A daemon loads it while the
     caller continues. Otherwise as plan_drafter."""
     if config.draft == "ngram":
-        ngram = NgramDrafter(block=verified_rows(config) - 1 or 1)
+        ngram = NgramDrafter(block=verified_rows(config, spec) - 1 or 1)
         return PreparedDrafter(None, lambda first, last: ngram)
     plan = plan_drafter(opened, config, file, spec, devices, context=context)
     if plan is None:

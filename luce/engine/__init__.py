@@ -11,6 +11,7 @@ luce.kvcache, luce.draft, and luce.backend through the Backend protocol.
     scheduler        pure: waiting and running sequences in, steps out
     draft_tree       pure: draft trees as rows of a step, and the pages of their branches
     sampling         logits to a token; log probabilities
+    masks            the masks of constrained rows, made on threads while the devices work
     speculate        asks the drafter, chooses the draft rows to verify, counts the accepted ones
     draft_budget     pure: how many draft rows pay, by measured step times and acceptance rates
     checkpoints      where a sequence resumes from the prefix cache, and which checkpoints of it are saved

@@ -7,6 +7,7 @@ from collections.abc import Sequence as Many
 
 from luce.engine.delivery import Delivery
 from luce.engine.events import FinishReason, Progress, Token, Tokens
+from luce.engine.masks import StepMasks
 from luce.engine.parts import EngineParts
 from luce.engine.reply import OutputRow, Reply, output_rows
 from luce.engine.scheduler import ScheduledSequence, ScheduledStep
@@ -22,12 +23,12 @@ class Committer:
         #: counters since the start
         self.prompt_tokens = self.predicted_tokens = 0
 
-    def commit(self, scheduled: ScheduledStep, output: Output, now: float) -> None:
-        """Commit the output of a step that ended `now`, on time.monotonic's clock."""
+    def commit(self, scheduled: ScheduledStep, output: Output, now: float, masks: StepMasks | None = None) -> None:
+        """Commit the output of a step, with its masks, that ended `now`, on time.monotonic's clock."""
         for one in scheduled.sequences:
             reply = self._delivery[one.sequence]
             with self._delivery.bookkeeping(reply):
-                self._commit(reply, one, output, now)
+                self._commit(reply, one, output_rows(one, output, masks), output, now)
 
     def resume(self, reply: Reply) -> None:
         """Let a sequence that has a slot begin with what the prefix cache has of its prompt, and report how much."""
@@ -40,10 +41,11 @@ class Committer:
         if hit is not None and hit.logits is not None:
             self._begin(reply, OutputRow(int(hit.logits.argmax()), hit.logits), time.monotonic())
 
-    def _commit(self, reply: Reply, scheduled: ScheduledSequence, output: Output, now: float) -> None:
+    def _commit(
+        self, reply: Reply, scheduled: ScheduledSequence, rows: list[OutputRow], output: Output, now: float
+    ) -> None:
         sequence, checkpoints = reply.sequence, self._parts.checkpoints
         total = len(sequence.prompt)
-        rows = output_rows(scheduled, output)
         if scheduled.position >= total:
             self.extend(reply, rows, scheduled)
             return

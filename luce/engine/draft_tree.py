@@ -9,7 +9,7 @@ describes the spans of such a step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,14 +22,20 @@ from luce.runtime.step import PAGE, Int32, PageView, Span
 _COPY_MULTIPLE = 256
 
 
+def children_of(parents: Iterable[int]) -> dict[int, list[int]]:
+    """The children of each node of a tree that has any, in order; parents as in `depth_first`."""
+    children: dict[int, list[int]] = {}
+    for node, parent in enumerate(parents):
+        children.setdefault(parent, []).append(node)
+    return children
+
+
 def depth_first(parents: Sequence[int]) -> list[int]:
     """The nodes of a tree in depth-first order, where a node's first child comes first.
 
     parents[i] is the parent of node i: an earlier node, or -1 for the root.
     """
-    children: dict[int, list[int]] = {}
-    for node, parent in enumerate(parents):
-        children.setdefault(parent, []).append(node)
+    children = children_of(parents)
     order: list[int] = []
     stack = children.get(-1, [])[::-1]
     while stack:
@@ -47,6 +53,42 @@ def well_formed(parents: Sequence[int], tokens: Sequence[int], depth: int) -> bo
             return False
         depths.append(1 + (depths[parent] if parent >= 0 else 0))
     return max(depths, default=0) <= depth and len(set(zip(parents, tokens, strict=False))) == len(parents)
+
+
+def refused_tokens(proposal: Proposal, kept: Sequence[bool]) -> list[int]:
+    """The tokens of a proposal that are not kept although their parents are."""
+    parents = proposal.parents or range(-1, len(proposal.tokens) - 1)
+    return [node for node, parent in enumerate(parents) if not kept[node] and (parent < 0 or kept[parent])]
+
+
+def part_of(proposal: Proposal, nodes: Sequence[int], root: int = -1) -> Proposal:
+    """The proposal of these nodes alone, in their order; `root` is the node that the seed stands for, all else follows
+    it."""
+    parents = proposal.parents or range(-1, len(proposal.tokens) - 1)
+    numbers = {root: -1} | {node: number for number, node in enumerate(nodes)}
+    return Proposal(
+        [proposal.tokens[node] for node in nodes],
+        [proposal.probabilities[node] for node in nodes] if len(proposal.probabilities) else (),
+        [numbers[parents[node]] for node in nodes] if proposal.parents else (),
+    )
+
+
+def behind(proposal: Proposal, tokens: Sequence[int], most: int) -> Proposal:
+    """What a proposal says of the text behind these tokens, up to `most` tokens; empty if it goes another way."""
+    root, children = -1, children_of(proposal.parents or range(-1, len(proposal.tokens) - 1))
+    for token in tokens:
+        found = next((node for node in children.get(root, []) if proposal.tokens[node] == token), None)
+        if found is None:
+            return Proposal()
+        root = found
+    if root < 0:
+        return proposal
+    inside, nodes = {root}, []
+    for node, parent in enumerate(proposal.parents or range(-1, len(proposal.tokens) - 1)):
+        if parent in inside:
+            inside.add(node)
+            nodes.append(node)
+    return part_of(proposal, nodes[: max(0, most)], root)
 
 
 def in_row_order(proposal: Proposal, count: int) -> tuple[Proposal, tuple[int, ...]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from luce.config.settings import Config
+from luce.engine.masks import MaskStats
 from luce.engine.speculate import DraftStats
 from luce.kvcache.paging import PagingStats
 from luce.kvcache.prefix_cache import CacheStats
@@ -36,6 +37,10 @@ class EngineOptions:
     verify_width: int = 0
     #: most tokens of the draft trees that the drafter is asked for; None: it is asked for chains
     tree_tokens: int | None = None
+    #: threads that make masks of constrained replies; 0 for as many as the machine's cores allow
+    grammar_threads: int = 0
+    #: seconds that the mask of a row may take
+    grammar_mask_seconds: float = 0.05
     #: why there is no drafter although one is wanted; empty otherwise
     no_drafter_reason: str = ""
 
@@ -54,6 +59,8 @@ class EngineOptions:
             flush_seconds=config.kv_cache_flush_timeout,
             verify_width=config.verify_width,
             tree_tokens=config.ddtree_budget if config.ddtree else None,
+            grammar_threads=config.grammar_threads,
+            grammar_mask_seconds=config.grammar_mask_ms / 1000,
             no_drafter_reason=no_drafter_reason,
         )
 
@@ -77,6 +84,10 @@ class EngineStats:
     cache: CacheStats
     draft: DraftStats | None = None
     paging: PagingStats | None = None
+    #: the masks of constrained replies
+    masks: MaskStats | None = None
+    #: draft rows that grammars forced, and how many of them were accepted
+    forced: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)

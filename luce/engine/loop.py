@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from concurrent.futures import Future
+from dataclasses import replace
 from math import inf
 
 import numpy as np
@@ -28,7 +29,7 @@ from luce.engine.failures import Failures
 from luce.engine.parts import EngineParts
 from luce.engine.reasoning_limit import ReasoningLimit
 from luce.engine.reply import Reply
-from luce.engine.sampling import needs_candidates, needs_logits
+from luce.engine.sampling import needs_candidates, needs_logits, reply_ends
 from luce.engine.scheduler import ScheduledStep
 from luce.engine.sequence import CacheState, Constraint, Sequence
 from luce.engine.speculate import DraftStats
@@ -73,8 +74,11 @@ class Engine:
         self._context = parts.pages.longest
         self.cache: PrefixCache | None = parts.cache
         self._saver = None if parts.cache is None else parts.cache.saver
+        self._masker = parts.masker
         self._delivery = Delivery(parts)
         self._committer = Committer(parts, self._delivery)
+        #: whether there is a drafter: without one, only what grammars force is drafted
+        self._drafts = drafter is not None
         self._cancelled = self._steps = 0
         self._thread = threading.Thread(target=self._main, name="luce-engine", daemon=True)
         self._thread.start()
@@ -115,7 +119,6 @@ class Engine:
             output,
             on_event,
             eos=self._options.eos,
-            vocab=self._backend.capacity.vocab,
             submitted_at=time.monotonic(),
         )
         self._admission.submit(lambda: self._add(reply))
@@ -138,8 +141,10 @@ class Engine:
             steps=self._steps,
             stalled=stalled,
             cache=CacheStats() if parts.cache is None else parts.cache.stats(),
-            draft=no_draft if parts.speculator is None else parts.speculator.stats(),
+            draft=parts.speculator.stats() if self._drafts and parts.speculator is not None else no_draft,
+            forced=(0, 0) if parts.speculator is None else parts.speculator.forced(),
             paging=None if parts.pager is None else parts.pager.stats(),
+            masks=parts.masker.stats(),
         )
 
     def slots(self) -> tuple[SlotStats, ...]:
@@ -246,8 +251,9 @@ class Engine:
             prompt=ids,
             max_new_tokens=rest if params.max_tokens is None else min(params.max_tokens, rest),
             session=session,
-            samples_logits=needs_logits(params) and not needs_candidates(params),
-            samples_candidates=needs_candidates(params),
+            needs_logits=needs_logits(params) and not needs_candidates(params),
+            needs_candidates=needs_candidates(params),
+            ends=reply_ends(params, self._options.eos, self._backend.capacity.vocab),
             scores_prompt=params.prompt_logits or params.prompt_logprobs is not None,
             deadline=now + min(limits) if limits else inf,
             queue_deadline=now + queue_seconds if queue_seconds > 0 else inf,
@@ -276,6 +282,7 @@ class Engine:
                 self._delivery.fail(reply, error)
         if self._speculator is not None:
             self._speculator.close()
+        self._masker.close()
         if self.parts.pager is not None:
             self.parts.pager.close()
         if self._saver is not None:
@@ -388,7 +395,9 @@ class Engine:
     def _step(self, scheduled: ScheduledStep) -> None:
         begun = time.monotonic()
         try:
-            output = self._backend.forward(scheduled.step, lambda: self._queued(scheduled))
+            masks = self._masker.begin(scheduled)
+            step = scheduled.step if masks is None else replace(scheduled.step, masks=masks)
+            output = self._backend.forward(step, lambda: self._queued(scheduled))
         except Exception as error:
             if not isinstance(error, LuceError):
                 _log.exception("a step failed")
@@ -402,7 +411,7 @@ class Engine:
         self._scheduler.advance(scheduled)
         if self._speculator is not None:
             self._speculator.record_step(scheduled, now - begun)
-        self._committer.commit(scheduled, output, now)
+        self._committer.commit(scheduled, output, now, masks)
 
     def _queued(self, scheduled: ScheduledStep) -> None:
         """The devices have a step whose output was not waited for yet."""

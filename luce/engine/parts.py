@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from luce.backend.backend import Backend
 from luce.draft.drafter import Drafter
 from luce.draft.feature_tail import FeatureTails
+from luce.draft.no_drafter import NoDrafter
 from luce.engine.admission import Admission
 from luce.engine.checkpoints import Checkpoints
 from luce.engine.engine_options import EngineOptions
+from luce.engine.masks import Masker
 from luce.engine.scheduler import Scheduler
 from luce.engine.sequence_paging import SequencePaging
 from luce.engine.speculate import Speculator
@@ -37,6 +39,7 @@ class EngineParts:
     cache: PrefixCache | None
     checkpoints: Checkpoints | None
     speculator: Speculator | None
+    masker: Masker
 
     @classmethod
     def build(
@@ -56,9 +59,9 @@ class EngineParts:
         if options.cache_bytes:
             cache = PrefixCache(backend, pages, options.cache_bytes, disk, options.min_disk_tokens, pager)
         speculator = None
-        if drafter is not None:
+        if drafter is not None or backend.capacity.verify_rows > 1:
             speculator = Speculator(
-                drafter,
+                drafter or NoDrafter(),
                 vocab=backend.capacity.vocab,
                 # More rows, of all sequences together, would have other bits (luce.ops.matmul).
                 max_step_rows=FEW_ROWS,
@@ -84,4 +87,5 @@ class EngineParts:
             cache=cache,
             checkpoints=checkpoints,
             speculator=speculator,
+            masker=Masker(backend.capacity.vocab, threads=options.grammar_threads, limit=options.grammar_mask_seconds),
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,10 +11,12 @@ from numpy.typing import NDArray
 from luce.config.sampling import SamplingParams
 from luce.engine.admission import SequenceHandle
 from luce.engine.events import EventSink, FinishReason, PromptLogits, PromptScores, TextOutput, Timings, Token
+from luce.engine.masks import StepMasks
 from luce.engine.reasoning_limit import CloseKind, ReasoningState
-from luce.engine.sampling import Sampler, needs_logits, score
+from luce.engine.sampling import Sampler, mask_allows, needs_logits, score
 from luce.engine.scheduler import ScheduledSequence
-from luce.engine.sequence import Sequence
+from luce.engine.sequence import RowKind, Sequence
+from luce.errors import GrammarLimitError
 from luce.runtime.step import Int32, Output
 
 
@@ -28,23 +30,31 @@ class OutputRow:
     logits: NDArray[np.float32] | None = None
     #: ids int32 [t] and logits float32 [t] of the row's largest logits, descending
     candidates: tuple[Int32, NDArray[np.float32]] | None = None
+    #: what the reply's constraint says of the next token; None if that is not known yet
+    kind: RowKind | None = None
+    #: the mask of the next token, uint32 [words], under which the device has chosen `token` and `candidates`
+    mask: NDArray[np.uint32] | None = None
 
 
-def output_rows(scheduled: ScheduledSequence, output: Output) -> list[OutputRow]:
-    """A sequence's rows of a step's output."""
+def output_rows(scheduled: ScheduledSequence, output: Output, masks: StepMasks | None = None) -> list[OutputRow]:
+    """A sequence's rows of a step's output. Raises what making their masks raised."""
     own = scheduled.candidates
     ids, logits, candidates = output.ids[scheduled.ids].tolist(), output.logits[scheduled.logits], None
     if output.candidates is not None and own.stop > own.start:
         candidates = list(zip(output.candidates.ids[own], output.candidates.logits[own], strict=True))
-    return [
+    rows = [
         OutputRow(token, logits[row] if len(logits) else None, None if candidates is None else candidates[row])
         for row, token in enumerate(ids)
     ]
+    known = [] if masks is None else masks.of(scheduled)
+    for row, (kind, mask) in enumerate(known, len(rows) - len(known)):
+        rows[row] = replace(rows[row], kind=kind, mask=mask)
+    return rows
 
 
 class Reply:
-    """A sequence with its sampler, its text and its sink. `eos` ids end it unless `params` ignores them; ids are below
-    `vocab`. Times are on time.monotonic's clock.
+    """A sequence with its sampler, its text and its sink. `eos` ids end it unless `params` ignores them. Times are on
+    time.monotonic's clock.
     """
 
     def __init__(
@@ -56,7 +66,6 @@ class Reply:
         on_event: EventSink,
         *,
         eos: frozenset[int],
-        vocab: int,
         submitted_at: float,
     ) -> None:
         self.handle = handle
@@ -66,11 +75,9 @@ class Reply:
         self.on_event = on_event
         self.seed = secrets.randbits(32) if params.seed is None else params.seed
         self._eos = frozenset() if params.ignore_eos else eos
-        ends = frozenset(i for i in params.stop_token_ids | self._eos if 0 <= i < vocab)
-        constraint = sequence.constraint
         self._sampler: Sampler | None = None
-        if needs_logits(params) or constraint is not None:
-            self._sampler = Sampler(params, sequence.prompt, seed=self.seed, ends=ends, constraint=constraint)
+        if needs_logits(params) or sequence.constraint is not None:
+            self._sampler = Sampler(params, sequence.prompt, seed=self.seed, ends=sequence.ends)
         limit = sequence.reasoning
         self._reasoning = None if limit is None else ReasoningState(limit, sequence.max_new_tokens)
         self._scores: list[Token] = []
@@ -87,32 +94,43 @@ class Reply:
         self.drafted = self.accepted = 0
 
     def can_choose(self, row: OutputRow) -> bool:
-        """Whether a row has what the next token is chosen from. A draft row behind the token at which a constraint
-        begins has no logits to mask."""
-        return row.logits is not None or not self.sequence.masked
+        """Whether the next token can be chosen from a row. Where the mask of a draft row cannot be made, the next step
+        begins with its token."""
+        return row.kind is not RowKind.LEFT
 
     def choose(self, row: OutputRow) -> Token:
         """Choose the next token and append it: the one that ends the reasoning if its budget is used up, else the one
-        with the largest logit, or the sampler's. It has no text yet."""
-        forced = self._forced()
-        token = row.token if forced is None else forced
+        with the largest logit, or the sampler's. It has no text yet.
+
+        Raises GrammarLimitError if the constraint allows no token, and the errors of Sampler.choose.
+        """
+        sequence, forced = self.sequence, self._forced()
+        token = self._chosen(row) if forced is None else forced
         logprob: float | None = None
         top: tuple[tuple[int, float], ...] = ()
         if self._sampler is not None:
-            if forced is not None:
-                pass
-            elif row.logits is not None:
-                token = self._sampler.choose(row.logits)
-            elif row.candidates is not None:
-                token = self._sampler.choose_among(*row.candidates)
-            # Otherwise the constraint masks nothing here, and the largest logit decides.
             self._sampler.push(token)
             if self.params.logprobs is not None and row.logits is not None:
                 logprob, top = score(row.logits, token, self.params.logprobs)
         if self._reasoning is not None:
             self._reasoning.push(token)
-        self.sequence.reply.append(token)
+        if sequence.constraint is not None and token not in sequence.ends:
+            sequence.constraint.push(token)
+        sequence.reply.append(token)
         return Token(token, "", logprob, top)
+
+    def _chosen(self, row: OutputRow) -> int:
+        """The token that the sampler chooses, or the one with the largest logit."""
+        constraint, mask = self.sequence.constraint, row.mask
+        if constraint is not None and row.kind is None and not constraint.open:
+            mask = constraint.mask(self.sequence.ends)
+        if self._sampler is not None and row.logits is not None:
+            return self._sampler.choose(row.logits, mask)
+        if mask is not None and not mask_allows(mask, row.token):
+            raise GrammarLimitError("the grammar of the reply allows no token here")
+        if self._sampler is not None and row.candidates is not None:
+            return self._sampler.choose_among(*row.candidates)
+        return row.token
 
     @property
     def close_kind(self) -> CloseKind | None:

@@ -18,12 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.config.sampling import SamplingParams
-from luce.engine.sequence import Constraint
-from luce.errors import BackendError, RequestError
-from luce.ops.sample import largest
+from luce.errors import BackendError, GrammarLimitError, RequestError
+from luce.ops.sample import largest, unpack_mask
 from luce.runtime.step import MAX_CANDIDATES
 
 Logits = NDArray[np.float32]
+#: uint32 [words]: bit t % 32 of word t / 32 is set if token t may come
+Mask = NDArray[np.uint32]
 
 #: a bias of at most BAN bans a token; a bias of at least FORCE bans all tokens without one (OpenAI's -100 and 100)
 BAN, FORCE = -100.0, 100.0
@@ -44,6 +45,17 @@ def needs_candidates(params: SamplingParams) -> bool:
     return params.temperature > 0 and 0 < params.top_k <= MAX_CANDIDATES and not _changes_or_reports(params)
 
 
+def reply_ends(params: SamplingParams, eos: frozenset[int], vocab: int) -> frozenset[int]:
+    """The ids below `vocab` that end a reply: those of the request, and `eos` unless it ignores them."""
+    own = params.stop_token_ids if params.ignore_eos else params.stop_token_ids | eos
+    return frozenset(token for token in own if 0 <= token < vocab)
+
+
+def mask_allows(mask: Mask, token: int) -> bool:
+    """Whether a mask has the bit of a token."""
+    return token < 32 * len(mask) and bool(int(mask[token // 32]) >> token % 32 & 1)
+
+
 def _changes_or_reports(params: SamplingParams) -> bool:
     return (
         params.logprobs is not None
@@ -59,7 +71,6 @@ class Sampler:
     """Chooses the tokens of one reply.
 
     prompt int32 [n]; `ends` are the ids that end the reply, banned until it has `min_tokens`; `seed` is any integer.
-    With a `constraint` a token that it does not allow has no probability.
     """
 
     def __init__(
@@ -69,10 +80,8 @@ class Sampler:
         *,
         seed: int,
         ends: frozenset[int],
-        constraint: Constraint | None = None,
     ) -> None:
         self.params = params
-        self._constraint = constraint
         self._seed = seed % 2**64
         self._history = _Window(prompt, params.repeat_last_n) if params.repetition_penalty != 1 else None
         self._counts = _Counts() if params.frequency_penalty or params.presence_penalty else None
@@ -85,33 +94,33 @@ class Sampler:
         self._biased = np.array(sorted(i for i, b in bias.items() if BAN < b < FORCE), np.intp)
         self._bias = np.array([bias[int(i)] for i in self._biased], np.float32)
 
-    def choose(self, logits: Logits) -> int:
-        """The token at the reply's end, given logits float32 [vocab], which are not changed.
+    def choose(self, logits: Logits, mask: Mask | None = None) -> int:
+        """The token at the reply's end, given logits float32 [vocab], which are not changed. A token that the mask
+        lacks has no probability.
 
-        Raises BackendError if the logits hold NaN or +inf, RequestError if `logit_bias` bans every token, or bans all
-        but the ends before `min_tokens`.
+        Raises BackendError if the logits hold NaN or +inf, GrammarLimitError if the mask has no token, RequestError if
+        `logit_bias` bans every token, or bans all but the ends before `min_tokens`.
         """
         temperature = self.params.temperature
-        if temperature == 0 and self._mask is not None and not self._adjusts:
-            # A mask takes a hundred times as long as a look at one token, which mostly is allowed.
+        if temperature == 0 and mask is not None and not self._adjusts:
+            # A look at one token, which mostly is allowed, takes a hundredth of what the other 250,000 take.
             best = int(logits.argmax())
-            if math.isfinite(logits[best]) and self._mask.allows(best):
+            if math.isfinite(logits[best]) and mask_allows(mask, best):
                 return best
-        values = self.adjust(logits)
+        values = self.adjust(logits, mask)
         best = int(values.argmax())
         top = float(values[best])
         if not math.isfinite(top):
             if top == -math.inf:
-                biased = len(self._banned) and (self._mask is not None or len(self._banned) == len(values))
-                param = "logit_bias" if biased else "min_tokens"
-                raise RequestError(f"{param}: every token is banned", param=param, code="invalid_value")
+                raise self._banned_error(mask, len(values))
             raise BackendError(f"position {self._position}: the logits are not finite")
         if temperature == 0:
             return best
         return self._draw(values, top, temperature)
 
     def choose_among(self, ids: NDArray[np.int32], logits: Logits) -> int:
-        """As `choose`, from a row's candidates: ids int32 [t], logits float32 [t]. `needs_candidates` holds."""
+        """As `choose`, from a row's candidates under its mask: ids int32 [t], logits float32 [t]. `needs_candidates`
+        holds."""
         if not math.isfinite(logits[0]):
             raise BackendError(f"position {self._position}: the logits are not finite")
         return int(self._draw_from(ids[: self.params.top_k], logits[: self.params.top_k], self._uniform()))
@@ -122,15 +131,8 @@ class Sampler:
             self._history.push(token)
         if self._counts is not None:
             self._counts.push(token)
-        if self._constraint is not None and (token not in self._ends or self._constraint.allows(token)):
-            self._constraint.push(token)
         self._count += 1
         self._position += 1
-
-    @property
-    def _mask(self) -> Constraint | None:
-        """The constraint, if it masks the next token."""
-        return None if self._constraint is None or self._constraint.open else self._constraint
 
     @property
     def _early(self) -> bool:
@@ -139,20 +141,20 @@ class Sampler:
 
     @property
     def _adjusts(self) -> bool:
-        """Whether anything but the constraint changes logits at the reply's end."""
+        """Whether anything but a mask changes logits at the reply's end."""
         return bool(self.params.logit_bias or self._history or self._counts or self._early)
 
-    def adjust(self, logits: Logits) -> Logits:
+    def adjust(self, logits: Logits, mask: Mask | None = None) -> Logits:
         """Logits after mask, bias, penalties and bans: float32 [vocab], `logits` itself if nothing applies."""
-        params, constraint, early = self.params, self._mask, self._early
-        if constraint is None and not self._adjusts:
+        params, early = self.params, self._early
+        if mask is None and not self._adjusts:
             return logits
         values, forced = logits.copy(), self._forced
-        if constraint is not None:
-            allowed = self._allowed(constraint)
+        if mask is not None:
+            allowed = unpack_mask(mask, len(values))
             values[~allowed] = -np.inf
             forced = forced[allowed[forced]]
-            # Where the constraint leaves nothing but the end, it wins over min_tokens.
+            # Where the grammar leaves nothing but the end, it wins over min_tokens.
             early = early and bool(np.count_nonzero(allowed) > np.count_nonzero(allowed[self._ends]))
         values[self._biased] += self._bias
         if self._history is not None:
@@ -173,11 +175,13 @@ class Sampler:
         values[banned] = -np.inf
         return values
 
-    def _allowed(self, constraint: Constraint) -> NDArray[np.bool_]:
-        mask = constraint.mask()
-        if constraint.may_end:
-            mask[self._ends] = True
-        return mask
+    def _banned_error(self, mask: Mask | None, vocab: int) -> RequestError:
+        """Why no token can be chosen."""
+        if mask is not None and not mask.any():
+            return GrammarLimitError("the grammar of the reply allows no token here")
+        biased = len(self._banned) and (mask is not None or vocab == len(self._banned))
+        param = "logit_bias" if biased else "min_tokens"
+        return RequestError(f"{param}: every token is banned", param=param, code="invalid_value")
 
     def _draw(self, values: Logits, top: float, temperature: float) -> int:
         params, uniform = self.params, self._uniform()
@@ -204,6 +208,8 @@ class Sampler:
     def _draw_from(self, ids: NDArray[Any], values: Logits, uniform: float) -> Any:
         """Draw one of `ids`, whose logits descend."""
         params = self.params
+        # Behind those that a mask or a bias leaves.
+        values = values[: np.count_nonzero(values > -np.inf)]
         with np.errstate(over="ignore"):
             mass = np.exp((values.astype(np.float64) - float(values[0])) / params.temperature)
         mass = mass[: _keep_count(mass, float(mass.sum()), params.top_p, params.min_p)]

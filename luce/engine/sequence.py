@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
+from enum import Enum
 from math import inf
 from typing import Protocol
 
@@ -80,8 +81,26 @@ class CacheState:
     has_boundary: bool = False
 
 
+class RowKind(Enum):
+    """What a constraint says of the token behind a row."""
+
+    #: any token may come: there is no mask
+    OPEN = "open"
+    #: the mask is the same at each such row: all tokens but those that end the reply
+    FREE = "free"
+    #: the mask was made for this row
+    MADE = "made"
+    #: nothing is known: no token is chosen from this row
+    LEFT = "left"
+
+
 class Constraint(Protocol):
-    """Which tokens may come next in one reply. Used on the engine's thread."""
+    """Which tokens may come next in one reply. One thread uses it at a time.
+
+    Masks are uint32 [words]: bit t % 32 of word t / 32 is set if token t may come. `ends` are the ids that end the
+    reply beside those of the model; they may come where the text may end, and nowhere else. Drafts are tokens with
+    parents as in luce.draft.drafter.Proposal; no call but `push` changes the state.
+    """
 
     @property
     def open(self) -> bool:
@@ -91,21 +110,32 @@ class Constraint(Protocol):
     def over(self) -> bool:
         """Whether nothing but the end may come."""
 
-    @property
-    def may_end(self) -> bool:
-        """Whether the reply may end here."""
-
     def allows(self, token: int) -> bool:
         """Whether a token may come next. Quicker than a mask."""
 
-    def mask(self) -> NDArray[np.bool_]:
-        """Which tokens may come next, ends of the reply among them: bool [vocab].
+    def mask(self, ends: frozenset[int]) -> NDArray[np.uint32]:
+        """Which tokens may come next: uint32 [words of the model's vocabulary].
 
         Raises RequestError if the grammar is too large for it.
         """
 
+    def fill(
+        self, tokens: Many[int], parents: Many[int], ends: frozenset[int], out: NDArray[np.uint32]
+    ) -> list[RowKind]:
+        """Write the masks of the next token and of the tokens behind each draft token: uint32 [1 + tokens, words].
+
+        Rows of the kinds OPEN and LEFT are not written. Raises RequestError as `mask`; a draft token whose mask cannot
+        be made is LEFT.
+        """
+
+    def valid(self, tokens: Many[int], parents: Many[int], ends: frozenset[int]) -> list[bool]:
+        """Of each draft token whether it may come behind its parent. Nothing may come behind an end."""
+
+    def forced(self, most: int, ends: frozenset[int]) -> Many[int]:
+        """Up to `most` tokens which must come next, as the tokenizer would write them; no end is among them."""
+
     def push(self, token: int) -> None:
-        """Append a token to the reply: one that may come next, or an end token.
+        """Append a token to the reply: one that may come next, none of the reply's own ends.
 
         Raises BackendError for another token, RequestError if the grammar grows too large.
         """
@@ -124,14 +154,18 @@ class Sequence:
     max_new_tokens: int
     #: sessions share slots and chunks of prompts
     session: str = ""
-    #: whether sampling a token needs the whole row of logits
-    samples_logits: bool = False
-    #: whether sampling a token needs the row's candidates
-    samples_candidates: bool = False
+    #: whether choosing a token needs the whole row of logits
+    needs_logits: bool = False
+    #: whether choosing a token needs the row's candidates
+    needs_candidates: bool = False
     #: which tokens the reply may hold; None: all
     constraint: Constraint | None = None
     #: how long its reasoning may be; None: the reply has no part that is reasoning
     reasoning: ReasoningLimit | None = None
+    #: ids that end the reply
+    ends: frozenset[int] = frozenset()
+    #: steps in which the masks took too long. Written by luce.engine.masks
+    slow_masks: int = 0
     #: whether every prompt position needs its whole logits
     scores_prompt: bool = False
     #: the caller's time at which the sequence ends
@@ -155,21 +189,6 @@ class Sequence:
     def computed(self) -> int:
         """Positions whose keys, values and recurrent states are computed."""
         return self.schedule.computed
-
-    @property
-    def masked(self) -> bool:
-        """Whether a constraint masks the next token."""
-        return self.constraint is not None and not self.constraint.open
-
-    @property
-    def needs_logits(self) -> bool:
-        """Whether choosing the next token needs the whole row of logits."""
-        return self.samples_logits or self.masked
-
-    @property
-    def needs_candidates(self) -> bool:
-        """Whether choosing the next token needs the row's candidates."""
-        return self.samples_candidates and not self.masked
 
     @property
     def tokens(self) -> Int32:

@@ -5,6 +5,10 @@ i. Each row's next token is chosen as it would be without a draft. A draft row i
 was chosen after its parent row. So the reply is the one that plain decoding gives, sampled or not; drafts change only
 its pace.
 
+Where a constraint holds, tokens that its grammar forces come before the drafter's proposal, and without one; tokens
+that the grammar refuses are taken out before anything is verified. Both change the pace only: forced tokens are
+verified too, as the model may write the same text in other tokens.
+
 Measured step times and acceptance rates decide how many draft rows pay: `choose_draft_rows` makes tokens per second as
 many as it can. A drafter that costs more than it gains is asked ever more rarely.
 """
@@ -23,7 +27,7 @@ import numpy as np
 from luce.draft.drafter import Draftable, Drafter, DrafterUnavailableError, PendingProposals, Proposal
 from luce.draft.feature_tail import FeatureTail, FeatureTails
 from luce.engine.draft_budget import AcceptanceRates, StepTimes, choose_draft_rows
-from luce.engine.draft_tree import in_row_order, merge_branches, well_formed
+from luce.engine.draft_tree import behind, in_row_order, merge_branches, part_of, refused_tokens, well_formed
 from luce.engine.failures import Failures
 from luce.engine.scheduler import ScheduledSequence, ScheduledStep
 from luce.engine.sequence import Draft, Sequence
@@ -62,6 +66,8 @@ class DraftStats:
     accepted: int = 0
     #: seconds that the proposals took
     seconds: float = 0.0
+    #: draft tokens that grammars refused, so that no row verified them
+    refused: int = 0
 
     @property
     def on(self) -> bool:
@@ -87,6 +93,8 @@ class _DraftedSequence:
     #: prompt and reply, in memory that grows by doubling; `length` tokens are in use
     text: Int32
     length: int = 0
+    #: what the grammar forces before the newest proposal
+    forced: tuple[int, ...] = ()
     #: the newest proposal
     proposal: Proposal = field(default_factory=Proposal)
     #: tokens of it that are verified
@@ -113,6 +121,8 @@ class _Request:
     """Proposals that the drafter was asked for."""
 
     texts: tuple[tuple[Sequence, Draftable], ...]
+    #: constrained sequences that the drafter was not asked for, with the most tokens that may be forced
+    others: tuple[tuple[Sequence, int], ...]
     pending: PendingProposals
     #: when it was asked
     started: float
@@ -166,7 +176,7 @@ class Speculator:
         #: whether the drafter has answered since it failed
         self._answered = False
         self._idle = True
-        self._steps = self._proposed = self._accepted = 0
+        self._steps = self._proposed = self._accepted = self._refused = self._forced = self._forced_accepted = 0
         self._seconds = 0.0
 
     def stats(self) -> DraftStats:
@@ -175,7 +185,11 @@ class Speculator:
         kind = "disabled" if disabled else "unavailable" if unavailable else "failed"
         state = f"{kind}: {self._error}" if self._error else "on"
         facts = self.drafter.describe()
-        return DraftStats(facts, state, self._steps, self._proposed, self._accepted, self._seconds)
+        return DraftStats(facts, state, self._steps, self._proposed, self._accepted, self._seconds, self._refused)
+
+    def forced(self) -> tuple[int, int]:
+        """Draft rows that grammars forced, and how many of them were accepted. Any thread may ask."""
+        return self._forced, self._forced_accepted
 
     def propose(self, running: Many[Sequence]) -> Failures:
         """Begin proposals for the next step, for those of the sequences that decode. `receive` waits for them.
@@ -191,26 +205,27 @@ class Speculator:
                 self._sequences[sequence] = _DraftedSequence(AcceptanceRates(self._rates), np.empty(0, np.int32))
                 self._pause = self._pause_steps = 0
         budget = self._max_step_rows - len(decoding)
-        if budget <= 0 or self._failures >= _MAX_FAILURES:
-            return failures
-        if not self._fixed and not self._step_times.measured(len(decoding)):
+        if budget <= 0 or (not self._fixed and not self._step_times.measured(len(decoding))):
             # Steps without drafts are measured first.
             return failures
-        if self._pause_steps:
-            self._pause_steps -= 1
-            return failures
-        texts = []
+        texts, others = [], []
+        asks = self._asks()
         for sequence in decoding:
             with failures.of(sequence):
-                if (text := self._draftable(sequence, budget)) is not None:
+                text = self._draftable(sequence, budget) if asks else None
+                if text is not None:
                     texts.append(text)
-        if not texts:
+                elif sequence.constraint is not None and (room := self._room(sequence, budget)) > 0:
+                    others.append((sequence, room))
+        if not texts and not others:
             return failures
         self._idle = False
         started = self._clock()
-        pending = self._attempt(lambda: self.drafter.propose([draftable for _, draftable in texts]))
+        pending: PendingProposals | None = list
+        if texts:
+            pending = self._attempt(lambda: self.drafter.propose([draftable for _, draftable in texts]))
         if pending is not None:
-            self._request = _Request(tuple(texts), pending, started, budget, len(decoding))
+            self._request = _Request(tuple(texts), tuple(others), pending, started, budget, len(decoding))
             if self._tree_tokens is None:
                 self._estimate_lengths(texts, budget)
         return failures
@@ -226,24 +241,34 @@ class Speculator:
         request, self._request = self._request, None
         if request is None:
             return failures
-        for sequence, _ in request.texts:
+        for sequence, _ in (*request.texts, *request.others):
             sequence.draft = Draft()
         proposals = self._attempt(
             lambda: [self._checked(p, one) for p, (_, one) in zip(request.pending(), request.texts, strict=True)]
         )
-        seconds = self._clock() - request.started
-        self._seconds += seconds
-        self._draft_times.add(len(request.texts), seconds)
-        if proposals is None:
-            return failures
-        self._answered = True
+        if proposals is not None and request.texts:
+            self._answered = True
+        asked = [] if proposals is None else zip(request.texts, proposals, strict=True)
+        found = [(s, p, one.max_tokens) for (s, one), p in asked]
+        found += [(s, Proposal(), room) for s, room in request.others]
         # Some sequences may have ended since.
-        alive = [(s, p) for (s, _), p in zip(request.texts, proposals, strict=True) if s in self._sequences]
-        self._choose(alive, request.budget, request.plain, failures)
+        alive = []
+        for sequence, proposal, room in found:
+            if sequence in self._sequences:
+                with failures.of(sequence):
+                    alive.append((sequence, self._by_grammar(sequence, proposal, room)))
+        seconds = self._clock() - request.started
+        if request.texts:
+            self._seconds += seconds
+        self._draft_times.add(len(found), seconds)
+        if found:
+            self._choose(alive, request.budget, request.plain, failures)
         return failures
 
     def observe(self, scheduled: ScheduledStep) -> None:
         """A step is queued: its features are written before anything that the drafter asks its device for now."""
+        if not self.drafter.block:
+            return
         try:
             spans = merge_branches(scheduled.step.spans)
             if self._feature_tails is not None:
@@ -284,10 +309,14 @@ class Speculator:
         self._proposed += len(draft.tokens)
         self._accepted += len(accepted)
         known = self._sequences[sequence]
+        forced = min(len(known.forced), len(draft.tokens))
+        self._forced += forced
+        self._forced_accepted += sum(row <= forced for row in accepted)
         parents = draft.parents or range(len(draft.tokens))
         # Where the reply ends, no token was chosen that the children of the last row could be compared with.
         compared = [0, *accepted][:-1] if ended else [0, *accepted]
-        outcomes = [(row - 1, row in accepted) for row, parent in enumerate(parents, 1) if parent in compared]
+        rows = [(row, parent) for row, parent in enumerate(parents, 1) if row > forced]
+        outcomes = [(row - forced - 1, row in accepted) for row, parent in rows if parent in compared]
         known.rates.update(known.proposal, outcomes, _SEQUENCE_WEIGHT)
         self._rates.update(known.proposal, outcomes, _GLOBAL_WEIGHT)
 
@@ -324,16 +353,47 @@ class Speculator:
         except Exception as error:
             self._note_failure(error)
 
+    def _asks(self) -> bool:
+        """Whether the drafter is asked now; counts the steps of a pause."""
+        if self._failures >= _MAX_FAILURES or not self.drafter.block:
+            return False
+        if self._pause_steps:
+            self._pause_steps -= 1
+            return False
+        return True
+
+    def _room(self, sequence: Sequence, budget: int) -> int:
+        """Most draft tokens of a sequence, one behind another."""
+        # Each row gives a token, and the last token needs no row after it.
+        rows = min(self._max_verify_rows, sequence.max_new_tokens - len(sequence.reply)) - 1
+        limit = sequence.paging.max_draft
+        return min(rows, budget if limit is None else min(limit, budget))
+
+    def _by_grammar(self, sequence: Sequence, proposal: Proposal, most: int) -> Proposal:
+        """What is left of a proposal behind the tokens that the sequence's grammar forces, which are noted."""
+        known, constraint = self._sequences[sequence], sequence.constraint
+        known.forced = ()
+        if constraint is None:
+            return proposal
+        if proposal.tokens:
+            allowed = constraint.valid(proposal.tokens, proposal.parents, sequence.ends)
+            wrong = refused_tokens(proposal, allowed)
+            if wrong:
+                self._refused += len(allowed) - sum(allowed)
+                known.rates.update(proposal, [(node, False) for node in wrong], _SEQUENCE_WEIGHT)
+                self._rates.update(proposal, [(node, False) for node in wrong], _GLOBAL_WEIGHT)
+                proposal = part_of(proposal, [node for node, kept in enumerate(allowed) if kept])
+        known.forced = tuple(constraint.forced(self._room(sequence, most), sequence.ends))
+        return behind(proposal, known.forced, most - len(known.forced))
+
     def _draftable(self, sequence: Sequence, budget: int) -> tuple[Sequence, Draftable] | None:
         """A sequence with the draft rows that could be verified after its seed, None if there are none."""
         known = self._sequences[sequence]
-        # Each row gives a token, and the last token needs no row after it.
-        depth = min(self.drafter.block, sequence.max_new_tokens - len(sequence.reply) - 1)
-        tree = self._tree_tokens
-        if sequence.paging.max_draft is not None:
+        depth, tree = min(self.drafter.block, self._room(sequence, budget)), self._tree_tokens
+        if sequence.paging.max_draft is not None and tree is not None:
             # The query of the last of these rows may rank pages, and a tree's rows at one position overwrite each
             # other's queries (luce.ops.page_ranking).
-            depth = min(depth, sequence.paging.max_draft - (tree is not None))
+            depth = min(depth, sequence.paging.max_draft - 1)
         tokens = min(depth if tree is None else tree, self._max_verify_rows - 1, budget)
         if known.off or min(depth, tokens) <= 0:
             return None
@@ -364,12 +424,15 @@ class Speculator:
     def _choose(self, proposals: Many[tuple[Sequence, Proposal]], budget: int, plain: int, failures: Failures) -> None:
         """Choose the draft rows to verify."""
         if self._fixed:
-            counts = fair_shares(budget, [len(proposal.tokens) for _, proposal in proposals])
+            demands = [len(self._sequences[s].forced) + len(proposal.tokens) for s, proposal in proposals]
+            counts = fair_shares(budget, demands)
         else:
             probabilities, rated = [], []
             for sequence, proposal in proposals:
                 with failures.of(sequence):
-                    probabilities.append(self._sequences[sequence].rates.probabilities(proposal))
+                    known = self._sequences[sequence]
+                    sure = [1.0] * len(known.forced)
+                    probabilities.append([*sure, *known.rates.probabilities(proposal)])
                     rated.append((sequence, proposal))
             proposals, seconds = rated, self._draft_times(len(proposals))
             counts, gain = choose_draft_rows(probabilities, budget, plain, self._step_times, seconds, _STEP_SIZES)
@@ -381,8 +444,16 @@ class Speculator:
                 known.rows = count
                 if not count:
                     known.rates.decay(proposal)
-                known.proposal, parents = in_row_order(proposal, count) if proposal.parents else (proposal, ())
-                sequence.draft = Draft(tuple(known.proposal.tokens[:count]), parents)
+                forced = known.forced[:count]
+                rest = count - len(forced)
+                parents: tuple[int, ...] = ()
+                known.proposal = proposal
+                if proposal.parents:
+                    known.proposal, parents = in_row_order(proposal, rest)
+                tokens = (*forced, *known.proposal.tokens[:rest])
+                if parents:
+                    parents = (*range(len(forced)), *(row + len(forced) for row in parents))
+                sequence.draft = Draft(tokens, parents)
 
     def _note_unavailable(self, error: DrafterUnavailableError) -> None:
         """Go on without drafts; the next step asks the drafter again."""

@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 
 from luce.api import Model
 from luce.engine.engine_options import EngineStats
+from luce.engine.masks import MaskStats
 from luce.engine.speculate import DraftStats
 from luce.kvcache.disk.stats import DiskStats
 from luce.kvcache.paging import PagingStats
@@ -108,6 +109,8 @@ class _EngineCollector(Collector):
         yield CounterMetricFamily("luce_steps", "Steps (forward passes).", stats.steps)
         if stats.draft is not None:
             yield from _draft_metrics(stats.draft)
+        if stats.masks is not None:
+            yield from _grammar_metrics(stats.masks, stats.forced)
         if stats.paging is not None:
             yield from _paging_metrics(stats.paging)
         yield GaugeMetricFamily(
@@ -120,7 +123,34 @@ def _draft_metrics(stats: DraftStats) -> Iterator[Metric]:
     yield CounterMetricFamily("luce_draft_verifications", "Verifications of a sequence's draft tokens.", stats.steps)
     yield CounterMetricFamily("luce_draft_tokens", "Draft tokens that were verified.", stats.proposed)
     yield CounterMetricFamily("luce_draft_accepted_tokens", "Draft tokens that were accepted.", stats.accepted)
+    yield CounterMetricFamily(
+        "luce_draft_refused_tokens", "Draft tokens that a grammar refused before they were verified.", stats.refused
+    )
     yield CounterMetricFamily("luce_draft_seconds", "Seconds spent on drafting.", stats.seconds)
+
+
+def _grammar_metrics(stats: MaskStats, forced: tuple[int, int]) -> Iterator[Metric]:
+    rows = CounterMetricFamily(
+        "luce_grammar_rows",
+        "Rows of constrained replies: any token may come (open), all but ends (free), a mask was made, or none (left).",
+        labels=["kind"],
+    )
+    for kind, count in stats.rows.items():
+        rows.add_metric([kind], count)
+    yield rows
+    for name, text, times in (
+        ("mask", "Seconds that a thread took for the masks of one reply in a step.", stats.made),
+        ("wait", "Seconds that a step waited for masks when its layers were queued.", stats.waits),
+    ):
+        family = HistogramMetricFamily(f"luce_grammar_{name}_seconds", text)
+        family.add_metric((), _buckets(times), times.total)
+        yield family
+    tokens = CounterMetricFamily(
+        "luce_grammar_forced_tokens", "Tokens that grammars forced, verified as drafts, by outcome.", labels=["outcome"]
+    )
+    tokens.add_metric(["accepted"], forced[1])
+    tokens.add_metric(["refused"], forced[0] - forced[1])
+    yield tokens
 
 
 def _paging_metrics(stats: PagingStats) -> Iterator[Metric]:

@@ -14,6 +14,7 @@ from luce.engine.engine_options import EngineOptions
 from luce.engine.events import Event, Failed, Finished, Tokens
 from luce.engine.loop import Engine
 from luce.engine.reasoning_limit import ReasoningLimit
+from luce.engine.sequence import Constraint
 from luce.errors import LuceError
 from luce.runtime.step import Step
 from tests.support.scripted_backend import ScriptedBackend
@@ -145,6 +146,7 @@ def submit(
     session: str = "",
     timeout: float = 0,
     reasoning: ReasoningLimit | None = None,
+    constraint: Constraint | None = None,
     **params: Any,
 ) -> tuple[Reply, SequenceHandle]:
     reply = Reply(on=on)
@@ -156,6 +158,7 @@ def submit(
         session=session,
         timeout=timeout,
         reasoning=reasoning,
+        constraint=constraint,
     )
     return reply, handle
 

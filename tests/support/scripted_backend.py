@@ -182,11 +182,24 @@ class ScriptedBackend:
             position = int(step.positions[row])
             rows.append(self.logits(self._history(step, span)[: position + 1], self._missing(step, span, position)))
         logits = np.array(rows, np.float32).reshape(-1, self.capacity.vocab)
+        masked = self._masked(step, logits)
         top = None
         if step.needs_candidates is not None and step.needs_candidates.any():
-            ids = np.argsort(-logits[step.needs_candidates], axis=1, kind="stable")[:, :MAX_CANDIDATES].astype(np.int32)
-            top = Candidates(ids, np.take_along_axis(logits[step.needs_candidates], ids, axis=1))
-        return Output(logits.argmax(axis=1).astype(np.int32), logits[step.needs_logits], top)
+            best = masked[step.needs_candidates]
+            ids = np.argsort(-best, axis=1, kind="stable")[:, :MAX_CANDIDATES].astype(np.int32)
+            top = Candidates(ids, np.take_along_axis(best, ids, axis=1))
+        return Output(masked.argmax(axis=1).astype(np.int32), logits[step.needs_logits], top)
+
+    def _masked(self, step: Step, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        """The logits without the tokens that masks lack."""
+        if step.masks is None:
+            return logits
+        masks, masked = step.masks.wait(), logits.copy()
+        assert not step.needs_logits[masks.rows].any(), "a row of whole logits is masked"
+        for row, words in zip(masks.rows.tolist(), masks.words, strict=True):
+            allowed = [bool(int(words[token // 32]) >> token % 32 & 1) for token in range(self.capacity.vocab)]
+            masked[row, ~np.array(allowed)] = -np.inf
+        return masked
 
     def _missing(self, step: Step, span: Span, position: int) -> list[int]:
         """The pages of the bounded group that a row does not see."""

@@ -168,7 +168,7 @@ def test_microbatches_give_the_replies_of_whole_steps(
     own = PageTables(backend.capacity.pages, backend.capacity.windows, slots=4, context=CONTEXT, chunk=chunk)
     scheduler = Scheduler(own, slots=4, chunk=chunk, max_scored_rows=chunk)
     sequences = [
-        Sequence(prompt=((np.arange(n) * (i + 3)) % 97).astype(np.int32), max_new_tokens=room, samples_logits=full)
+        Sequence(prompt=((np.arange(n) * (i + 3)) % 97).astype(np.int32), max_new_tokens=room, needs_logits=full)
         for i, (n, room, full) in enumerate(prompts)
     ]
     for sequence in sequences:

@@ -187,7 +187,7 @@ def test_acceptance_that_is_biased_is_seen(mutation: Callable[..., int], monkeyp
         rows[:] = () if scheduled is None else scheduled.draft.tokens
         extend(self, reply, found, scheduled)
 
-    def chosen(self: Sampler, logits: NDArray[np.float32]) -> int:
+    def chosen(self: Sampler, logits: NDArray[np.float32], mask: NDArray[np.uint32] | None = None) -> int:
         def again() -> int:
             return choose(Sampler(self.params, nothing, seed=int(random.integers(2**60)), ends=frozenset()), logits)
 

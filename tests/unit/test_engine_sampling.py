@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from luce.config.sampling import SAMPLERS, SamplingParams
 from luce.engine import sampling
 from luce.engine.sampling import Sampler, needs_candidates, needs_logits, score
-from luce.errors import BackendError, RequestError
+from luce.errors import BackendError, GrammarLimitError, RequestError
 from luce.ops.sample import largest, top_k_keys, unpack_candidates
 from luce.runtime.host import HostDevice
 
@@ -396,25 +396,9 @@ def test_candidates_that_are_no_numbers(bad: float) -> None:
         sampler(SamplingParams(temperature=1.0, top_k=5)).choose_among(found.ids[0], found.logits[0])
 
 
-class Scripted:
-    """A constraint of a few ids."""
-
-    open = False
-
-    def __init__(self, *ids: int, may_end: bool = False) -> None:
-        self.ids, self.may_end, self.over = ids, may_end, False
-        self.pushed: list[int] = []
-        self.masks = 0
-
-    def allows(self, token: int) -> bool:
-        return token in self.ids
-
-    def mask(self) -> NDArray[np.bool_]:
-        self.masks += 1
-        return np.isin(np.arange(8), self.ids)
-
-    def push(self, token: int) -> None:
-        self.pushed.append(token)
+def mask_of(*ids: int) -> NDArray[np.uint32]:
+    """A mask of these ids, for 8 tokens."""
+    return np.array([sum(1 << i for i in ids)], np.uint32)
 
 
 LADDER = np.arange(8, dtype=np.float32)
@@ -435,44 +419,69 @@ LADDER = np.arange(8, dtype=np.float32)
         ({"temperature": 0.0, "min_tokens": 3}, (6,), 6),
     ],
 )
-def test_a_constraint_comes_before_everything(params: dict[str, Any], ids: tuple[int, ...], chosen: int) -> None:
-    constraint = Scripted(*ids)
-    made = Sampler(SamplingParams(**params), np.zeros(1, np.int32), seed=1, ends=frozenset({6}), constraint=constraint)
-    assert made.choose(LADDER) == chosen
-    made.push(chosen)
-    assert constraint.pushed == [chosen]
+def test_a_mask_comes_before_everything(params: dict[str, Any], ids: tuple[int, ...], chosen: int) -> None:
+    made = Sampler(SamplingParams(**params), np.zeros(1, np.int32), seed=1, ends=frozenset({6}))
+    assert made.choose(LADDER, mask_of(*ids)) == chosen
     assert LADDER.tolist() == list(range(8))
 
 
-def test_stop_tokens_may_come_where_the_body_may_end() -> None:
-    for may_end in (False, True):
-        constraint = Scripted(2, may_end=may_end)
-        made = Sampler(
-            SamplingParams(temperature=0.0), np.zeros(1, np.int32), seed=1, ends=frozenset({6}), constraint=constraint
-        )
-        assert made.choose(LADDER) == (6 if may_end else 2)
-        made.push(6)
-        assert constraint.pushed == []
+def test_tokens_behind_a_masks_last_word_have_no_probability() -> None:
+    logits = np.arange(40, dtype=np.float32)
+    for params in (
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=1e-6),
+        SamplingParams(temperature=1.0, top_k=1),
+    ):
+        assert sampler(params).choose(logits, mask_of(*range(32))) == 31
 
 
-def test_a_mask_is_made_only_where_the_best_token_is_refused() -> None:
-    constraint = Scripted(7)
-    made = Sampler(
-        SamplingParams(temperature=0.0), np.zeros(1, np.int32), seed=1, ends=frozenset(), constraint=constraint
-    )
-    assert made.choose(LADDER) == 7 and constraint.masks == 0
-    constraint.ids = (3,)
-    assert made.choose(LADDER) == 3 and constraint.masks == 1
-
-
-def test_a_bias_that_leaves_a_constraint_nothing_is_the_clients() -> None:
-    made = Sampler(
-        SamplingParams(temperature=0.0, logit_bias={3: -100.0}),
-        np.zeros(1, np.int32),
-        seed=1,
-        ends=frozenset(),
-        constraint=Scripted(3),
-    )
+def test_a_bias_that_leaves_a_mask_nothing_is_the_clients() -> None:
     with pytest.raises(RequestError) as caught:
-        made.choose(LADDER)
+        sampler(SamplingParams(temperature=0.0, logit_bias={3: -100.0})).choose(LADDER, mask_of(3))
     assert caught.value.param == "logit_bias"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_mask_of_no_token_is_a_limit_of_the_grammar(temperature: float) -> None:
+    with pytest.raises(GrammarLimitError, match=r"^the grammar of the reply allows no token here$"):
+        sampler(SamplingParams(temperature=temperature)).choose(LADDER, mask_of())
+
+
+@given(st.integers(0, 2**32), st.sampled_from([{}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_p": 0.8, "min_p": 0.05}]))
+def test_masked_candidates_give_the_token_of_masked_logits(seed: int, cuts: dict[str, float]) -> None:
+    random = np.random.default_rng(seed)
+    logits = rows(seed, 300)
+    allowed = random.random(300) < random.choice([0.003, 0.1, 0.9])
+    allowed[random.integers(300)] = True
+    words = np.packbits(allowed, bitorder="little")
+    mask = np.concatenate([words, np.zeros(-len(words) % 4, np.uint8)]).view(np.uint32)
+    params = SamplingParams(temperature=random.uniform(0.2, 3), top_k=int(random.integers(1, 65)), **cuts)
+    masked = np.where(allowed, logits, np.float32(-np.inf))
+    found = unpack_candidates(top_k_keys(HostDevice(), masked[None]))
+    one = sampler(params, seed=seed)
+    chosen = one.choose_among(found.ids[0], found.logits[0])
+    assert chosen == one.choose(logits, mask) and allowed[chosen]
+
+
+@pytest.mark.parametrize(
+    ("cuts", "kept"),
+    [({}, [1, 3]), ({"top_k": 2}, [1, 3]), ({"top_p": 0.7}, [1]), ({"min_p": 0.5}, [1])],
+)
+def test_masked_draws_have_the_distribution_of_what_is_allowed(cuts: dict[str, Any], kept: list[int]) -> None:
+    # Tokens 0 and 2 are likelier than what may come: cuts behind the mask keep others than cuts before it.
+    logits = np.log(np.array([0.5, 0.12, 0.35, 0.03], np.float32))
+    mask = mask_of(1, 3)
+    weights = {token: math.exp(float(logits[token])) for token in kept}
+    total = sum(weights.values())
+    drawn = Counter(
+        Sampler(
+            SamplingParams(temperature=1.0, **cuts), np.zeros(1 + n % 500, np.int32), seed=n // 500, ends=frozenset()
+        ).choose(logits, mask)
+        for n in range(20_000)
+    )
+    assert set(drawn) == set(kept)
+    square = sum(
+        (drawn[token] - 20_000 * weight / total) ** 2 / (20_000 * weight / total) for token, weight in weights.items()
+    )
+    # 99.9 % of a chi-squared distribution with one degree of freedom.
+    assert square < 10.83

@@ -350,7 +350,7 @@ def test_a_sequence_ends_in_every_stage_and_leaves_nothing() -> None:
 
 def test_what_is_wanted_of_a_step() -> None:
     drive = Drive(slots=4)
-    plain, sampled = sequence(3), sequence(5, samples_logits=True)
+    plain, sampled = sequence(3), sequence(5, needs_logits=True)
     silent, partial = sequence(4, max_new_tokens=0), sequence(60, cache=CacheState(lengths=(CHUNK - 12,)))
     for one in (plain, sampled, silent, partial):
         drive.scheduler.add(one)
