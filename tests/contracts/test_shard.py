@@ -17,13 +17,13 @@ from luce.backend.serving_options import ServingOptions
 from luce.errors import BackendError
 from luce.gguf.reader import open_gguf
 from luce.runtime.host import HostDevice
-from luce.runtime.step import MAX_CANDIDATES, PAGE, MadeMasks, RowMasks
+from luce.runtime.step import MAX_CANDIDATES, PAGE
 from luce.shard.local import LocalShard
 from luce.shard.saved_state import StatePiece
 from luce.shard.sizes import activation_widths
 from tests.support.daemons import HERE, devices, key_file, listener, with_flags, within
 from tests.support.drive import Driver, gathered
-from tests.support.golden_checks import TREES, check_rollback, check_tree
+from tests.support.golden_checks import TREES, check_masks, check_rollback, check_tree
 from tests.support.reference import Reference
 
 #: a sandwich model with a tied, scaled embedding and softcap; a recurrent one with a head of its own, quantised
@@ -218,29 +218,7 @@ def test_candidates_and_logits_of_chosen_rows(backend: LayerSplitBackend, refere
 
 
 def test_masked_rows(backend: LayerSplitBackend, reference: Reference) -> None:
-    """Few, most and half of the tokens allowed, the last mask again: ids and candidates are those of logits that are
-    masked here. Rows of whole logits and rows without a mask stay as they are."""
-    random, vocab = np.random.default_rng(1), reference.spec.vocab
-    step = Driver(backend).step((Driver(backend).start(), reference.expected["prompt_17"]))
-    rows = np.array([2, 5, 9, 12, 14, 16], np.int32)
-    everything = backend.forward(replace(step, output_rows=rows, needs_logits=np.ones(6, np.bool_)))
-    full, top = np.array([False, True, False, False, False, False]), np.array([True, True, False, True, True, True])
-    masked = np.array([0, 2, 4, 5], np.int32)
-    allowed = np.array([random.random(vocab) < share for share in (0.02, 0.98, 0.5, 0.5)])
-    allowed[3], allowed[:, 0] = allowed[2], True
-    packed = np.packbits(np.pad(allowed, ((0, 0), (0, -vocab % 32))), axis=1, bitorder="little").view(np.uint32)
-    expected = everything.logits.copy()
-    expected[masked] = np.where(allowed, expected[masked], -np.inf)
-    order = np.argsort(-expected[top], axis=1, kind="stable")[:, :MAX_CANDIDATES]
-    for _ in range(2):
-        masks = MadeMasks(RowMasks(masked, packed))
-        some = backend.forward(replace(step, output_rows=rows, needs_logits=full, needs_candidates=top, masks=masks))
-        assert np.array_equal(some.ids, expected.argmax(axis=1))
-        assert np.array_equal(some.logits, everything.logits[full])
-        assert some.candidates is not None and np.array_equal(some.candidates.ids, order)
-        assert np.array_equal(some.candidates.logits, np.take_along_axis(expected[top], order, axis=1))
-    plain = backend.forward(replace(step, output_rows=rows, needs_logits=np.zeros(6, np.bool_)))
-    assert np.array_equal(plain.ids, everything.ids)
+    check_masks(Driver(backend), reference.expected["prompt_17"])
 
 
 def test_save_and_restore(backend: LayerSplitBackend, reference: Reference) -> None:

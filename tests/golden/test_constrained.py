@@ -13,7 +13,7 @@ from luce.api import Generation
 from luce.config.sampling import SamplingParams
 from luce.engine.admission import SequenceHandle
 from luce.engine.events import EventSink, FinishReason
-from tests.support.draft_identity import PAIRS, PLACES, SETTINGS, TINY, prompts
+from tests.support.draft_identity import CASES, PAIRS, PLACES, SETTINGS, TINY, prompts
 
 SCHEMA = {
     "type": "object",
@@ -33,30 +33,41 @@ SAMPLING: list[dict[str, Any]] = [
     {"temperature": 1.0, "top_k": 5},
     {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.2},
     {"temperature": 0.0, "logit_bias": {200: 5.0}, "min_tokens": 400},
+    # The host masks whole rows for log probabilities.
+    {"temperature": 0.8, "top_k": 20, "logprobs": 0},
+    {"temperature": 0.8, "top_k": 20},
 ]
 
 
-def replies(**settings: Any) -> list[tuple[list[int], str]]:
-    """Ids and text of replies by parameters and seeds of their own; every third one is not constrained."""
-    with luce.load(TINY / "target.gguf", **SETTINGS, **settings) as model:
-        running = [
-            model.generate(
-                prompt,
-                max_tokens=32 if seed % 3 == 2 else 200,
-                seed=seed,
-                response_format=None if seed % 3 == 2 else FORM,
-                ignore_eos=seed % 3 == 2,
-                **SAMPLING[seed % len(SAMPLING)],
-            )
-            for seed, prompt in enumerate(prompts(model, 6))
-        ]
-        found = []
-        for number, generation in enumerate(running):
-            tokens = list(generation)
-            found.append(([token.id for token in tokens], "".join(token.text for token in tokens)))
-            assert generation.finish is not None
-            if number % 3 != 2:
-                assert generation.finish.reason is FinishReason.EOS
+def replies(again: bool = False, **settings: Any) -> list[tuple[list[int], str]]:
+    """Ids and text of replies by parameters and seeds of their own; every third one is not constrained. `again`: after
+    the same replies, so that the prefix cache restores the prompts."""
+    with luce.load(TINY / "target.gguf", **(SETTINGS | settings)) as model:
+        for _ in range(1 + again):
+            running = [
+                model.generate(
+                    prompt,
+                    max_tokens=32 if seed % 3 == 2 else 200,
+                    seed=seed,
+                    response_format=None if seed % 3 == 2 else FORM,
+                    ignore_eos=seed % 3 == 2,
+                    **SAMPLING[seed % len(SAMPLING)],
+                )
+                for seed, prompt in enumerate(prompts(model, len(SAMPLING) + 2))
+            ]
+            found = []
+            for number, generation in enumerate(running):
+                tokens = list(generation)
+                found.append(([token.id for token in tokens], "".join(token.text for token in tokens)))
+                assert generation.finish is not None
+                if number % 3 != 2:
+                    assert generation.finish.reason is FinishReason.EOS
+        stats = model.engine.stats()
+        if again:
+            assert stats.cache.reused_tokens > 0
+        if settings.get("draft"):
+            # What grammars force, and what they refuse, is part of what is drafted.
+            assert stats.draft is not None and stats.draft.refused > 0 and stats.forced[1] > 0
         return found
 
 
@@ -73,11 +84,19 @@ def test_every_constrained_reply_is_valid(plain: list[tuple[list[int], str]]) ->
             assert set(value["tags"]) <= {"red", "green", "blue"} and 0 <= value["size"] <= 999
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("pair", ["trained model", "trained draft's trees"])
+@pytest.mark.parametrize(
+    ("pair", "place"),
+    [case for case in CASES if case[0] in ("trained model", "trained draft's trees", "prompt lookup")],
+)
 def test_drafting_and_placement_change_no_token(plain: list[tuple[list[int], str]], pair: str, place: str) -> None:
     draft = {"draft": PAIRS[pair].draft, "ddtree": PAIRS[pair].tree}
     assert replies(parallel=4, **draft, **PLACES[place]) == plain
+
+
+@pytest.mark.parametrize("parallel", [1, 16])
+def test_a_restored_prefix_and_company_change_no_token(plain: list[tuple[list[int], str]], parallel: int) -> None:
+    place: dict[str, Any] = {"target_devices": "cpu:0,cpu:1", "parallel": parallel, "cache_ram": 64}
+    assert replies(again=True, **place) == plain
 
 
 def triggered(**settings: Any) -> list[list[int]]:

@@ -10,7 +10,7 @@ import pytest
 
 from luce.runtime.device import Device
 from tests.support.emulated import EmulatedDevice
-from tests.support.golden_checks import check_logits_in_chunks
+from tests.support.golden_checks import check_logits_in_chunks, check_masks
 from tests.support.make_driver import MakeDriver
 from tests.support.reference import Reference, check_logits
 
@@ -76,6 +76,11 @@ def test_replies_do_not_depend_on_prompts_that_are_read(name: str, make_driver: 
     driver.accept(beside, 1)
     (last, _) = driver.feed((beside, prompt[7:8]), (reader, read[:6]))
     np.testing.assert_array_equal(np.concatenate((first, verified[:1], last)), np.concatenate(rows))
+
+
+def test_masked_rows(make_driver: MakeDriver, emulated: Device) -> None:
+    reference = Reference("gemma4-e-Q4_0")
+    check_masks(make_driver(reference, [emulated]), reference.expected["prompt_17"], 2)
 
 
 # A recurrent state; windows, and layers that borrow keys and values; inputs of convolutions in pages; latents.

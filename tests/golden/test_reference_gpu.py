@@ -16,6 +16,7 @@ from tests.support.golden_checks import (
     check_batched,
     check_greedy_tokens,
     check_logits_in_chunks,
+    check_masks,
     check_replayed,
     check_rollback,
     check_tree,
@@ -98,6 +99,11 @@ def test_replayed_steps_of_shards(
     driver = make_driver(reference, [gpu, gpu])
     check_replayed(reference, driver, make_driver(reference, [eager]))
     assert all(isinstance(shard, LocalShard) and shard.replayed == 8 for shard in driver.backend.shards)
+
+
+@each_file
+def test_masked_rows(reference: Reference, make_driver: MakeDriver, gpu: Device) -> None:
+    check_masks(make_driver(reference, [gpu, gpu]), reference.expected["prompt_17"], 4)
 
 
 @each_file

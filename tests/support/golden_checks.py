@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from luce.runtime.step import MAX_CANDIDATES, MadeMasks, RowMasks
 from tests.support.drive import Driver
 from tests.support.reference import Reference, check_greedy, check_logits
 
@@ -189,3 +191,34 @@ def check_tree(driver: Driver, vocab: int, parents: Sequence[int], path: Sequenc
         np.testing.assert_array_equal(*driver.feed((drafted, more[10 : 10 + size]), (fresh, more[10 : 10 + size])))
     driver.end(drafted)
     driver.end(fresh)
+
+
+def check_masks(driver: Driver, prompt: NDArray[np.int32], times: int = 3) -> None:
+    """Rows of a prompt of 16 tokens with few, most and half of the tokens allowed, one mask twice: ids and candidates
+    are those of logits that are masked here. Rows of whole logits and rows without a mask stay as they are."""
+    backend, random = driver.backend, np.random.default_rng(1)
+    vocab = backend.capacity.vocab
+    sequence = driver.start()
+    # At position 0 recurrent states begin anew, so that the step can run again.
+    step = driver.step((sequence, prompt[:16]))
+    driver.end(sequence)
+    rows = np.array([1, 4, 8, 11, 13, 15], np.int32)
+    full, top = np.array([False, True, False, False, False, False]), np.array([True, True, False, True, True, True])
+    masked = np.array([0, 2, 4, 5], np.int32)
+    allowed = np.array([random.random(vocab) < share for share in (0.02, 0.98, 0.5, 0.5)])
+    allowed[3], allowed[:, 0] = allowed[2], True
+    words = np.packbits(np.pad(allowed, ((0, 0), (0, -vocab % 32))), axis=1, bitorder="little").view(np.uint32)
+    # The first time launch by launch, then captured, then replayed.
+    for _ in range(times):
+        everything = backend.forward(replace(step, output_rows=rows, needs_logits=np.ones(6, np.bool_)))
+        expected = everything.logits.copy()
+        expected[masked] = np.where(allowed, expected[masked], -np.inf)
+        order = np.argsort(-expected[top], axis=1, kind="stable")[:, :MAX_CANDIDATES]
+        masks = MadeMasks(RowMasks(masked, words))
+        some = backend.forward(replace(step, output_rows=rows, needs_logits=full, needs_candidates=top, masks=masks))
+        assert np.array_equal(some.ids, expected.argmax(axis=1))
+        assert np.array_equal(some.logits, everything.logits[full])
+        assert some.candidates is not None and np.array_equal(some.candidates.ids, order)
+        assert np.array_equal(some.candidates.logits, np.take_along_axis(expected[top], order, axis=1))
+    plain = backend.forward(replace(step, output_rows=rows, needs_logits=np.zeros(6, np.bool_)))
+    assert np.array_equal(plain.ids, everything.ids)
