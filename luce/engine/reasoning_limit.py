@@ -48,8 +48,8 @@ class ReasoningState:
         #: length of the reply at which the reasoning is ended, and what leads to its end
         self._end: float = inf
         self._lead_in: tuple[int, ...] = ()
-        #: tokens that come next, whatever the model would choose
-        self._forced: tuple[int, ...] = ()
+        #: tokens that come next to end the reasoning, whatever the model would choose
+        self.ending: tuple[int, ...] = ()
         #: how the reasoning ended; None: it did not, or there was none
         self.close_kind: CloseKind | None = None
         if limit.inside:
@@ -58,17 +58,17 @@ class ReasoningState:
     @property
     def forced(self) -> int | None:
         """The token that comes next whatever the model would choose; None: the model chooses."""
-        return self._forced[0] if self._forced else None
+        return self.ending[0] if self.ending else None
 
     def refuse_forced(self) -> None:
         """Let the model choose again: a constraint does not allow the token that is forced."""
-        self._forced = ()
+        self.ending = ()
 
     def push(self, token: int) -> None:
         """Append a token to the reply."""
-        limit, hard = self._limit, bool(self._forced)
+        limit, hard = self._limit, bool(self.ending)
         self._length += 1
-        self._forced = self._forced[1:]
+        self.ending = self.ending[1:]
         if self._stage == "inside":
             if token in limit.closers:
                 self._stage, self.close_kind = "behind", "hard" if hard else "natural"
@@ -93,4 +93,4 @@ class ReasoningState:
 
     def _check(self) -> None:
         if self._length >= self._end:
-            self._forced = self._lead_in + self._limit.closing
+            self.ending = self._lead_in + self._limit.closing

@@ -114,6 +114,7 @@ class Reply:
                 logprob, top = score(row.logits, token, self.params.logprobs)
         if self._reasoning is not None:
             self._reasoning.push(token)
+            sequence.ending = self._reasoning.ending
         if sequence.constraint is not None and token not in sequence.ends:
             sequence.constraint.push(token)
         sequence.reply.append(token)

@@ -162,6 +162,8 @@ class Sequence:
     constraint: Constraint | None = None
     #: how long its reasoning may be; None: the reply has no part that is reasoning
     reasoning: ReasoningLimit | None = None
+    #: the tokens that come next to end its reasoning, whatever the model would choose. Written by luce.engine.reply
+    ending: tuple[int, ...] = ()
     #: ids that end the reply
     ends: frozenset[int] = frozenset()
     #: steps in which the masks took too long. Written by luce.engine.masks

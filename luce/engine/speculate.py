@@ -6,8 +6,8 @@ was chosen after its parent row. So the reply is the one that plain decoding giv
 its pace.
 
 Where a constraint holds, tokens that its grammar forces come before the drafter's proposal, and without one; tokens
-that the grammar refuses are taken out before anything is verified. Both change the pace only: forced tokens are
-verified too, as the model may write the same text in other tokens.
+that the grammar refuses are taken out before anything is verified. Tokens that end the reasoning come without one. All
+this changes the pace only: forced tokens are verified too, as the model may write the same text in other tokens.
 
 Measured step times and acceptance rates decide how many draft rows pay: `choose_draft_rows` makes tokens per second as
 many as it can. A drafter that costs more than it gains is asked ever more rarely.
@@ -93,8 +93,10 @@ class _DraftedSequence:
     #: prompt and reply, in memory that grows by doubling; `length` tokens are in use
     text: Int32
     length: int = 0
-    #: what the grammar forces before the newest proposal
+    #: what comes before the newest proposal, whatever the model would choose
     forced: tuple[int, ...] = ()
+    #: whether that ends the reasoning; otherwise a grammar forces it
+    ends_reasoning: bool = False
     #: the newest proposal
     proposal: Proposal = field(default_factory=Proposal)
     #: tokens of it that are verified
@@ -121,7 +123,7 @@ class _Request:
     """Proposals that the drafter was asked for."""
 
     texts: tuple[tuple[Sequence, Draftable], ...]
-    #: constrained sequences that the drafter was not asked for, with the most tokens that may be forced
+    #: sequences with forced tokens that the drafter was not asked for, with the most tokens that may be forced
     others: tuple[tuple[Sequence, int], ...]
     pending: PendingProposals
     #: when it was asked
@@ -212,10 +214,12 @@ class Speculator:
         asks = self._asks()
         for sequence in decoding:
             with failures.of(sequence):
-                text = self._draftable(sequence, budget) if asks else None
+                text = self._draftable(sequence, budget) if asks and not sequence.ending else None
                 if text is not None:
                     texts.append(text)
-                elif sequence.constraint is not None and (room := self._room(sequence, budget)) > 0:
+                elif (sequence.constraint is not None or sequence.ending) and (
+                    room := self._room(sequence, budget)
+                ) > 0:
                     others.append((sequence, room))
         if not texts and not others:
             return failures
@@ -256,7 +260,7 @@ class Speculator:
         for sequence, proposal, room in found:
             if sequence in self._sequences:
                 with failures.of(sequence):
-                    alive.append((sequence, self._by_grammar(sequence, proposal, room)))
+                    alive.append((sequence, self._behind_forced(sequence, proposal, room)))
         seconds = self._clock() - request.started
         if request.texts:
             self._seconds += seconds
@@ -310,8 +314,9 @@ class Speculator:
         self._accepted += len(accepted)
         known = self._sequences[sequence]
         forced = min(len(known.forced), len(draft.tokens))
-        self._forced += forced
-        self._forced_accepted += sum(row <= forced for row in accepted)
+        if not known.ends_reasoning:
+            self._forced += forced
+            self._forced_accepted += sum(row <= forced for row in accepted)
         parents = draft.parents or range(len(draft.tokens))
         # Where the reply ends, no token was chosen that the children of the last row could be compared with.
         compared = [0, *accepted][:-1] if ended else [0, *accepted]
@@ -369,10 +374,14 @@ class Speculator:
         limit = sequence.paging.max_draft
         return min(rows, budget if limit is None else min(limit, budget))
 
-    def _by_grammar(self, sequence: Sequence, proposal: Proposal, most: int) -> Proposal:
-        """What is left of a proposal behind the tokens that the sequence's grammar forces, which are noted."""
+    def _behind_forced(self, sequence: Sequence, proposal: Proposal, most: int) -> Proposal:
+        """What is left of a proposal behind the tokens that come next whatever the model would choose, which are noted:
+        those that end the sequence's reasoning, or that its grammar forces."""
         known, constraint = self._sequences[sequence], sequence.constraint
-        known.forced = ()
+        known.forced, known.ends_reasoning = (), bool(sequence.ending)
+        if sequence.ending:
+            known.forced = sequence.ending[: self._room(sequence, most)]
+            return Proposal()
         if constraint is None:
             return proposal
         if proposal.tokens:

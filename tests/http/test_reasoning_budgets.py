@@ -62,7 +62,9 @@ async def thought(here: Running, max_tokens: int | None = 1000, **fields: Any) -
     assert details["thinking_tokens"] == usage["completion_tokens_details"]["reasoning_tokens"] == reasoning.count("a")
     assert details["thinking_tokens"] + details["content_tokens"] == usage["completion_tokens"]
     events = await here.events(CHAT, {**body, "stream_options": {"include_usage": True}})
-    assert events[-1]["usage"]["completion_tokens_details"] == usage["completion_tokens_details"]
+    streamed_usage = events[-1]["usage"]
+    assert streamed_usage["completion_tokens_details"]["reasoning_tokens"] == details["thinking_tokens"]
+    assert streamed_usage["completion_tokens"] == usage["completion_tokens"]
     chunks = [event["choices"][0] for event in events[:-1]]
     assert "".join(chunk["delta"].get("reasoning_content", "") for chunk in chunks) == reasoning
     assert "".join(chunk["delta"].get("content", "") for chunk in chunks) == message["content"]

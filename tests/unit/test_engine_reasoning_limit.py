@@ -230,3 +230,20 @@ def test_an_end_in_the_reasoning_ends_the_reply() -> None:
     with engine(Markov(vocab=VOCAB, script=lambda history: 6), eos=frozenset({6})) as made:
         reply, _ = submit(made, PROMPT, max_tokens=9, temperature=0.0, logit_bias={6: 100.0}, reasoning=LIMIT)
         assert reply.finished().reason is FinishReason.EOS and reply.finished().close_kind is None
+
+
+@pytest.mark.parametrize("drafted", [True, False])
+def test_an_ending_of_many_tokens_takes_few_steps(drafted: bool) -> None:
+    """Its tokens are drafts that are always accepted, and the drafter is not blamed for them."""
+    drafter = ScriptedDrafter(lambda text, count: [0] * count, vocab=VOCAB) if drafted else None
+    backend = Markov(vocab=VOCAB, slots=1)
+    lead = tuple(np.random.default_rng(3).integers(0, 7, 21).tolist())
+    with engine(backend, eos=frozenset(), drafter=drafter, verify_width=8) as made:
+        limit = replace(LIMIT, inside=True, budget=30, lead_in=lead)
+        reply, _ = submit(made, PROMPT, max_tokens=36, temperature=0.0, ignore_eos=True, reasoning=limit)
+        reply.finished()
+        params = SamplingParams(temperature=0.0)
+        assert reply.ids == expected(limit, 36, chosen(params))
+        # 24 tokens end the reasoning: 3 steps of 8 at most, one of them begun before.
+        assert len(backend.steps) <= 1 + 36 - 24 + 4
+        assert made.stats().forced == (0, 0)
