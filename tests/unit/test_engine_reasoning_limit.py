@@ -234,7 +234,7 @@ def test_an_end_in_the_reasoning_ends_the_reply() -> None:
 
 @pytest.mark.parametrize("drafted", [True, False])
 def test_an_ending_of_many_tokens_takes_few_steps(drafted: bool) -> None:
-    """Its tokens are drafts that are always accepted, and the drafter is not blamed for them."""
+    """Its tokens are drafts that are always accepted, and the drafter is not asked for them."""
     drafter = ScriptedDrafter(lambda text, count: [0] * count, vocab=VOCAB) if drafted else None
     backend = Markov(vocab=VOCAB, slots=1)
     lead = tuple(np.random.default_rng(3).integers(0, 7, 21).tolist())
@@ -247,3 +247,4 @@ def test_an_ending_of_many_tokens_takes_few_steps(drafted: bool) -> None:
         # 24 tokens end the reasoning: 3 steps of 8 at most, one of them begun before.
         assert len(backend.steps) <= 1 + 36 - 24 + 4
         assert made.stats().forced == (0, 0)
+        assert drafter is None or drafter.asked <= 36 - 24
