@@ -22,7 +22,7 @@ from luce.server.replies import Replies
 from luce.server.response import ResponseBuilder
 from luce.server.state import CALL, SERVER, Result, Server
 from luce.server.stream import ClientGoneError, EventStream
-from luce.text.grammar import CompiledGrammar
+from luce.text.grammar import CompiledGrammar, WantedReply
 from luce.text.reply_parser import Part
 
 _log = logging.getLogger(__name__)
@@ -60,9 +60,8 @@ async def answer(
 
 async def _grammar(job: Job, model: Model) -> CompiledGrammar | None:
     """The grammar of a job's replies, once it is compiled."""
-    if job.reply_format is None:
-        return None
-    return await model.grammars.compiled(job.reply_format, job.reasoning_tokens)
+    wanted = WantedReply(job.reply_format, job.call_format)
+    return await model.grammars.compiled(wanted, job.reasoning_tokens) if any(wanted) else None
 
 
 async def prepared(

@@ -19,6 +19,7 @@ from luce.server.errors import invalid, unknown_model, unsupported
 from luce.server.schema import ChatRequest, Common, CompletionRequest, decode
 from luce.server.structured_output import reply_format
 from luce.server.thinking import ReasoningSwitch
+from luce.text.call_format import CallFormat
 from luce.text.detokenizer import Detokenizer
 from luce.text.fim import Gap, fim_prompt
 from luce.text.prompt_limit import PromptLimit
@@ -71,6 +72,8 @@ class Job:
     reasoning: ReasoningLimit | None = None
     #: what the replies must be; None: any text
     reply_format: ReplyFormat | None = None
+    #: which calls the replies may hold, or must; None: no grammar holds calls
+    call_format: CallFormat | None = None
     #: the markers of reasoning as the replies of a chat find them; None: replies begin with their format
     reasoning_tokens: ReasoningTokens | None = None
     #: what only the ResponseBuilder of the body's API reads

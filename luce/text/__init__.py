@@ -12,6 +12,9 @@ Not here: request and response bodies (server) and choosing tokens (engine). Cal
                       schema_arms, schema_limits, schema_pattern: what it asks of arms, sizes, regular expressions
     gbnf              llama.cpp's grammars in Lark
     reply_grammar     the grammar of a format
+    call_format       which calls of tools a reply may hold, or must
+    call_grammar      the grammar of calls, from a dialect's record; call_values: of arguments that are no JSON object
+    lark              pieces of grammars
     grammar_library   llguidance: grammars to the tokens that may come
     grammar           compiles grammars and makes constraints of them; compile_slots: few at a time
     constraint        a grammar's state behind the tokens of a reply

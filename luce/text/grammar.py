@@ -8,16 +8,19 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from luce.engine.sequence import Constraint
 from luce.errors import RequestError
+from luce.text.call_format import CallFormat
+from luce.text.call_grammar import call_grammar
 from luce.text.compile_slots import CompileSlots, Ticket
 from luce.text.constraint import GrammarConstraint
 from luce.text.grammar_library import GrammarError, GrammarLibrary
+from luce.text.lark import BLANK
 from luce.text.reasoning import ReasoningTokens
 from luce.text.reply_format import JSON_KINDS, ReplyFormat, openai_format
-from luce.text.reply_grammar import ReplyGrammar, reply_grammar
+from luce.text.reply_grammar import reply_grammar
 from luce.text.schema_limits import SchemaError, too_complex
 from luce.text.tokenizer import Tokenizer
 
@@ -29,24 +32,48 @@ _CACHED_BYTES = 256 << 20
 #: bytes that a grammar takes, measured: a part for itself, and a part for each byte of its text
 _BASE_BYTES, _BYTES_PER_BYTE = 256 << 10, 100
 
-_Outcome = ReplyGrammar | SchemaError
+
+class WantedReply(NamedTuple):
+    """What a reply must be: in a format, or calls of tools, or either."""
+
+    form: ReplyFormat | None = None
+    calls: CallFormat | None = None
+
+    @property
+    def kind(self) -> str:
+        """A name of it, for the reply's details."""
+        return "tools" if self.form is None else self.form.kind
+
+
+class _Compiled(NamedTuple):
+    matcher: LLMatcher
+    #: fields of the request that are not enforced
+    relaxed: tuple[str, ...]
+    triggers: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
 class CompiledGrammar:
     """A grammar from which constraints are made. Any thread may call it."""
 
-    form: ReplyFormat
+    wanted: WantedReply
     #: fields of the request that are not enforced
     relaxed: tuple[str, ...]
-    _matcher: LLMatcher
+    _compiled: _Compiled
     _tokenizer: Tokenizer
     _vocab: int
 
     def constraint(self, reasoning: ReasoningTokens | None = None) -> Constraint:
         """The constraint for one reply. One that reasons is free until the reasoning ends."""
+        calls, tokenizer = self.wanted.calls, self._tokenizer
         return GrammarConstraint(
-            self._matcher.deep_copy(), self._tokenizer.vocab, self._vocab, self._tokenizer.eos_ids, reasoning
+            self._compiled.matcher.deep_copy(),
+            tokenizer.vocab,
+            self._vocab,
+            tokenizer.eos_ids,
+            reasoning,
+            triggers=self._compiled.triggers,
+            once=calls is not None and not (calls.parallel and calls.calls.parallel),
         )
 
 
@@ -62,7 +89,9 @@ class GrammarCompiler:
         self._vocab = vocab
         self._library = GrammarLibrary(tokenizer)
         late = too_complex("", f"takes longer than {seconds:g} s to compile")
-        self._slots: CompileSlots[_Outcome] = CompileSlots(seconds, late, entries=_CACHED, costs=_CACHED_BYTES)
+        self._slots: CompileSlots[_Compiled | SchemaError] = CompileSlots(
+            seconds, late, entries=_CACHED, costs=_CACHED_BYTES
+        )
 
     def constraint(self, form: Mapping[str, Any], reasoning: ReasoningTokens | None = None) -> Constraint | None:
         """The constraint for one reply by OpenAI's `response_format`; None for free text. Waits for the compiler.
@@ -70,19 +99,24 @@ class GrammarCompiler:
         A reply that reasons is free until the reasoning ends. Raises RequestError for a format that is none, and for a
         schema that cannot be enforced, with the reason.
         """
-        wanted = openai_format(form)
-        if wanted is None:
+        found = openai_format(form)
+        if found is None:
             return None
-        outcome = self._ticket(wanted, reasoning).result()
-        return self._compiled(wanted, outcome).constraint(reasoning)
+        return self.wait(WantedReply(found), reasoning).constraint(reasoning)
 
-    async def compiled(self, form: ReplyFormat, reasoning: ReasoningTokens | None) -> CompiledGrammar:
-        """The grammar of a format for replies with this reasoning, once it is compiled; the event loop goes on
-        meanwhile. Raises RequestError."""
-        ticket, asked = self._ticket(form, reasoning), time.monotonic()
+    def wait(self, wanted: WantedReply, reasoning: ReasoningTokens | None = None) -> CompiledGrammar:
+        """As `compiled`, in a thread that may wait."""
+        return self._made(wanted, self._ticket(wanted, reasoning).result())
+
+    async def compiled(self, wanted: WantedReply, reasoning: ReasoningTokens | None) -> CompiledGrammar:
+        """The grammar of replies with this reasoning, once it is compiled; the event loop goes on meanwhile.
+
+        Raises RequestError that names the field of the request.
+        """
+        ticket, asked = self._ticket(wanted, reasoning), time.monotonic()
         while not ticket.future.done():
             await asyncio.wait([asyncio.wrap_future(ticket.future)], timeout=ticket.seconds_left(asked))
-        return self._compiled(form, ticket.future.result())
+        return self._made(wanted, ticket.future.result())
 
     def grammar(
         self,
@@ -108,25 +142,46 @@ class GrammarCompiler:
         """Compile nothing more. Idempotent; does not wait for what is being compiled."""
         self._slots.close()
 
-    def _ticket(self, form: ReplyFormat, reasoning: ReasoningTokens | None) -> Ticket[_Outcome]:
-        text = form.text
-        # White space in front of JSON is harmless where no reasoning comes; other formats are exact.
-        behind_reasoning = reasoning is not None and (reasoning.inside or form.kind in JSON_KINDS)
-        key = hashlib.blake2b(text + bytes([behind_reasoning])).digest()
+    def _ticket(self, wanted: WantedReply, reasoning: ReasoningTokens | None) -> Ticket[_Compiled | SchemaError]:
+        form, calls = wanted
+        # White space in front of JSON and of calls is harmless where no reasoning comes; other formats are exact.
+        exact = form is not None and form.kind not in JSON_KINDS
+        blank = BLANK if reasoning is not None and (reasoning.inside or not exact) else ""
+        text = b"\n".join(part.text for part in (form, calls) if part is not None)
+        key = hashlib.blake2b(f"{form is None} {blank}".encode() + text).digest()
         cost = _BASE_BYTES + _BYTES_PER_BYTE * len(text)
-        return self._slots.ticket(key, cost, partial(self._compile, form, behind_reasoning))
+        return self._slots.ticket(key, cost, partial(self._outcome, wanted, blank))
 
-    def _compile(self, form: ReplyFormat, behind_reasoning: bool) -> _Outcome:
+    def _outcome(self, wanted: WantedReply, blank: str) -> _Compiled | SchemaError:
         try:
-            return reply_grammar(form, self._library.matcher, behind_reasoning=behind_reasoning)
+            return self._compile(wanted, blank)
         except SchemaError as error:
             return error
         except RecursionError:
             return too_complex("", "is nested too deeply")
 
-    def _compiled(self, form: ReplyFormat, outcome: _Outcome) -> CompiledGrammar:
+    def _compile(self, wanted: WantedReply, blank: str) -> _Compiled:
+        form, calls = wanted
+        library = self._library.matcher
+        # With calls a format is compiled alone first: its errors are its own.
+        body = None if form is None else reply_grammar(form, library, blank="" if calls is not None else blank)
+        if calls is None:
+            assert body is not None
+            return _Compiled(body.matcher, body.relaxed)
+        compiled = library if form is None or form.kind != "grammar" else partial(library, body=form.value)
+        rule = None if body is None else body.rule
+        made = call_grammar(calls, compiled, self._tokenizer.special.cut, blank=blank, body=rule)
+        return _Compiled(made.matcher, (*(() if body is None else body.relaxed), *made.relaxed), made.triggers)
+
+    def _made(self, wanted: WantedReply, outcome: _Compiled | SchemaError) -> CompiledGrammar:
+        param = "" if wanted.form is None else wanted.form.param
         if isinstance(outcome, SchemaError):
-            param = form.param + outcome.path
+            param = _param(param, outcome.path)
             raise RequestError(f"{param}: {outcome}", param=param, code=outcome.code)
-        relaxed = tuple(form.param + path for path in outcome.relaxed)
-        return CompiledGrammar(form, relaxed, outcome.matcher, self._tokenizer, self._vocab)
+        relaxed = tuple(_param(param, path) for path in outcome.relaxed)
+        return CompiledGrammar(wanted, relaxed, outcome, self._tokenizer, self._vocab)
+
+
+def _param(param: str, path: str) -> str:
+    """The field of the request: paths in the format's value begin with a dot, those of tools have their field."""
+    return path if path and path[0] not in ".[" else param + path

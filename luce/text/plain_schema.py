@@ -184,6 +184,18 @@ class _Walk:
             raise SchemaError(path, f"{reason}; use strict: false to leave it out", "unsupported_schema")
         self.relaxed.append(path)
 
+    def _fits(self, check: Callable[[str, Any], None], path: str, value: Any) -> bool:
+        """Whether the value of one keyword is within its limit. If not, the keyword goes, or a strict schema is
+        refused."""
+        try:
+            check(path, value)
+        except SchemaError:
+            if self._strict:
+                raise
+            self.relaxed.append(path)
+            return False
+        return True
+
     # --- one schema
 
     def _plain(self, schema: Any, path: str, depth: int) -> Any:
@@ -261,8 +273,7 @@ class _Walk:
     def _count(self, made: _Json, key: str, value: Any, at: _At) -> None:
         if not _is_number(value) or value < 0 or value != value // 1:
             self._invalid(at.path, "expected a whole number, 0 or more")
-        else:
-            schema_limits.check_count(at.path, int(value))
+        elif self._fits(schema_limits.check_count, at.path, int(value)):
             made[key] = int(value)
 
     def _bound(self, made: _Json, key: str, value: Any, at: _At) -> None:
@@ -274,8 +285,7 @@ class _Walk:
     def _multiple(self, made: _Json, key: str, value: Any, at: _At) -> None:
         if not _is_number(value) or value <= 0:
             self._invalid(at.path, "expected a number above 0")
-        else:
-            schema_limits.check_multiple(at.path, value)
+        elif self._fits(schema_limits.check_multiple, at.path, value):
             made[key] = value
 
     def _pattern(self, made: _Json, key: str, value: Any, at: _At) -> None:
@@ -283,8 +293,7 @@ class _Walk:
             self._invalid(at.path, "expected a regular expression")
         elif has_lookaround(value):
             self._relax(at.path, "look-around and back-references cannot be enforced")
-        else:
-            schema_limits.check_pattern(at.path, value)
+        elif self._fits(schema_limits.check_pattern, at.path, value):
             made[key] = rust_pattern(value)
 
     def _format(self, made: _Json, key: str, value: Any, at: _At) -> None:
@@ -342,8 +351,8 @@ class _Walk:
             if patterns and has_lookaround(name):
                 self._relax(path, "look-around and back-references cannot be enforced")
                 continue
-            if patterns:
-                schema_limits.check_pattern(path, name)
+            if patterns and not self._fits(schema_limits.check_pattern, path, name):
+                continue
             plain[rust_pattern(name) if patterns else name] = self._plain(inner, path, at.depth + 1)
         made[key] = plain
 

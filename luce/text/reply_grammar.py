@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from luce.text.grammar_library import EMPTY, INVALID, GrammarError, regex_rule
+from luce.text.lark import json_rule, text_rule
 from luce.text.plain_schema import Place, PlainSchema, plain_schema
 from luce.text.reply_format import JSON_KINDS, ReplyFormat
 from luce.text.schema_limits import MAX_KIB, SchemaError, check_pattern, too_complex
@@ -14,10 +14,6 @@ from luce.text.schema_limits import MAX_KIB, SchemaError, check_pattern, too_com
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-#: White space at one place in JSON. Without a limit, a model whose favourites are masked writes blanks to the end.
-_SPACE = r"[ ]|\n[ ]{0,40}"
-#: what models write between the reasoning's end and the body
-_BLANK = r"/[ \n]{0,4}/ "
 #: schemas that are replaced by `true` until the rest compiles
 _MOST_REPLACED = 8
 #: schemas that are compiled alone to find the one that does not compile
@@ -37,55 +33,48 @@ class ReplyGrammar(NamedTuple):
     matcher: LLMatcher
     #: paths of what is not enforced
     relaxed: tuple[str, ...] = ()
+    #: the piece of grammar for it; `@body` is the grammar of the request
+    rule: str = ""
 
 
-def reply_grammar(form: ReplyFormat, compiled: Compile, *, behind_reasoning: bool) -> ReplyGrammar:
-    """The grammar of a format. Raises SchemaError with a path in the format's value."""
+def reply_grammar(form: ReplyFormat, compiled: Compile, *, blank: str) -> ReplyGrammar:
+    """The grammar of a format; `blank`: a piece of grammar for what stands before it.
+
+    Raises SchemaError with a path in the format's value.
+    """
     if len(form.text) > MAX_KIB << 10:
         raise too_complex("", f"has {len(form.text) >> 10:,} KiB, expected at most {MAX_KIB}")
-    blank = _BLANK if behind_reasoning else ""
     if form.kind in JSON_KINDS:
         plain = plain_schema({"type": "object"} if form.kind == "json_object" else form.value, strict=form.strict)
-        return schema_grammar(
-            plain, lambda schema: compiled(f"start: {blank}body\nbody: {json_rule(schema)}\n"), strict=form.strict
-        )
+        return schema_grammar(plain, compiled, blank=blank, strict=form.strict)
     try:
         if form.kind == "grammar":
+            # Alone, its mistakes have their place in the text of the request.
             found = compiled(f"start: {blank}@body\n", form.value) if blank else compiled(form.value)
-        elif form.kind == "choice":
-            found = compiled(f"start: {blank}body\nbody: {' | '.join(map(text_rule, form.value))}\n")
+            return ReplyGrammar(found, rule="@body")
+        if form.kind == "choice":
+            rule = " | ".join(map(text_rule, form.value))
         else:
             check_pattern("", form.value)
-            found = compiled(f"start: {blank}body\nbody: {regex_rule(form.value)}\n")
+            rule = regex_rule(form.value)
+        return ReplyGrammar(compiled(_whole(rule, blank)), rule=rule)
     except GrammarError as error:
-        raise SchemaError("", str(error), "invalid_value" if error.code == EMPTY else str(error.code)) from None
-    return ReplyGrammar(found)
-
-
-def json_rule(schema: Mapping[str, Any]) -> str:
-    """JSON by a plain schema, in llguidance's Lark."""
-    return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": _SPACE}})
-
-
-def text_rule(text: str) -> str:
-    """A text in Lark."""
-    return json.dumps(text, ensure_ascii=False)
+        raise SchemaError("", str(error), INVALID if error.code == EMPTY else str(error.code)) from None
 
 
 # --- schemas
 
 
-def schema_grammar(
-    plain: PlainSchema, compiled: Callable[[Mapping[str, Any]], LLMatcher], *, strict: bool
-) -> ReplyGrammar:
+def schema_grammar(plain: PlainSchema, compiled: Compile, *, blank: str, strict: bool) -> ReplyGrammar:
     """The grammar of a plain schema; if it is not strict, a schema inside it that the library refuses allows anything.
 
     Raises SchemaError with the path of the smallest schema that the library refuses.
     """
     schema, relaxed = plain.schema, list(plain.relaxed)
     for left in reversed(range(_MOST_REPLACED + 1)):
+        rule = json_rule(schema)
         try:
-            return ReplyGrammar(compiled(schema), tuple(dict.fromkeys(relaxed)))
+            return ReplyGrammar(compiled(_whole(rule, blank)), tuple(dict.fromkeys(relaxed)), rule)
         except GrammarError as error:
             if error.code not in (EMPTY, INVALID):
                 raise SchemaError("", str(error), str(error.code)) from None
@@ -98,7 +87,11 @@ def schema_grammar(
     raise AssertionError("the last try returns or raises")
 
 
-def _culprit(schema: Mapping[str, Any], compiled: Callable[[Mapping[str, Any]], LLMatcher]) -> Place:
+def _whole(rule: str, blank: str = "") -> str:
+    return f"start: {blank}body\nbody: {rule}\n"
+
+
+def _culprit(schema: Mapping[str, Any], compiled: Compile) -> Place:
     """The place of the smallest schema that the library refuses, as far as few tries find it: it names no place."""
     defs, place, left = schema.get("$defs", {}), Place(()), _MOST_TRIED
     while True:
@@ -110,7 +103,7 @@ def _culprit(schema: Mapping[str, Any], compiled: Callable[[Mapping[str, Any]], 
             if not isinstance(found, dict):
                 continue
             try:
-                compiled({**found, "$defs": defs} if defs else found)
+                compiled(_whole(json_rule({**found, "$defs": defs} if defs else found)))
             except GrammarError:
                 place = inner
                 break

@@ -197,7 +197,7 @@ def byte_tokenizer(name: str, *, special: bool = True) -> Tokenizer:
     # Gemma's and DeepSeek's are control tokens in some files, so both kinds are here.
     control = others if name.startswith(("gemma", "deepseek", "mistral", "llama")) else ()
     visible = () if control else others
-    return Tokenizer(byte_level(control=(*ends, *control), visible=visible))
+    return Tokenizer(byte_level(control=(*ends, *control), visible=visible, eos_token_id=257))
 
 
 @functools.cache

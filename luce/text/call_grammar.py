@@ -1,0 +1,213 @@
+"""The grammar of calls of tools, from the record of a dialect."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from luce.models.calls import Json, Tagged
+from luce.text.call_format import CallableTool, CallFormat
+from luce.text.call_values import ArgumentRules, BareRules, TaggedRules
+from luce.text.grammar_library import EMPTY, INVALID, GrammarError
+from luce.text.lark import ANY, SPACE, Cut, Rules, json_rule, pattern_of, text_rule
+from luce.text.plain_schema import PlainSchema, plain_schema
+from luce.text.reply_grammar import Compile
+from luce.text.schema_limits import MAX_TOOLS_KIB, SchemaError, too_complex
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+_Json = dict[str, Any]
+_ANY_OBJECT: _Json = {"type": "object"}
+
+
+class CallGrammar(NamedTuple):
+    """A compiled grammar of calls."""
+
+    matcher: LLMatcher
+    #: fields of the request that are not enforced
+    relaxed: tuple[str, ...]
+    #: tokens before which the reply is free, and with which the grammar begins; empty: it begins with the reply
+    triggers: frozenset[int]
+
+
+class _Tool(NamedTuple):
+    """A tool with its plain schema."""
+
+    tool: CallableTool
+    plain: PlainSchema
+
+
+class CallRules:
+    """The rules of the calls of a reply. `cut` divides a text into special tokens and the text between."""
+
+    def __init__(self, form: CallFormat, cut: Cut) -> None:
+        self._form = form
+        self._calls = form.calls
+        self._cut = cut
+        first = next(cut(form.calls.trigger), (None, ""))
+        #: the special token that is the trigger
+        self.trigger = first[0] if first[1] == form.calls.trigger else None
+        #: whether the trigger is text alone, so that free text could hold it
+        self._spelled = all(token is None for token, _ in cut(form.calls.trigger))
+        self.relaxed: list[str] = []
+        self._tools = [_Tool(tool, self._plain(tool)) for tool in form.tools]
+
+    def _plain(self, tool: CallableTool) -> PlainSchema:
+        """The plain schema of a tool's arguments: an object's. Raises SchemaError for a strict tool's."""
+        try:
+            plain = plain_schema(
+                tool.parameters or _ANY_OBJECT, strict=tool.strict, forgiving=not tool.strict, root=False
+            )
+        except SchemaError as error:
+            if tool.strict:
+                raise SchemaError(tool.param + error.path, str(error), str(error.code)) from None
+            self.relaxed.append(tool.param + error.path)
+            return _any_object()
+        self.relaxed += [tool.param + path for path in plain.relaxed]
+        schema = plain.schema
+        kinds = schema.get("type", "object")
+        if kinds != "object" and "object" not in kinds:
+            if tool.strict:
+                raise SchemaError(f"{tool.param}.type", "expected object", "invalid_schema")
+            self.relaxed.append(tool.param)
+            return _any_object()
+        closed = {} if tool.strict or not schema.get("properties") else {"additionalProperties": False}
+        # A model that may add keys adds them; only a schema without properties asks for keys of its own.
+        return plain._replace(schema={**closed, **schema, "type": "object"})
+
+    def forget(self, index: int) -> None:
+        """Let the arguments of a tool that does not compile be any object."""
+        self.relaxed.append(self._tools[index].tool.param)
+        self._tools[index] = _Tool(self._tools[index].tool, _any_object())
+
+    def alone(self, index: int) -> str:
+        """The grammar of one call of one tool."""
+        rules = Rules(self._cut)
+        return rules.text(self._call(rules, self._tools[index]))
+
+    def required(self, blank: str, body: str | None = None) -> str:
+        """The grammar of a reply of calls, or of `body`, the body of a rule, instead."""
+        rules = Rules(self._cut)
+        calls = rules.rule(self._all(rules, self._form.parallel and self._calls.parallel))
+        return rules.text(f"{blank}{calls}" if body is None else f"{blank}({calls} | {rules.rule(body)})")
+
+    def behind_trigger(self) -> str:
+        """The grammar of what begins with the trigger and stands in free text: a section of calls, or one call."""
+        rules = Rules(self._cut)
+        several = self._calls.section != ("", "") and self._form.parallel and self._calls.parallel
+        return rules.text(self._all(rules, several))
+
+    def in_text(self, blank: str) -> str:
+        """The grammar of free text with calls in it, where the trigger is text too."""
+        rules, calls = Rules(self._cut), self._calls
+        trigger = pattern_of(calls.trigger)
+        several = self._form.parallel and calls.parallel
+        # A terminal takes as much as it can, so the text in front of a call ends with the trigger.
+        if calls.at_start:
+            free = rules.rule(rules.terminal(f"/[ \\n]*{trigger}/"), "[lazy]")
+            rest = rules.terminal(f"/{ANY}*/ & ~/[ \\n]*{trigger}{ANY}*/")
+            return rules.text(f"{blank}({free} {self._all(rules, several, read=True)} | {rest})")
+        free = rules.until(calls.trigger)
+        rest = rules.terminal(f"/{ANY}*/ & ~/{ANY}*{trigger}{ANY}*/" if self._spelled else f"/{ANY}*/")
+        chunk = f"{free} {self._all(rules, several and bool(calls.section[0]), read=True)}"
+        return rules.text(f"({chunk})* {rest}" if several else f"{chunk} | {rest}")
+
+    # --- parts
+
+    def _all(self, rules: Rules, several: bool, *, read: bool = False) -> str:
+        """A section of calls, in which `several` may stand. `read`: its trigger has come already."""
+        calls = self._calls
+        call = first = self._any_call(rules)
+        opening = calls.section[0].removeprefix(calls.trigger) if read else calls.section[0]
+        if read and not calls.section[0]:
+            first = self._any_call(rules, read=True)
+        between = rules.literal(calls.between)
+        more = f"({_joined(between, call)})*" if several else ""
+        return _joined(rules.literal(opening), first, more, rules.literal(calls.section[1]))
+
+    def _any_call(self, rules: Rules, *, read: bool = False) -> str:
+        """A call of one of the tools."""
+        return rules.rule(" | ".join(rules.rule(self._call(rules, tool, read=read)) for tool in self._tools))
+
+    def _call(self, rules: Rules, tool: _Tool, *, read: bool = False) -> str:
+        """One call."""
+        calls, kind = self._calls, self._calls.arguments
+        begin = calls.call[0].removeprefix(calls.trigger) if read else calls.call[0]
+        if isinstance(kind, Json) and kind.fields is not None:
+            value = _object(rules, tool, kind, kind.fields, read=read and not calls.call[0])
+            return _joined(rules.literal(begin), value, self._end(rules))
+        name = text_rule(tool.tool.name)
+        head = _joined(rules.literal(begin + calls.name[0]), name, rules.literal(calls.name[1]))
+        if isinstance(kind, Json):
+            return _joined(head, rules.rule(json_rule(tool.plain.schema)), self._end(rules))
+        values: ArgumentRules
+        if isinstance(kind, Tagged):
+            values = TaggedRules(rules, kind, tool.plain, strict=tool.tool.strict)
+        else:
+            values = BareRules(rules, kind, tool.plain, strict=tool.tool.strict)
+        try:
+            return _joined(head, values.arguments(), self._end(rules))
+        except SchemaError as error:
+            raise SchemaError(tool.tool.param + error.path, str(error), str(error.code)) from None
+
+    def _end(self, rules: Rules) -> str:
+        return rules.literal(self._calls.call[1])
+
+
+def call_grammar(form: CallFormat, compiled: Compile, cut: Cut, *, blank: str, body: str | None = None) -> CallGrammar:
+    """The grammar of a reply of calls, or of calls in free text; with `body`, a piece of grammar, of calls or of it.
+
+    `blank`: a piece of grammar for what stands before. The arguments of a tool that is not strict are any object if
+    its schema does not compile. Raises SchemaError with the path of a strict tool's schema in the request.
+    """
+    if len(form.text) > MAX_TOOLS_KIB << 10:
+        raise too_complex("tools", f"have {len(form.text) >> 10:,} KiB, expected at most {MAX_TOOLS_KIB:,}")
+    rules = CallRules(form, cut)
+    triggers: frozenset[int] = frozenset()
+    make: Callable[[], str]
+    if form.required or body is not None:
+        make = partial(rules.required, blank, body)
+    elif rules.trigger is not None:
+        make, triggers = rules.behind_trigger, frozenset({rules.trigger})
+    else:
+        make = partial(rules.in_text, blank)
+    try:
+        return CallGrammar(compiled(make()), tuple(dict.fromkeys(rules.relaxed)), triggers)
+    except GrammarError as error:
+        failed = error
+    for index, tool in enumerate(form.tools):
+        try:
+            compiled(rules.alone(index))
+        except GrammarError as error:
+            if tool.strict:
+                code = {EMPTY: "invalid_schema", INVALID: "unsupported_schema"}.get(str(error.code), str(error.code))
+                raise SchemaError(tool.param, error.reason, code) from None
+            rules.forget(index)
+    try:
+        return CallGrammar(compiled(make()), tuple(dict.fromkeys(rules.relaxed)), triggers)
+    except GrammarError as error:
+        raise SchemaError("tools", failed.reason, str(error.code)) from None
+
+
+def _any_object() -> PlainSchema:
+    return PlainSchema(_ANY_OBJECT, (), {})
+
+
+def _joined(*parts: str) -> str:
+    return " ".join(part for part in parts if part and part != '""') or '""'
+
+
+def _object(rules: Rules, tool: _Tool, kind: Json, fields: tuple[str, str], *, read: bool) -> str:
+    """A call that is one object. It begins with a brace and the first key, which may be a trigger that has been
+    `read`."""
+    space = f"({rules.terminal(f'/{SPACE}/')})?"
+    name = text_rule(json.dumps(tool.tool.name, ensure_ascii=False))
+    pairs = [(fields[0], name), (fields[1], rules.rule(json_rule(tool.plain.schema)))]
+    if kind.id is not None:
+        pairs.append((kind.id, rules.terminal('"\\"" /[a-zA-Z0-9]{9}/ "\\""')))
+    parts = [f'{text_rule(json.dumps(key))} {space} ":" {space} {value} {space}' for key, value in pairs]
+    whole = '"{" ' + f'"," {space} '.join(parts) + ' "}"'
+    return whole.removeprefix('"{" ' + text_rule(json.dumps(fields[0]))) if read else whole

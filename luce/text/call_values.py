@@ -1,0 +1,263 @@
+"""The grammar of a call's arguments in the dialects that do not write them as one JSON object."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from luce.models.calls import Bare, Tagged
+from luce.text.lark import ANY, Rules, json_rule, text_rule
+from luce.text.plain_schema import PlainSchema
+from luce.text.schema_limits import SchemaError
+
+_Json = dict[str, Any]
+_BOUNDS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))
+#: what models write for JSON's words, having read them in templates that print Python's
+_PYTHON = (("boolean", "True"), ("boolean", "False"), ("null", "None"))
+_NULL = '"null" | "None"'
+_ALL = frozenset(("object", "array", "string", "number", "integer", "boolean", "null"))
+
+
+class ArgumentRules(ABC):
+    """Writes the rule of one tool's arguments. `strict`: SchemaError for what it cannot enforce."""
+
+    def __init__(self, rules: Rules, plain: PlainSchema, *, strict: bool) -> None:
+        self._rules = rules
+        self._defs: Mapping[str, Any] = plain.schema.get("$defs", {})
+        self._schema = plain.schema
+        self._strict = strict
+
+    @abstractmethod
+    def arguments(self) -> str:
+        """A piece of grammar for the arguments. Raises SchemaError with a path in the schema."""
+
+    def _target(self, schema: Any) -> _Json:
+        """A schema behind its references, `true` and `false` as objects."""
+        for _ in range(len(self._defs) + 1):
+            if not isinstance(schema, dict) or schema.keys() != {"$ref"}:
+                break
+            schema = self._defs[schema["$ref"].rpartition("/")[2]]
+        if schema is False:
+            return {"enum": []}
+        return schema if isinstance(schema, dict) else {}
+
+    def _properties(self, schema: _Json) -> tuple[list[tuple[str, Any]], int]:
+        """The properties that may come, the required ones first, and how many those are."""
+        known: _Json = {name: inner for name, inner in schema.get("properties", {}).items() if inner is not False}
+        required = list(schema.get("required", ()))
+        names = [*required, *(name for name in known if name not in required)]
+        return [(name, known.get(name, True)) for name in names], len(required)
+
+    def _kinds(self, schema: Any, depth: int = 0) -> frozenset[str]:
+        """The types that a value may have."""
+        schema = self._target(schema)
+        kinds = schema.get("type")
+        found = _ALL if kinds is None else frozenset([kinds] if isinstance(kinds, str) else kinds)
+        if "number" in found:
+            found |= {"integer"}
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        if values is not None:
+            found &= frozenset(map(_kind, values))
+        if depth < 16:
+            for key in ("anyOf", "oneOf"):
+                if key in schema:
+                    found &= frozenset().union(*(self._kinds(arm, depth + 1) for arm in schema[key]))
+            for arm in schema.get("allOf", ()):
+                found &= self._kinds(arm, depth + 1)
+        return found
+
+    def _content(self, schema: _Json, path: str) -> str:
+        """A terminal's body for a string without quotation marks."""
+        if not self._strict:
+            return f"/{ANY}*/"
+        for key in ("pattern", "format"):
+            if key in schema:
+                raise _unenforced(f"{path}.{key}", key)
+        low, high = schema.get("minLength", 0), schema.get("maxLength", "")
+        return f"/{ANY}{{{low},{high}}}/" if low or high != "" else f"/{ANY}*/"
+
+
+def _kind(value: Any) -> str:
+    names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+    return names.get(type(value), "null")
+
+
+def _values(schema: _Json) -> list[Any] | None:
+    """The values that `const` or `enum` allow."""
+    found: list[Any] | None = [schema["const"]] if "const" in schema else schema.get("enum")
+    return found
+
+
+def _unenforced(path: str, what: str) -> SchemaError:
+    return SchemaError(path, f"{what} cannot be enforced in calls of this model", "unsupported_schema")
+
+
+class TaggedRules(ArgumentRules):
+    """Parameters between tags, in any order: strings as they are, all else as JSON."""
+
+    def __init__(self, rules: Rules, dialect: Tagged, plain: PlainSchema, *, strict: bool) -> None:
+        super().__init__(rules, plain, strict=strict)
+        self._dialect = dialect
+
+    def arguments(self) -> str:
+        """As in ArgumentRules."""
+        known, required = self._properties(self._schema)
+        items = [
+            self._rules.rule(self._parameter(name, self._value(inner, f".properties.{name}"), inner))
+            for name, inner in known
+        ]
+        ordered = self._rules.any_order(items, required)
+        extra = self._schema.get("additionalProperties", True)
+        if extra is False:
+            return ordered
+        if self._strict and extra not in (True, {}):
+            raise _unenforced(".additionalProperties", "a schema")
+        typed = self._typed(frozenset({"string"}))
+        key = self._rules.terminal(r"/[^<>=\"\n]{1,64}/")
+        further = self._rules.rule(
+            f"{self._rules.literal(self._dialect.key[0])} {key} "
+            f"{self._rules.literal(self._dialect.key[1] + typed + self._dialect.value[0])} "
+            f"{self._rules.until(self._dialect.value[1])}"
+        )
+        return f"{ordered} {further}*" if items else f"{further}*"
+
+    def _parameter(self, name: str, value: str, schema: Any) -> str:
+        dialect = self._dialect
+        opening = self._rules.literal(dialect.key[1] + self._typed(self._kinds(schema)) + dialect.value[0])
+        return f"{self._rules.literal(dialect.key[0])} {text_rule(name)} {opening} {value}"
+
+    def _typed(self, kinds: frozenset[str]) -> str:
+        """The attribute that says whether the value is a string."""
+        return "" if self._dialect.typed is None else self._dialect.typed % ("true" if "string" in kinds else "false")
+
+    def _value(self, schema: Any, path: str) -> str:
+        """A value and the tag behind it."""
+        rules, end = self._rules, self._dialect.value[1]
+        kinds, target = self._kinds(schema), self._target(schema)
+        if "string" not in kinds:
+            python = [word for kind, word in _PYTHON if kind in kinds and _values(target) is None]
+            forms = [rules.rule(json_rule(self._whole(schema))), *map(text_rule, python)]
+            return f"({' | '.join(forms)}) {rules.literal(end)}"
+        values = _values(target)
+        if values is not None:
+            texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
+            return f"({' | '.join(map(text_rule, texts))}) {rules.literal(end)}"
+        if self._strict and kinds != {"string"}:
+            raise SchemaError(
+                path, "a union with strings cannot be enforced in this model's calls", "unsupported_schema"
+            )
+        return rules.until(end, self._content(target, path))
+
+    def _whole(self, schema: Any) -> _Json:
+        schema = self._target(schema)
+        return {**schema, "$defs": dict(self._defs)} if self._defs else schema
+
+
+class BareRules(ArgumentRules):
+    """JSON with bare keys, strings between delimiters and no white space."""
+
+    def __init__(self, rules: Rules, dialect: Bare, plain: PlainSchema, *, strict: bool) -> None:
+        super().__init__(rules, plain, strict=strict)
+        self._quote = rules.literal(dialect.quote)
+        self._end = dialect.quote
+        #: rules of definitions, which may refer to themselves
+        self._named: dict[str, str] = {}
+        self._any: str | None = None
+
+    def arguments(self) -> str:
+        """As in ArgumentRules."""
+        return self._object(self._schema, "")
+
+    def _value(self, schema: Any, path: str) -> str:
+        if isinstance(schema, dict) and schema.keys() == {"$ref"}:
+            name = schema["$ref"].rpartition("/")[2]
+            if name not in self._named:
+                self._named[name] = self._rules.reserve()
+                self._rules.define(self._named[name], self._value(self._defs[name], path))
+            return self._named[name]
+        schema = self._target(schema)
+        values = _values(schema)
+        if values is not None:
+            return self._rules.rule(" | ".join(map(self._written, values)))
+        for key in ("anyOf", "oneOf"):
+            if schema.keys() == {key}:
+                return self._rules.rule(
+                    " | ".join(self._value(arm, f"{path}.{key}[{i}]") for i, arm in enumerate(schema[key]))
+                )
+        if "type" not in schema:
+            if self._strict and schema:
+                raise _unenforced(path, "this schema")
+            return self._anything()
+        if self._strict and schema.keys() & {"anyOf", "oneOf", "allOf", "$ref", "patternProperties", "multipleOf"}:
+            raise _unenforced(path, "this schema")
+        kinds = schema["type"]
+        kinds = [kinds] if isinstance(kinds, str) else kinds
+        return self._rules.rule(" | ".join(self._typed(kind, schema, path) for kind in kinds))
+
+    def _typed(self, kind: str, schema: _Json, path: str) -> str:
+        if kind == "object":
+            return self._object(schema, path)
+        if kind == "array":
+            return self._array(schema, path)
+        if kind == "string":
+            return self._string(self._content(schema, path))
+        if kind in ("number", "integer"):
+            bounds: _Json = {key: bound for key, bound in schema.items() if key in _BOUNDS}
+            # Numbers are those of JSON.
+            return self._rules.rule(json_rule(bounds | {"type": kind}))
+        return '"true" | "false"' if kind == "boolean" else _NULL
+
+    def _string(self, content: str) -> str:
+        return self._rules.rule(f"{self._quote} {self._rules.until(self._end, content)}")
+
+    def _object(self, schema: _Json, path: str) -> str:
+        known, required = self._properties(schema)
+        items = [
+            self._rules.rule(f"{text_rule(name + ':')} {self._value(inner, f'{path}.properties.{name}')}")
+            for name, inner in known
+        ]
+        extra = schema.get("additionalProperties", True)
+        ordered = self._rules.any_order(items, required, '","') if items else ""
+        if extra is False or items:
+            if self._strict and extra is not False:
+                raise _unenforced(path, "an open object")
+            return self._rules.rule(f'"{{" {ordered} "}}"')
+        value = self._value(extra, f"{path}.additionalProperties")
+        pair = self._rules.rule(f"{self._rules.terminal(r'/[A-Za-z_][A-Za-z0-9_.-]{0,63}:/')} {value}")
+        return self._rules.rule(f'"{{" ({pair} ("," {pair})*)? "}}"')
+
+    def _array(self, schema: _Json, path: str) -> str:
+        if self._strict and "prefixItems" in schema:
+            raise _unenforced(f"{path}.prefixItems", "prefixItems")
+        items = True if "prefixItems" in schema else schema.get("items", True)
+        low, high = schema.get("minItems", 0), schema.get("maxItems")
+        if items is False or high == 0:
+            return '"[" "]"'
+        item = self._value(items, f"{path}.items")
+        more = f"{{{max(low - 1, 0)},{'' if high is None else high - 1}}}"
+        several = f'{item} ("," {item}){more}'
+        return f'"[" {several} "]"' if low else f'"[" ({several})? "]"'
+
+    def _anything(self) -> str:
+        """Any value."""
+        if self._any is None:
+            self._any = self._rules.reserve()
+            objects = self._object({}, "")
+            arrays = f'"[" ({self._any} ("," {self._any})*)? "]"'
+            number = self._rules.rule(json_rule({"type": "number"}))
+            string = self._string(f"/{ANY}*/")
+            self._rules.define(self._any, f'{objects} | {arrays} | {string} | {number} | "true" | "false" | {_NULL}')
+        return self._any
+
+    def _written(self, value: Any) -> str:
+        """A value that is known."""
+        if isinstance(value, str):
+            return self._rules.rule(f"{self._quote} {text_rule(value)} {self._quote}")
+        if isinstance(value, list):
+            return '"[" ' + ' "," '.join(map(self._written, value)) + ' "]"'
+        if isinstance(value, dict):
+            pairs = (f"{text_rule(key + ':')} {self._written(inner)}" for key, inner in value.items())
+            return '"{" ' + ' "," '.join(pairs) + ' "}"'
+        return text_rule(json.dumps(value))

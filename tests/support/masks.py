@@ -1,0 +1,12 @@
+"""What a constraint lets come next, for tests."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from luce.engine.sequence import Constraint
+
+
+def allowed_ids(constraint: Constraint) -> set[int]:
+    """The tokens that may come next."""
+    return set(np.flatnonzero(constraint.mask()).tolist())

@@ -1,0 +1,306 @@
+"""Grammars of calls, against the templates that print calls, the parser that reads them, and the tools' schemas."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from luce.engine.sequence import Constraint
+from luce.errors import RequestError
+from luce.models.calls import Bare, Tagged
+from luce.text.call_format import CallableTool, CallFormat
+from luce.text.constraint import GrammarConstraint
+from luce.text.grammar import CompiledGrammar, GrammarCompiler, WantedReply
+from luce.text.reply_format import ReplyFormat
+from luce.text.tokenizer import Tokenizer
+from tests.support.call_parts import printed, read
+from tests.support.masks import allowed_ids
+from tests.support.tool_templates import TEMPLATES, byte_tokenizer, format_named
+
+ROOT = Path(__file__).parents[2]
+PLACE: dict[str, Any] = {
+    "type": "object",
+    "properties": {"x": {"type": "integer"}, "inner": {"$ref": "#/$defs/place"}},
+    "required": ["x"],
+    "additionalProperties": False,
+}
+PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "unit": {"enum": ["celsius", "kelvin"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 20},
+        "hourly": {"type": "boolean"},
+        "near": {"type": "array", "items": {"type": "number"}, "maxItems": 2},
+        "place": {"$ref": "#/$defs/place"},
+        "either": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+    },
+    "required": ["city", "days"],
+    "$defs": {"place": PLACE},
+}
+TOOLS = (CallableTool("weather", PARAMETERS), CallableTool("stop", None), CallableTool("weather_now", PARAMETERS))
+KNOWN = {tool.name: tool.parameters for tool in TOOLS}
+CALLS: list[tuple[str, Any]] = [
+    ("weather", {"city": "Oslo\n\nä<b>", "unit": "kelvin", "days": 3, "hourly": True}),
+    ("weather_now", {"city": "x", "days": 20, "near": [1.5, -2], "place": {"x": 1, "inner": {"x": 2}}, "either": None}),
+]
+NAMES = sorted(TEMPLATES)
+
+
+def compiled(name: str, form: CallFormat, *, special: bool = True, body: ReplyFormat | None = None) -> CompiledGrammar:
+    tokenizer = byte_tokenizer(name, special=special)
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab)
+    try:
+        return compiler.wait(WantedReply(body, form))
+    finally:
+        compiler.close()
+
+
+def wanted(name: str, *tools: CallableTool, **options: bool) -> CallFormat:
+    return CallFormat(format_named(name), tools or TOOLS, **options)
+
+
+def text_of(name: str, calls: Sequence[tuple[str, Any]]) -> str:
+    """Calls as the dialect's template prints them, without what stands before the first."""
+    dialect = format_named(name)
+    if dialect.section != ("", ""):
+        # Jinja's trim_blocks takes the line feed in front of the bracket.
+        return printed(name, "", calls).lstrip("\n").replace("}]</tool_call>", "}\n]</tool_call>")
+    return dialect.between.join(printed(name, "", [call]).lstrip("\n") for call in calls)
+
+
+def accepts(tokenizer: Tokenizer, constraint: Constraint, text: str) -> bool:
+    """Whether the reply may be this text: every token may come, and the reply may end."""
+    for token in tokenizer.encode(text, specials=True):
+        if constraint.over or token not in allowed_ids(constraint):
+            return False
+        constraint.push(token)
+    return ends(constraint)
+
+
+def ends(constraint: Constraint) -> bool:
+    """Whether the reply may end here."""
+    return isinstance(constraint, GrammarConstraint) and (constraint.over or constraint.may_end)
+
+
+def walk(name: str, constraint: Constraint, seed: int, *, special: bool = True) -> str | None:
+    """A random text of the grammar; None if it does not end in 3000 tokens. Marks, brackets and the end of a string
+    without quotation marks are drawn often."""
+    tokenizer, random = byte_tokenizer(name, special=special), np.random.default_rng(seed)
+    arguments = format_named(name).arguments
+    end = (
+        arguments.value[1] if isinstance(arguments, Tagged) else arguments.quote if isinstance(arguments, Bare) else ""
+    )
+    closing = tokenizer.encode(end, specials=True)
+    ids: list[int] = []
+
+    def push(token: int) -> None:
+        constraint.push(token)
+        ids.append(token)
+
+    while len(ids) < 3000:
+        now = allowed_ids(constraint) - tokenizer.eos_ids
+        if constraint.over or not now or (ends(constraint) and random.random() < 0.3):
+            return b"".join(
+                tokenizer.token_text(token).encode() if tokenizer.is_special(token) else tokenizer.token_bytes(token)
+                for token in ids
+            ).decode()
+        if closing and random.random() < 0.2:
+            for token in closing:
+                if token in allowed_ids(constraint):
+                    push(token)
+            continue
+        marks = [token for token in now if token >= 256 or chr(token) in '}]",</\n']
+        push(int(random.choice(sorted(marks if marks and random.random() < 0.5 else now))))
+    return None
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_what_templates_print_is_allowed(name: str, special: bool) -> None:
+    grammar = compiled(name, wanted(name, required=True), special=special)
+    calls = CALLS if format_named(name).parallel else CALLS[:1]
+    assert grammar.relaxed == ()
+    for some in (calls, calls[-1:], [("stop", {})]):
+        text = text_of(name, some)
+        assert accepts(byte_tokenizer(name, special=special), grammar.constraint(), text), text
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_what_the_grammar_allows_is_a_valid_call(name: str, special: bool) -> None:
+    grammar = compiled(name, wanted(name, required=True), special=special)
+    ended = 0
+    for seed in range(12):
+        text = walk(name, grammar.constraint(), seed, special=special)
+        if text is None:
+            continue
+        ended += 1
+        found = read(name, text, KNOWN, special=special)
+        assert found.calls and not found.bad and not found.cut and not found.text.strip(), text
+        for tool, arguments in found.calls:
+            jsonschema.validate(arguments, KNOWN[tool] or {"type": "object"})
+            assert tool != "stop" or isinstance(arguments, dict)
+    assert ended >= 4
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_named_tool_is_called_once(name: str) -> None:
+    grammar = compiled(name, wanted(name, TOOLS[0], required=True, parallel=False))
+    tokenizer = byte_tokenizer(name)
+    first = text_of(name, CALLS[:1])
+    assert accepts(tokenizer, grammar.constraint(), first)
+    other = text_of(name, CALLS[1:])
+    assert not accepts(tokenizer, grammar.constraint(), other)
+    if format_named(name).parallel:
+        both = text_of(name, CALLS[:1] * 2)
+        assert not accepts(tokenizer, grammar.constraint(), both)
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_calls_stand_in_free_text(name: str, special: bool) -> None:
+    grammar = compiled(name, wanted(name), special=special)
+    dialect, tokenizer = format_named(name), byte_tokenizer(name, special=special)
+    assert accepts(tokenizer, grammar.constraint(), "Just text } </ and more.")
+    call = text_of(name, CALLS[:1])
+    before = "" if dialect.at_start else "Text first." + dialect.lead
+    assert accepts(tokenizer, grammar.constraint(), before + call)
+    if dialect.parallel:
+        assert accepts(tokenizer, grammar.constraint(), before + call + " Text." + call)
+    broken = before + call.replace("weather", "wether")
+    assert not accepts(tokenizer, grammar.constraint(), broken)
+
+
+def test_without_parallel_calls_a_reply_ends_behind_the_first() -> None:
+    constraint = compiled("hermes", wanted("hermes", parallel=False)).constraint()
+    tokenizer = byte_tokenizer("hermes")
+    for token in tokenizer.encode("Text. " + text_of("hermes", CALLS[:1]), specials=True):
+        assert not constraint.over
+        constraint.push(token)
+    assert constraint.over
+
+
+@pytest.mark.parametrize("name", ["qwen_xml", "glm45", "deepseek_v32", "gemma4"])
+def test_parameters_come_in_any_order_once_and_the_required_ones_come(name: str) -> None:
+    grammar = compiled(name, wanted(name, required=True))
+    tokenizer = byte_tokenizer(name)
+
+    def allows(arguments: dict[str, Any]) -> bool:
+        text = text_of(name, [("weather", arguments)])
+        return accepts(tokenizer, grammar.constraint(), text)
+
+    assert allows({"days": 3, "city": "x"}) and allows({"unit": "kelvin", "days": 3, "city": "x"})
+    assert not allows({"city": "x"}) and not allows({}) and not allows({"city": "x", "days": 3, "more": "y"})
+    assert not allows({"city": "x", "days": 21}) and not allows({"city": "x", "days": 3, "unit": "other"})
+    twice = text_of(name, [("weather", {"city": "x", "days": 3})])
+    at = twice.index("days")
+    assert not accepts(tokenizer, grammar.constraint(), twice[:at] + "city" + twice[at + 4 :])
+
+
+def test_many_parameters_come_in_their_order() -> None:
+    many = {"type": "object", "properties": {f"p{i}": {"type": "boolean"} for i in range(70)}, "required": ["p3"]}
+    tools = (CallableTool("f", many),)
+    for name in ("qwen_xml", "gemma4"):
+        grammar, tokenizer = compiled(name, wanted(name, *tools, required=True)), byte_tokenizer(name)
+        for arguments, fits in (({"p3": True}, True), ({"p3": True, "p5": False}, True), ({"p5": True}, False)):
+            text = text_of(name, [("f", arguments)])
+            assert accepts(tokenizer, grammar.constraint(), text) is fits
+
+
+def test_a_reply_is_calls_or_the_format() -> None:
+    body = ReplyFormat("json_schema", {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]})
+    grammar = compiled("hermes", wanted("hermes"), body=body)
+    tokenizer = byte_tokenizer("hermes")
+    assert accepts(tokenizer, grammar.constraint(), '{"a": 1}')
+    assert accepts(tokenizer, grammar.constraint(), text_of("hermes", CALLS))
+    assert not accepts(tokenizer, grammar.constraint(), "text")
+    assert not accepts(tokenizer, grammar.constraint(), '{"b": 1}')
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("parameters", "relaxed"),
+    [
+        ({"type": "object", "properties": {"a": {"type": "string", "pattern": "^(?!x).*$"}}}, ".properties.a.pattern"),
+        ({"type": "object", "propertyNames": {"maxLength": 3}}, ".propertyNames"),
+        ({"type": "object", "properties": {"a": {"type": "king"}}}, ".properties.a.type"),
+        ({"type": "object", "properties": 5}, ".properties"),
+        ({"type": "string"}, ""),
+        ({"$ref": "#/nowhere"}, ".$ref"),
+        ({"type": "object", "properties": {"a": {"$ref": "#"}}, "$ref": "#"}, ".$ref"),
+        (
+            {"type": "object", "properties": {"a": {"type": "integer", "multipleOf": 999983}}},
+            ".properties.a.multipleOf",
+        ),
+    ],
+)
+def test_tools_that_are_not_strict_are_relaxed(name: str, parameters: Any, relaxed: str) -> None:
+    tool = CallableTool("f", parameters, param="tools[0].function.parameters")
+    grammar = compiled(name, wanted(name, tool, required=True))
+    assert grammar.relaxed == ("tools[0].function.parameters" + relaxed,)
+    text = text_of(name, [("f", {})])
+    assert accepts(byte_tokenizer(name), grammar.constraint(), text)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("inner", "path", "code"),
+    [
+        ({"type": "string", "pattern": "^(?!x)"}, ".pattern", "unsupported_schema"),
+        ({"not": {}}, ".not", "unsupported_schema"),
+        ({"type": "king"}, ".type", "invalid_schema"),
+        ({"type": "integer", "multipleOf": 999983}, ".multipleOf", "schema_too_complex"),
+    ],
+)
+def test_strict_tools_are_refused_by_their_path(name: str, inner: Any, path: str, code: str) -> None:
+    parameters = {"type": "object", "properties": {"x": inner}, "additionalProperties": False}
+    tool = CallableTool("f", parameters, strict=True, param="tools[3].function.parameters")
+    with pytest.raises(RequestError) as caught:
+        compiled(name, wanted(name, TOOLS[1], tool))
+    assert (caught.value.param, caught.value.code) == (f"tools[3].function.parameters.properties.x{path}", code)
+
+
+@pytest.mark.parametrize("name", ["qwen_xml", "gemma4"])
+@pytest.mark.parametrize(
+    ("inner", "fits", "refused"),
+    [
+        ({"type": "string", "maxLength": 3}, "abc", "abcd"),
+        ({"type": "string", "minLength": 2}, "ab", "a"),
+    ],
+)
+def test_strict_strings_without_quotes_keep_their_length(name: str, inner: Any, fits: str, refused: str) -> None:
+    parameters = {"type": "object", "properties": {"x": inner}, "required": ["x"], "additionalProperties": False}
+    grammar = compiled(name, wanted(name, CallableTool("f", parameters, strict=True), required=True))
+    for value, ok in ((fits, True), (refused, False)):
+        text = text_of(name, [("f", {"x": value})])
+        assert accepts(byte_tokenizer(name), grammar.constraint(), text) is ok
+
+
+def test_names_and_values_are_texts_whatever_they_hold() -> None:
+    tools = (CallableTool('a"b\\c', {"type": "object", "properties": {'k"<': {"enum": ["</p>\n", 'q"']}}}),)
+    for name in ("hermes", "qwen_xml"):
+        grammar = compiled(name, wanted(name, *tools, required=True))
+        found = next(text for seed in range(20) if (text := walk(name, grammar.constraint(), seed)) is not None)
+        assert ("a" in found and json.dumps('a"b\\c')[1:-1] in found) or 'a"b\\c' in found
+
+
+def test_recorded_tools_of_claude_code_compile_for_every_dialect() -> None:
+    recorded = json.loads((ROOT / "tests/clients/recorded/claude-code.json").read_text())
+    lists = [request["tools"] for request in recorded if request.get("tools")]
+    tools = tuple(
+        CallableTool(tool["name"], tool["input_schema"], param=f"tools[{i}].input_schema")
+        for i, tool in enumerate(max(lists, key=len))
+        if "input_schema" in tool
+    )
+    assert len(tools) > 10
+    for name in NAMES:
+        relaxed = compiled(name, wanted(name, *tools)).relaxed
+        # A length beyond the limit.
+        assert [path.partition("]")[2] for path in relaxed] == [".input_schema.properties.script.maxLength"]
