@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Generic, TypeVar
 
-from luce.errors import QueueFullError
+from luce.errors import QueueFullError, UnavailableError
 
 Result = TypeVar("Result")
 
@@ -86,15 +86,18 @@ class CompileSlots(Generic[Result]):
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
         self._tickets: OrderedDict[bytes, tuple[Ticket[Result], int]] = OrderedDict()
+        self._closed = False
         self.hits = 0
         self.misses = 0
 
     def ticket(self, key: bytes, cost: int, function: Callable[[], Result]) -> Ticket[Result]:
         """The call for a key: `function` is called unless a call for this key runs, or its result is kept.
 
-        Raises QueueFullError if too many calls wait for a slot.
+        Raises QueueFullError if too many calls wait for a slot, UnavailableError after `close`.
         """
         with self._lock:
+            if self._closed:
+                raise UnavailableError("no more grammars are compiled", code="draining")
             found = self._tickets.get(key)
             if found is not None and not (found[0].future.done() and found[0].future.exception()):
                 self._tickets.move_to_end(key)
@@ -124,5 +127,6 @@ class CompileSlots(Generic[Result]):
     def close(self) -> None:
         """Start no more calls. Idempotent; does not wait for those that run."""
         with self._lock:
+            self._closed = True
             if self._pool is not None:
                 self._pool.shutdown(wait=False, cancel_futures=True)

@@ -8,12 +8,12 @@ A rule ends at the next one, or at a line feed outside of parentheses that no `|
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from luce.errors import LuceError
+from luce.text.lark import text_rule
 from luce.text.schema_limits import MAX_REPEATS
 
 _RULE = re.compile(r"^[ \t]*([A-Za-z0-9_-]+)[ \t]*::=", re.MULTILINE)
@@ -123,9 +123,8 @@ class _Translation:
     def _take(self, kind: str, what: str) -> _Word:
         word = self._next()
         if word.kind != kind:
-            raise _error(
-                word.line, f"expected {what}, got {word.text[:20]!r}" if word.text.strip() else f"expected {what}"
-            )
+            got = word.text.strip()[:20]
+            raise _error(word.line, f"expected {what}" + (f", got {got!r}" if got else ""))
         return word
 
     def _skip_lines(self) -> _Word:
@@ -181,7 +180,7 @@ class _Translation:
             return self._name(word.text)
         if word.kind == "text":
             # A terminal of several characters would be matched greedily: "ab" "cd" | "abc" would refuse abcd.
-            parts = [json.dumps(char, ensure_ascii=False) for char in _unescaped(word)]
+            parts = [text_rule(char) for char in _unescaped(word)]
             return f"({' '.join(parts)})" if len(parts) > 1 else "".join(parts) or '""'
         if word.kind == "class":
             return _class(word)

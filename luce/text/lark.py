@@ -20,7 +20,8 @@ ANY = r"(.|\n)"
 
 def text_rule(text: str) -> str:
     """A text."""
-    return json.dumps(text, ensure_ascii=False)
+    # llguidance's lexer takes no raw DEL.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:

@@ -9,4 +9,5 @@ from luce.engine.sequence import Constraint
 
 def allowed_ids(constraint: Constraint) -> set[int]:
     """The tokens that may come next."""
-    return set(np.flatnonzero(constraint.mask()).tolist())
+    words = constraint.mask(frozenset())
+    return set(np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist())
