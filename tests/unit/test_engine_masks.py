@@ -277,6 +277,30 @@ class Whole:
         raise NotImplementedError
 
 
+class Shy(Whole):
+    """Makes no mask behind a guess, as where a limit strikes there."""
+
+    def fill(
+        self, tokens: Many[int], parents: Many[int], ends: frozenset[int], out: NDArray[np.uint32]
+    ) -> list[RowKind]:
+        super().fill(tokens, parents, ends, out[:1])
+        return [RowKind.MADE] + [RowKind.LEFT] * len(tokens)
+
+
+@pytest.mark.parametrize("params", [{}, {"logprobs": 0}, {"temperature": 0.8, "top_k": 9}])
+def test_no_token_is_chosen_where_no_mask_could_be_made(params: dict[str, Any]) -> None:
+    found = []
+    for make in (Whole, Shy):
+        backend = ScriptedBackend(vocab=VOCAB)
+        drafter = ScriptedDrafter(lambda text, count: [65, 66, 67, 65, 67][:count], vocab=VOCAB)
+        with engine(backend, eos=frozenset(), drafter=drafter, verify_width=5) as made:
+            reply, _ = submit(made, PROMPTS[0], constraint=make(65, 66, 67), max_tokens=40, seed=3, **params)
+            end = reply.finished()
+        found.append(reply.ids)
+        assert end.timings.accepted > 3
+    assert found[0] == found[1]
+
+
 def beside(own: Constraint, **options: Any) -> tuple[Exception, list[int]]:
     """The error of a constrained reply, and the plain reply that runs beside it."""
     backend = ScriptedBackend(vocab=VOCAB)
