@@ -14,7 +14,7 @@ from luce.engine.sequence import Constraint
 from luce.errors import RequestError
 from luce.text.call_format import CallFormat
 from luce.text.call_grammar import call_grammar
-from luce.text.compile_slots import CompileSlots, Ticket
+from luce.text.compile_slots import CompileSlots, SlotStats, Ticket
 from luce.text.constraint import GrammarConstraint
 from luce.text.grammar_library import GrammarError, GrammarLibrary
 from luce.text.lark import BLANK
@@ -137,6 +137,10 @@ class GrammarCompiler:
         return GrammarConstraint(
             matcher, tokenizer.vocab, self._vocab, tokenizer.eos_ids, reasoning, triggers=triggers, once=once
         )
+
+    def stats(self) -> SlotStats:
+        """What compiling took, and how often a grammar was found in the cache."""
+        return self._slots.stats()
 
     def close(self) -> None:
         """Compile nothing more. Idempotent; does not wait for what is being compiled."""
