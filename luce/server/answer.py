@@ -102,7 +102,7 @@ async def _stream(
                 try:
                     index, event = await replies.next(server.config.sse_ping)
                 except TimeoutError:
-                    await out.send_encoded(builder.ping)
+                    await out.send_encoded(builder.ping())
                     continue
                 parts = _add(builder, index, event)
                 if isinstance(event, Tokens):
