@@ -268,7 +268,11 @@ def _scorer(
     spec = read_spec(Source(str(path), file.metadata, file.tensors))
     draft_tokenizer = Tokenizer(file.metadata, nfc=spec.nfc, eos_texts=spec.eos)
     local = [device for device in devices if not device.remote]
-    device = local[-1] if local else opened.enter_context(contextlib.closing(open_device(named(["cpu:0"])[0])))
+    device = (
+        local[-1]
+        if local
+        else opened.enter_context(contextlib.closing(open_device(named(["cpu:0"])[0], config.cpu_weights)))
+    )
     target_tokenizer = tokenizer()
     same = draft_tokenizer.alike(target_tokenizer)
     retokenizer = None if same else Retokenizer(target_tokenizer, draft_tokenizer)

@@ -14,6 +14,8 @@ pytest_plugins = ["pytester", "tests.support.selection"]
 
 # Nothing that a test computes lands in the user's cache directory, nor comes from there.
 os.environ["LUCE_KV_CACHE_DIR"] = "off"
+# The reference for all devices. Tests of packed weights ask for them.
+os.environ["LUCE_CPU_WEIGHTS"] = "float32"
 # How long an example takes says how loaded the machine is.
 settings.register_profile("luce", deadline=None)
 settings.load_profile("luce")

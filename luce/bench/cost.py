@@ -82,7 +82,7 @@ class ShardCost:
         return total
 
     def _bytes(self, tensor: TensorInfo) -> float:
-        return 4 * tensor.rows * tensor.cols if self._device.host else stored_bytes(tensor)
+        return stored_bytes(tensor) if self._device.packed else 4 * tensor.rows * tensor.cols
 
     def _weight(self, tensor: TensorInfo, rows: int) -> Cost:
         size, flops = self._bytes(tensor), 2.0 * tensor.rows * tensor.cols * rows

@@ -190,7 +190,7 @@ def _device(opened: contextlib.ExitStack, config: Config, devices: Sequence[Devi
         if device.name == name:
             return device
     here = [device.name for device in devices if not device.remote]
-    (opening,) = open_all([name], "draft_device", beside=here)
+    (opening,) = open_all([name], "draft_device", config.cpu_weights, beside=here)
     return opened.enter_context(contextlib.closing(opening))
 
 

@@ -31,6 +31,8 @@ class Open(msgspec.Struct, tag=True):
     log_level: str
     #: as --threads
     threads: int
+    #: as --cpu-weights
+    cpu_weights: str
 
 
 class DeviceFacts(msgspec.Struct):
@@ -39,6 +41,8 @@ class DeviceFacts(msgspec.Struct):
     name: str
     #: whether it computes on the CPU
     host: bool
+    #: whether weights stay in their file's types
+    packed: bool
     #: lanes of a warp or a wavefront, 1 for the CPU
     lanes: int
     kv_dtype: str

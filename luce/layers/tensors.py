@@ -55,14 +55,14 @@ def shard_tensors(file: GGUFFile, spec: ModelSpec, layers: range, *, layers_only
 
 
 def tensor_bytes(file: GGUFFile, spec: ModelSpec, layers: range, device: Device, *, layers_only: bool = False) -> int:
-    """Bytes that the tensors of a shard take on a device: as stored on a GPU, as float32 on the host.
+    """Bytes that the tensors of a shard take on a device: as stored, or as float32 on a device that does not keep them
+    packed, where only the embedding tables stay in quant blocks.
 
-    On the host the embedding tables stay in quant blocks. `layers_only` as for shard_tensors, except that a layer's
-    columns of the per-layer table count with the layer.
+    `layers_only` as for shard_tensors, except that a layer's columns of the per-layer table count with the layer.
     """
     names = shard_tensors(file, spec, layers, layers_only=layers_only)
     table = 0
-    if device.host:
+    if not device.packed:
         head = spec.tied_head and layers.stop == len(spec.layers)
         table = file.tensors[EMBEDDING].nbytes if EMBEDDING in names and layers.start == 0 else 0
         names -= set() if head else {EMBEDDING}
@@ -72,7 +72,7 @@ def tensor_bytes(file: GGUFFile, spec: ModelSpec, layers: range, device: Device,
     keys = {tensor_name(layer, "attn_k") for layer, m in mixers if isinstance(m, Attention) and m.value_from_key}
     infos += [file.tensors[name] for name in keys & names]
     columns = sum(
-        (file.tensors[name].nbytes if device.host else stored_bytes(file.tensors[name]))
+        (stored_bytes(file.tensors[name]) if device.packed else file.tensors[name].nbytes)
         * len(table_layers(file, spec, layers, name))
         // len(spec.layers)
         for name in PER_LAYER_TABLES
@@ -82,13 +82,13 @@ def tensor_bytes(file: GGUFFile, spec: ModelSpec, layers: range, device: Device,
 
 
 def placed_bytes(infos: Iterable[TensorInfo], device: Device) -> int:
-    """Bytes that tensors take on a device: as stored on a GPU, as float32 on the host."""
-    return sum(4 * info.rows * info.cols if device.host else stored_bytes(info) for info in infos)
+    """Bytes that tensors take on a device: as stored, or as float32."""
+    return sum(stored_bytes(info) if device.packed else 4 * info.rows * info.cols for info in infos)
 
 
 def head_bytes(file: GGUFFile, spec: ModelSpec, device: Device) -> int:
     """Bytes of the embedding and the head on one device."""
-    names = (_ends(spec) & file.tensors.keys()) | (set() if device.host else {EMBEDDING})
+    names = (_ends(spec) & file.tensors.keys()) | ({EMBEDDING} if device.packed else set())
     return placed_bytes([file.tensors[name] for name in names], device)
 
 

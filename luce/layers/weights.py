@@ -67,7 +67,7 @@ class WeightLoader:
 
         On the host it stays in quant blocks, as it is stored.
         """
-        if columns is None and not self._device.host:
+        if columns is None and self._device.packed:
             return self.matrix([name], cols, [rows])
         tensor = self._raw(name, (cols, rows))
         if columns is not None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from luce.cpu_kernels.dimensions import LANES
 from luce.models.spec import Activation
+from luce.runtime.cpu import CpuDevice
 from luce.runtime.device import Array, Device
 
 _THREADS = 256
@@ -24,6 +26,10 @@ def gated_activation(device: Device, gate: Array, up: Array, activation: Activat
 
     silu(x) = x sigmoid(x); gelu is the tanh approximation; for clamped_swiglu see luce.models.spec.Activation.
     """
+    if isinstance(device, CpuDevice) and gate.shape[1] % LANES == 0:
+        out = device.empty(gate.shape)
+        device.kernels.gated_activation(gate, up, out, activation == "gelu")
+        return out
     if device.host:
         return _HOST[activation](gate, up)
     n, f = gate.shape

@@ -15,17 +15,19 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from luce.cpu_kernels.dimensions import LANES, MOST_GROUP, MOST_HEAD
 from luce.ops import attention_mma
 from luce.ops.activation import sigmoid_gate, softplus_gate
 from luce.ops.attention_mma import AttentionInputs, Gate
 from luce.ops.kvtype import dequantise
 from luce.ops.matmul import FEW_ROWS
 from luce.ops.quantise import SECTION, Quantised, empty_quantised
+from luce.runtime.cpu import CpuDevice
 from luce.runtime.device import Array, Device
 
 # Head dimensions that kernels/attention.cu is compiled for, and pages of one of its splits. Another split length
 # changes the order of the sums.
-_HEADS = (32, 64, 128, 256, 512, 576)
+_HEADS = (32, 64, 128, 256, 512)
 _SPLIT = 4
 #: From so many blocks on, tiles alone fill a GPU, and each block takes all splits of its keys. With fewer blocks and at
 #: least MIN_SPLITS splits, each split gets a block of its own, and its results pass through memory. Both ways give the
@@ -67,7 +69,9 @@ def gated_attention(
 
 def _attend(device: Device, inputs: AttentionInputs) -> Array:
     out = device.empty(inputs.q.shape)
-    if device.host:
+    if isinstance(device, CpuDevice) and inputs.spans.longest <= FEW_ROWS and _compiles(inputs):
+        _compiled(device, out, inputs)
+    elif device.host:
         _host(out, inputs)
     elif tiles := attention_mma.tiles(device, inputs):
         attention_mma.launch(device, out, inputs, tiles)
@@ -85,7 +89,7 @@ def _launch(device: Device, out: Array, inputs: AttentionInputs) -> None:
     head = next(size for size in _HEADS if size >= d)
     queries = 4 if spans.longest * group <= 4 else 16
     defines = {"HEAD": head, "QUERIES": queries, "SPLIT": _SPLIT} | inputs.types
-    block = ({512: 256, 576: 576}.get(head, 128),)
+    block = (256 if head == 512 else 128,)
     # Upper bounds that hold wherever spans begin, so that the host reads no length back from the device.
     tiles = n * group // queries + spans.count
     width = view.table.shape[1]
@@ -110,6 +114,28 @@ def _launch(device: Device, out: Array, inputs: AttentionInputs) -> None:
         device.launch(
             "attention", "attention_fold", (n, heads), (head // 2,), (*args, *sizes, inputs.sinks), defines=defines
         )
+
+
+def _compiles(inputs: AttentionInputs) -> bool:
+    """Whether compiled code reads these heads and pools."""
+    (_, heads, d), kv_heads = inputs.q.shape, inputs.k_pool.shape[1]
+    plain = inputs.softcap == 0 and inputs.sinks is None
+    floats = inputs.k_pool.dtype == inputs.v_pool.dtype == np.float32
+    return bool(plain and floats and d % LANES == 0 and d <= MOST_HEAD and heads // kv_heads <= MOST_GROUP)
+
+
+def _compiled(device: CpuDevice, out: Array, inputs: AttentionInputs) -> None:
+    """By luce.cpu_kernels.attention: each row and KV head by itself."""
+    q, view, spans = inputs.q, inputs.view, inputs.spans
+    (n, heads, d), kv_heads = q.shape, inputs.k_pool.shape[1]
+    scale = int(np.float32(inputs.scale).view(np.int32))
+    arrays = (q, inputs.k_pool, inputs.v_pool, out, inputs.positions, spans.row_span, spans.table)
+    pages = (view.table, view.first, view.count)
+    seen = 0 if view.seen is None else view.seen.ctypes.data
+    sizes = (heads, kv_heads, d, view.table.shape[1], inputs.window or 0, scale)
+    addresses = (array.ctypes.data for array in (*arrays, *pages))
+    arguments = np.array([*addresses, seen, q.strides[0], q.strides[1], *sizes], np.int64)
+    device.pool.run(device.kernels.attention, arguments, n * kv_heads)
 
 
 def _host(out: Array, inputs: AttentionInputs) -> None:

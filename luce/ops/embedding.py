@@ -20,7 +20,8 @@ def embed(device: Device, table: Weight, tokens: Array) -> Array:
     (part,) = table.parts
     if device.host:
         rows = part.data[tokens]
-        return rows if rows.dtype == np.float32 else dequantize(rows, part.type)
+        # Rows of floats may be longer than the weight's (luce.ops.weight).
+        return rows if rows.dtype == np.float32 else dequantize(rows, part.type)[:, : table.cols]
     out = device.empty((len(tokens), table.cols))
     if len(tokens):
         args = (part.data, tokens, out, np.int32(table.cols))

@@ -4,7 +4,9 @@ This module and expert_matmul (moe.py) choose the way of each product:
 
 | rows of x         | types of the weights     | way                                                                |
 |-------------------|--------------------------|--------------------------------------------------------------------|
-| any, on the host  | any                      | float32, by NumPy                                                  |
+| any, on the CPU   | quant blocks, packed     | x quantised to int8, integer products (matmul_packed.py)           |
+| any, on the CPU   | floats, packed           | float32 (matmul_packed.py)                                         |
+| any, on the CPU   | any, as float32          | float32, by NumPy                                                  |
 | 1 .. FEW_ROWS     | Q4_0 Q8_0 Q4_K Q5_K Q6_K | x quantised to int8, integer products (matmul_int8.py)             |
 | 1 .. FEW_ROWS     | BF16, with such products in hardware | x as pairs of bfloat16, in tiles (matmul_bf16.py)      |
 | 1 .. FEW_ROWS     | the other types          | float32 (kernels/matmul_vec.cu)                                    |
@@ -25,9 +27,11 @@ from gguf import GGMLQuantizationType
 from luce.ops.activation import add_bias
 from luce.ops.matmul_bf16 import Split, multiply_bf16, split_rows, takes_tiles
 from luce.ops.matmul_int8 import INT8_TYPES, group_for, multiply, multiply_pair, pairs
+from luce.ops.matmul_packed import multiply_packed
 from luce.ops.matmul_prefill import matmul_prefill
 from luce.ops.quantise import Quantised, quantise
 from luce.ops.weight import Weight, WeightPart
+from luce.runtime.cpu import CpuDevice
 from luce.runtime.device import Array, Device
 
 #: up to so many rows, the bits of a row do not depend on the number of rows
@@ -45,7 +49,10 @@ def matmul(device: Device, x: Array | Quantised, weight: Weight) -> Array:
     if x.shape[1] != weight.cols:
         raise ValueError(f"matmul: x has {x.shape[1]} features, the weight {weight.cols}")
     out = device.empty((x.shape[0], weight.rows))
-    if device.host:
+    if isinstance(device, CpuDevice):
+        if x.shape[0]:
+            multiply_packed(device, x, weight, out)
+    elif device.host:
         _host(x, weight, out)
     elif x.shape[0] > FEW_ROWS:
         matmul_prefill(device, x, weight, out)

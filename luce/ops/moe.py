@@ -19,8 +19,10 @@ from gguf import GGMLQuantizationType
 from luce.models.spec import ExpertGroups, Gating
 from luce.ops.fp16 import Fp16Rows, to_fp16
 from luce.ops.matmul import FEW_ROWS, matmul
+from luce.ops.matmul_packed import multiply_experts
 from luce.ops.matmul_prefill import TILE_FEATURES, TILE_ROWS, TILE_THREADS
 from luce.ops.weight import Weight, WeightPart
+from luce.runtime.cpu import CpuDevice
 from luce.runtime.device import Array, Device
 
 #: most experts of a layer
@@ -283,6 +285,13 @@ def _host_product(device: Device, x: Array, weight: Weight, ids: Array, out: Arr
     results = out.reshape(-1, rows)
     flat = ids.reshape(-1)
     order = np.argsort(flat, kind="stable")
+    if isinstance(device, CpuDevice):
+        chosen, counts = np.unique(flat, return_counts=True)
+        own = x[order // k] if x.ndim == 2 else x[order // k, order % k]
+        if len(own):
+            experts = weight.rows // rows
+            results[order] = multiply_experts(device, own, weight, experts, chosen, counts)
+        return
     for pairs in np.split(order, np.flatnonzero(np.diff(flat[order])) + 1) if len(flat) else ():
         part = WeightPart(weight.matrix[flat[pairs[0]]], GGMLQuantizationType.F32, 0, rows)
         own = x[pairs // k] if x.ndim == 2 else x[pairs // k, pairs % k]

@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from luce.cpu_kernels.dimensions import LANES
 from luce.ops.quantise import Quantised, as_arguments, empty_quantised
+from luce.runtime.cpu import CpuDevice
 from luce.runtime.device import Array, Device
 
 # Threads of a block that norms heads, one per wave.
@@ -15,6 +17,8 @@ _HEAD_THREADS = 128
 
 def rms_norm(device: Device, x: Array, weight: Array, eps: float) -> Array:
     """rms(x) * weight: x float32 [n, d], weight float32 [d] -> float32 [n, d]."""
+    if isinstance(device, CpuDevice) and x.shape[1] % LANES == 0:
+        return _compiled(device, x, None, weight, eps)
     if device.host:
         return _rms(x, eps) * weight
     return _norm(device, x, None, weight, eps, None)
@@ -22,10 +26,18 @@ def rms_norm(device: Device, x: Array, weight: Array, eps: float) -> Array:
 
 def add_rms_norm(device: Device, x: Array, delta: Array, weight: Array, eps: float) -> Array:
     """x += delta in place (the residual stream), then rms(x) * weight; all float32 [n, d]."""
+    if isinstance(device, CpuDevice) and x.shape[1] % LANES == 0:
+        return _compiled(device, x, delta, weight, eps)
     if device.host:
         np.add(x, delta, out=x)
         return _rms(x, eps) * weight
     return _norm(device, x, delta, weight, eps, None)
+
+
+def _compiled(device: CpuDevice, x: Array, delta: Array | None, weight: Array, eps: float) -> Array:
+    out = device.empty(x.shape)
+    device.kernels.rms_norm(x, x if delta is None else delta, weight, out, np.float32(eps), delta is not None)
+    return out
 
 
 def quantised_rms_norm(

@@ -10,6 +10,7 @@ import numpy as np
 
 from luce.ops.kvtype import kernel_type, quantise
 from luce.ops.norm import head_rms_norm
+from luce.runtime.cpu import CpuDevice
 from luce.runtime.device import Array, Device
 
 # As in kernels/qkv.cu.
@@ -58,6 +59,7 @@ class Destination:
 
 
 _NO_NORMS = HeadNorms()
+_NO_ANGLES, _NO_WEIGHT = np.empty((0, 0, 2), np.float32), np.empty(0, np.float32)
 
 
 def prepare_queries(device: Device, q: Array, norms: HeadNorms, rotation: Rotation | None) -> None:
@@ -125,22 +127,15 @@ def temper(device: Device, q: Array, positions: Array, *, scale: float, length: 
 def write_kv(device: Device, k: Array, v: Array | None, to: Destination) -> None:
     """Write rows to the pools: k, v float32 [n, kv_heads, d] (any row and head strides); no v where there is no pool.
 
-    Values are finite; they are rounded to the pools' types as by the gguf package. Raises ValueError for several heads
-    of more than 512 elements.
+    Values are finite; they are rounded to the pools' types as by the gguf package.
     """
-    if device.host:
+    floats = to.k_pool.dtype == np.float32 and to.v_pool is not None and to.v_pool.dtype == np.float32
+    if isinstance(device, CpuDevice) and floats and v is not None:
+        device.kernels.write(k, v, to.k_pool, to.v_pool, to.dest)
+    elif device.host:
         to.k_pool[to.dest] = quantise(k, to.k_pool)
         if v is not None and to.v_pool is not None:
             to.v_pool[to.dest] = quantise(v, to.v_pool)
-    elif k.shape[1] == 1 and k.shape[2] > _MOST:
-        # A wide head is written as several.
-        count = next(count for count in range(2, k.shape[2]) if _divides(count, k, to))
-        parts = [None if rows is None else rows.reshape(len(rows), count, -1) for rows in (k, v)]
-        pools = [None if pool is None else pool.reshape(len(pool), count, -1) for pool in (to.k_pool, to.v_pool)]
-        assert parts[0] is not None and pools[0] is not None
-        _launch(
-            device, None, (parts[0], parts[1]), _NO_NORMS, None, Destination(pools[0], pools[1], to.dest), keep=False
-        )
     else:
         _launch(device, None, (k, v), _NO_NORMS, None, to, keep=False)
 
@@ -160,12 +155,6 @@ def copy_rows(device: Device, to: Destination, copies: Array | None) -> None:
         grid = (len(copies), -(-size // unit // _COPY_THREADS))
         args = (pool, copies, np.int32(size // unit))
         device.launch("kv_copy", "kv_copy", grid, (_COPY_THREADS,), args, defines={"UNIT": unit})
-
-
-def _divides(count: int, k: Array, to: Destination) -> bool:
-    """Whether heads can be cut into so many, of at most _MOST elements: also their quant blocks."""
-    d = k.shape[2]
-    return d % count == 0 and d // count <= _MOST and all(pool.shape[2] % count == 0 for pool in to.pools)
 
 
 def _launch(
@@ -207,6 +196,11 @@ def _launch(
 
 
 def _host(device: Device, x: Array, weight: Array | None, eps: float, rotation: Rotation | None) -> None:
+    if isinstance(device, CpuDevice):
+        table, adjacent = (_NO_ANGLES, False) if rotation is None else (rotation.table, rotation.adjacent)
+        normed = weight is not None
+        device.kernels.prepare(x, weight if normed else _NO_WEIGHT, normed, np.float32(eps), table, adjacent)
+        return
     if weight is not None:
         head_rms_norm(device, x, weight, eps)
     if rotation is None:

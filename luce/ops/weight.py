@@ -20,7 +20,7 @@ _T = GGMLQuantizationType
 #: the types that kernels/quants.h dequantises
 KERNEL_TYPES = frozenset(
     {_T.F32, _T.F16, _T.BF16, _T.Q4_0, _T.Q4_1, _T.Q5_0, _T.Q5_1, _T.Q8_0, _T.Q2_K, _T.Q3_K, _T.Q4_K, _T.Q5_K, _T.Q6_K}
-    | {_T.IQ4_NL, _T.IQ4_XS, _T.MXFP4}
+    | {_T.IQ4_NL, _T.IQ4_XS}
 )
 # Elements converted at a time, so that the float32 copy is small compared with the matrix.
 _CONVERT = 1 << 24
@@ -66,6 +66,8 @@ class Weight:
     fp16: Array | None = None
     #: float32 [rows]
     bias: Array | None = None
+    #: int64, arguments of the CPU's compiled product (luce.ops.matmul_packed)
+    plan: Array | None = None
 
     @property
     def nbytes(self) -> int:
@@ -91,14 +93,15 @@ class Weight:
 
 
 def upload_weight(device: Device, tensors: Sequence[RawTensor]) -> Weight:
-    """Upload tensors of equal `cols`, stacked along the rows. On the host they are dequantised once.
+    """Upload tensors of equal `cols`, stacked along the rows: dequantised once on a device that does not keep them
+    packed.
 
     On other devices they stay as in the file, and adjacent tensors of one type become one part. Types without a kernel
     (the IQ types that index a grid, and other rare ones) become F16: correct to 11 bits, at 2 bytes an element.
     """
     cols = tensors[0].cols
     rows = sum(t.rows for t in tensors)
-    if device.host:
+    if not device.packed:
         # OpenBLAS streams a matrix times a vector faster along the longer dimension (2 cores, 3072 x 576: 31 GB/s
         # against 24 the other way; 576 x 1536: 29 against 15). The shape stays [rows, cols].
         whole = device.empty((cols, rows)).T if rows >= cols else device.empty((rows, cols))
@@ -107,6 +110,9 @@ def upload_weight(device: Device, tensors: Sequence[RawTensor]) -> Weight:
             whole[at : at + t.rows] = dequantize(np.asarray(t.raw), t.type)
             at += t.rows
         return Weight(rows, cols, (WeightPart(whole, GGMLQuantizationType.F32, 0, rows),))
+    if device.host:
+        places = itertools.accumulate((t.rows for t in tensors), initial=0)
+        return Weight(rows, cols, tuple(map(_held, tensors, places)))
     parts: list[WeightPart] = []
     for type, run in itertools.groupby(tensors, lambda t: t.type if t.type in KERNEL_TYPES else _T.F16):
         same = list(run)
@@ -122,6 +128,19 @@ def upload_weight(device: Device, tensors: Sequence[RawTensor]) -> Weight:
                 at += t.rows
         parts.append(WeightPart(data, type, first, count))
     return Weight(rows, cols, tuple(parts))
+
+
+def _held(t: RawTensor, first: int) -> WeightPart:
+    """A tensor in host memory, as in the file. Rows of floats become a multiple of 16 columns, and a matrix in quant
+    blocks 16 rows, so that compiled products read no memory behind it."""
+    raw, type = np.asarray(t.raw), t.type
+    if type not in KERNEL_TYPES:
+        raw, type = _as_fp16(t), _T.F16
+    if type in (_T.F32, _T.F16, _T.BF16):
+        missing = (0, 0), (0, -t.cols % 16 * _row_bytes(type, 1))
+    else:
+        missing = (0, max(0, 16 - t.rows)), (0, 0)
+    return WeightPart(np.pad(raw, missing) if np.any(missing) else raw, type, first, t.rows)
 
 
 def _load(device: Device, t: RawTensor, to: Array | None = None) -> Array:
@@ -141,8 +160,10 @@ def upload_experts(device: Device, tensors: Sequence[RawTensor], experts: int) -
     of one, cols], in which the rows of all tensors follow each other: one product serves an expert.
     """
     cols = tensors[0].cols
-    if not device.host:
+    if device.packed:
         places = itertools.accumulate((t.rows for t in tensors), initial=0)
+        if device.host:
+            return Weight(sum(t.rows for t in tensors), cols, tuple(map(_held, tensors, places)))
         parts = [
             WeightPart(_load(device, t), t.type if t.type in KERNEL_TYPES else _T.F16, first, t.rows)
             for t, first in zip(tensors, places, strict=False)

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import threadpoolctl
 
 from luce import __version__
 from luce.config.resolve import resolve
@@ -32,6 +31,7 @@ from luce.remote.daemon_shard import ServedModel
 from luce.remote.messages import Load, Request
 from luce.remote.service import Handler, Loader, Service, Work
 from luce.remote.validate import check_descriptor
+from luce.runtime.cores import limit_threads
 from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
 from luce.runtime.open import open_devices
@@ -183,11 +183,11 @@ class Session:
             raise BackendError(f"the server is Luce {message.luce}, the daemon Luce {__version__}")
         if self._devices:
             raise BackendError("devices are open already")
-        settings = {"target_devices": message.devices, "threads": message.threads, "log_level": message.log_level}
-        config = resolve(settings, env={})
+        names = ("threads", "cpu_weights", "log_level")
+        config = resolve({"target_devices": message.devices, **{n: getattr(message, n) for n in names}}, env={})
         logging.getLogger("luce").setLevel(config.log_level.upper())
         if config.threads:
-            threadpoolctl.threadpool_limits(config.threads, user_api="blas")
+            limit_threads(config.threads)
         self._devices = open_devices(config)
         self._memory = MemoryWatch(self._devices)
         facts = []
@@ -195,7 +195,8 @@ class Session:
             self._opened.callback(device.close)
             memory = device.memory()
             name, kv = str(device.name), device.kv_dtype.str
-            facts.append(DeviceFacts(name, device.host, device.lanes, kv, memory.free, memory.total, device.describe()))
+            kind, sizes = (device.host, device.packed, device.lanes), (memory.free, memory.total)
+            facts.append(DeviceFacts(name, *kind, kv, *sizes, device.describe()))
         if not all(device.host for device in self._devices):
             self._spin = _SPIN
         return Hello(__version__, os.getpid(), tuple(facts))

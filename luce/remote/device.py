@@ -46,6 +46,7 @@ class RemoteDevice(HostDevice):
         self.daemon = daemon
         self.transport = transport or Transport()
         self.host = facts.host
+        self.packed = facts.packed
         self.lanes = facts.lanes
         self.kv_dtype = np.dtype(facts.kv_dtype)
         self._facts = facts

@@ -48,7 +48,9 @@ def open_placement(config: Config) -> list[Device]:
             daemon = _supervise([names[number] for number in group], interpreters[group[0]], config, Response)
             opened.callback(daemon.close)
             daemons |= {number: (daemon, rank) for rank, number in enumerate(group)}
-        local = iter(open_all([name for number, name in enumerate(names) if number not in daemons], field))
+        local = iter(
+            open_all([name for number, name in enumerate(names) if number not in daemons], field, config.cpu_weights)
+        )
         devices: list[Device] = []
         for number, name in enumerate(names):
             if number in daemons:
@@ -179,7 +181,9 @@ def _supervise(
 ) -> Supervisor:
     """The daemon of devices: a child process with an interpreter, one of the network without."""
     kind, label = names[0].kind, label or ",".join(map(str, names))
-    opening = Open(__version__, tuple(str(name.local) for name in names), config.log_level, config.threads)
+    opening = Open(
+        __version__, tuple(str(name.local) for name in names), config.log_level, config.threads, config.cpu_weights
+    )
     timeouts = Timeouts(config.shard_start_timeout, config.shard_timeout)
     if interpreter is None:
         if config.shard_key_file is None:

@@ -63,3 +63,12 @@ def limit_threads(threads: int) -> None:
     pools = [pool["num_threads"] for pool in threadpoolctl.threadpool_info() if pool.get("user_api") == "blas"]
     wanted = min(threads, cores) or min([cores, *pools])
     threadpoolctl.threadpool_limits(wanted, user_api="blas")
+    _wanted.append(wanted)
+
+
+_wanted: list[int] = []
+
+
+def thread_count() -> int:
+    """The threads of the CPU's products: as limit_threads has set them, else one for each usable core."""
+    return _wanted[-1] if _wanted else usable_cores()

@@ -153,6 +153,8 @@ class Device(ABC):
     kv_dtype: np.dtype[Any]
     #: whether ops run their NumPy reference here instead of launching kernels
     host: bool
+    #: whether weights stay in their file's types, instead of becoming float32
+    packed: bool
     #: whether this stands for devices of another process; its `zeros` returns memory that both processes see
     remote = False
     #: whether it waits for flags and sets them without stopping the host

@@ -39,6 +39,7 @@ class GpuDevice(Device):
     """One CUDA or HIP device with a stream of its own. Every method makes device and stream current on its thread."""
 
     host = False
+    packed = True
     captures = True
     kv_dtype = np.dtype(np.float16)
 

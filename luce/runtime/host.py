@@ -63,6 +63,7 @@ class HostDevice(Device):
     lanes = 1
     kv_dtype = np.dtype(np.float32)
     host = True
+    packed = False
     blas = True
     products: frozenset[str] = frozenset()
     shared_limit = 0

@@ -10,6 +10,7 @@ from typing import cast
 from luce.config.settings import Config, flag
 from luce.errors import DeviceError, UsageError
 from luce.runtime import driver
+from luce.runtime.cpu import CpuDevice
 from luce.runtime.device import Device, DeviceKind, DeviceName
 from luce.runtime.driver import Properties, Vendor
 from luce.runtime.gpu import GpuDevice
@@ -37,9 +38,11 @@ def found() -> list[Found]:
     return devices
 
 
-def open_device(name: DeviceName) -> Device:
-    """Open one device. Raises DeviceError with the device and the missing part."""
-    return HostDevice(name.index) if name.kind == "cpu" else GpuDevice(name.kind, name.index)
+def open_device(name: DeviceName, cpu_weights: str) -> Device:
+    """Open one device; `cpu_weights` as in Config. Raises DeviceError with the device and the missing part."""
+    if name.kind != "cpu":
+        return GpuDevice(name.kind, name.index)
+    return CpuDevice(name.index) if cpu_weights == "packed" else HostDevice(name.index)
 
 
 def open_devices(config: Config) -> list[Device]:
@@ -52,14 +55,19 @@ def open_devices(config: Config) -> list[Device]:
     process drives one. Raises DeviceError if a device does not open, and closes the others.
     """
     if not config.target_devices and config.target_device == "auto":
-        return [_automatic()]
+        return [_automatic(config.cpu_weights)]
     field = "target_devices" if config.target_devices else "target_device"
     items = config.target_devices or (config.target_device,)
-    return open_all(named(items), field, meant=",".join(items))
+    return open_all(named(items), field, config.cpu_weights, meant=",".join(items))
 
 
 def open_all(
-    names: Sequence[DeviceName], field: str, *, beside: Sequence[DeviceName] = (), meant: str = ""
+    names: Sequence[DeviceName],
+    field: str,
+    cpu_weights: str,
+    *,
+    beside: Sequence[DeviceName] = (),
+    meant: str = "",
 ) -> list[Device]:
     """Open devices of this process in order. Raises the errors of open_devices.
 
@@ -72,7 +80,7 @@ def open_all(
     devices = []
     with contextlib.ExitStack() as opened:
         for name in names:
-            device = open_device(name)
+            device = open_device(name, cpu_weights)
             opened.callback(device.close)
             devices.append(device)
         opened.pop_all()
@@ -83,7 +91,7 @@ def named(items: Sequence[str]) -> list[DeviceName]:
     """The devices that valid items of the setting mean. Only `auto` makes this process look for its own kind."""
     own: DeviceKind = "cpu"
     if any(item.startswith("auto") for item in items):
-        with contextlib.closing(_automatic()) as device:
+        with contextlib.closing(_automatic("float32")) as device:
             own = device.name.kind
     names = []
     for item in items:
@@ -118,11 +126,11 @@ def _count(vendor: Vendor) -> int:
     return 0 if loaded is None else loaded.count()
 
 
-def _automatic() -> Device:
+def _automatic(cpu_weights: str) -> Device:
     for gpu in found():
         try:
-            return open_device(gpu.name)
+            return open_device(gpu.name, cpu_weights)
         except DeviceError:
             # The driver works, but CuPy or the compiler is missing; `luce doctor` shows which.
             continue
-    return HostDevice()
+    return open_device(DeviceName("cpu", 0), cpu_weights)

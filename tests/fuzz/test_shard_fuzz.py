@@ -135,7 +135,7 @@ def converse(whole: int, seed: int, limits: Timeouts) -> str:
     """Everything that a server does with a daemon that lies after `whole` true frames; returns how it ended."""
     Liar.random, Liar.whole = random.Random(seed), whole
     name = DeviceName("cpu", 1)
-    opening = Open(__version__, ("cpu:1",), "error", 0)
+    opening = Open(__version__, ("cpu:1",), "error", 0, "float32")
     with ExitStack() as stack:
         file = stack.enter_context(open_gguf(REFERENCE.path))
         supervised = Supervisor("cpu:1", ThreadedDaemon, opening, limits, Response)

@@ -56,7 +56,7 @@ from tests.support.values import same
 
 REFERENCE = Reference("qwen3-a-F32")
 ROWS = 8
-OPEN = Open(__version__, ("cpu:0",), "info", 0)
+OPEN = Open(__version__, ("cpu:0",), "info", 0, "float32")
 
 
 class Server:
@@ -144,9 +144,9 @@ STEP = Step.of_spans(
 
 
 def test_opening(server: Server) -> None:
-    server.refused(Open("0.0.0", ("cpu:0",), "info", 0), "Luce 0.0.0")
-    server.refused(Open(__version__, ("frob:0",), "info", 0), "frob:0", "UsageError")
-    server.refused(Open(__version__, ("cuda:77",), "info", 0), "cuda:77", "UsageError")
+    server.refused(Open("0.0.0", ("cpu:0",), "info", 0, "float32"), "Luce 0.0.0")
+    server.refused(Open(__version__, ("frob:0",), "info", 0, "float32"), "frob:0", "UsageError")
+    server.refused(Open(__version__, ("cuda:77",), "info", 0, "float32"), "cuda:77", "UsageError")
     server.refused(WHOLE, "no devices are open")
     server.refused(Forward(), "nothing is loaded")
     hello = server.ask(OPEN)
@@ -349,7 +349,7 @@ def test_devices_of_a_daemon_work_side_by_side(server: Server, monkeypatch: pyte
             meeting.wait(60)
         return forward(self, step, handed)
 
-    server.ask(Open(__version__, ("cpu:0", "cpu:1"), "info", 0))
+    server.ask(Open(__version__, ("cpu:0", "cpu:1"), "info", 0, "float32"))
     assert isinstance(server.ask(BOTH), Loaded)
     server.announce(STEP, -1, -1)
     expected = server.ask(Forward())
@@ -376,7 +376,7 @@ def test_steps_behind_a_failed_step_fail_too(server: Server, monkeypatch: pytest
             raise error
         return forward(self, step, handed)
 
-    server.ask(Open(__version__, ("cpu:0", "cpu:1"), "info", 0))
+    server.ask(Open(__version__, ("cpu:0", "cpu:1"), "info", 0, "float32"))
     server.ask(BOTH)
     monkeypatch.setattr(LocalShard, "forward", watched)
     threading.Timer(0.3, go.set).start()
@@ -418,7 +418,7 @@ def test_heartbeats_say_what_the_daemon_does(server: Server, monkeypatch: pytest
     monkeypatch.setattr(LocalShard, "__init__", read)
     monkeypatch.setattr(LocalShard, "forward", stopped)
     assert server.pong() == Pong()
-    server.ask(Open(__version__, ("cpu:0", "cpu:1"), "info", 0))
+    server.ask(Open(__version__, ("cpu:0", "cpu:1"), "info", 0, "float32"))
     server.send(BOTH)
     assert within(60, lambda: server.pong().loaded > 0)
     loading = at("Load", 1)
@@ -461,7 +461,7 @@ def test_heartbeats_have_the_free_memory(server: Server, monkeypatch: pytest.Mon
     for module in (daemon, memory_watch):
         monkeypatch.setattr(module, "INTERVAL", 0.01)
     assert server.pong().memory == ()
-    server.ask(Open(__version__, ("cpu:0", "cpu:1"), "info", 0))
+    server.ask(Open(__version__, ("cpu:0", "cpu:1"), "info", 0, "float32"))
     assert told((100, 1000), (100, 1001))
     # Also while there is no request, and when a device raises an error.
     for free[0], expected in ((90, ((90, 1000), (90, 1001))), (0, ()), (80, ((80, 1000), (80, 1001)))):

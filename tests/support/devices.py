@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 
+from luce.runtime.cpu import CpuDevice
 from luce.runtime.device import Device
 from luce.runtime.gpu import GpuDevice
 from luce.runtime.host import HostDevice
 from tests.support.emulated import EmulatedDevice
 from tests.support.selection import gpu_present
 
-HOST = ("host",)
+HOST = ("host", "compiled")
 EMULATED = ("emulated, 32 lanes", "emulated, 64 lanes")
 GPU = ("gpu",)
 #: the paths of attention: products of tiles by four waves and by one, and both lane counts without such products
@@ -75,6 +76,8 @@ def opened(name: str, request: pytest.FixtureRequest) -> Iterator[Device]:
     """The device of a name above, closed afterwards; a GPU is the session's fixture `gpu`."""
     if name == "host":
         yield HostDevice()
+    elif name == "compiled":
+        yield CpuDevice()
     elif name in _EMULATED:
         lanes, products = _EMULATED[name]
         device = EmulatedDevice(lanes, products=products)

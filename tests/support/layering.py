@@ -20,4 +20,5 @@ FLOW = (
     "ops",
     "ipc",
     "runtime",
+    "cpu_kernels",
 )

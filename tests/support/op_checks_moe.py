@@ -13,6 +13,7 @@ from luce.ops.moe import Gating, Routing, add_expert_bias, combine, expert_matmu
 from luce.ops.moe_int8 import expert_mlp, expert_weights
 from luce.ops.quantise import quantise
 from luce.ops.weight import RawTensor, Weight, WeightPart, upload_experts, upload_weight
+from luce.runtime.cpu import CpuDevice
 from luce.runtime.device import Device
 from tests.support.op_checks_matmul import product_limit, rounds_to_fp16
 from tests.support.quant_blocks import decoded, random_tensor
@@ -239,7 +240,8 @@ def _expected(
     for expert in np.unique(ids):
         own = ids == expert
         each = [part[expert] for part in parts]
-        result[own] = np.concatenate([every[own] @ w.T.astype(np.float64) for w in each], axis=1)
+        met = [seen(device, tensor.type.name, every[own]) for tensor in tensors]
+        result[own] = np.concatenate([x @ w.T.astype(np.float64) for x, w in zip(met, each, strict=True)], axis=1)
         limits = [product_limit(every[own], w, fp16=half) for w, half in zip(each, fp16, strict=True)]
         limit[own] = np.concatenate(limits, axis=1)
     return result, limit
@@ -361,8 +363,8 @@ def check_layer(device: Device, family: str, n: int) -> None:
         for expert, share in zip(chosen, asked["scale"] * w, strict=True):
             h = np.maximum(gate[expert] @ y[row], 0) * (up[expert] @ y[row])
             expected[row] += share * (last[expert] @ h)
-    # Measured with fp16: 3e-4.
-    error = 1e-3 if rounds_to_fp16(device, "Q8_0", n) else 3e-6
+    # Measured with fp16: 3e-4, with x in int8: 9e-3.
+    error = 2e-2 if isinstance(device, CpuDevice) else 1e-3 if rounds_to_fp16(device, "Q8_0", n) else 3e-6
     np.testing.assert_allclose(actual, expected, rtol=0, atol=error * np.abs(expected).max())
 
 

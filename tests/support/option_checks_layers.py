@@ -33,6 +33,7 @@ from tests.support.option_checks import (
     reply,
     steps,
 )
+from tests.support.reference import Reference
 
 CHECKS = checks = Table()
 
@@ -259,6 +260,20 @@ def _threads(patch: Patch, path: Path, log: Log) -> None:
     for count in (1, 2):
         with load(**HERE_ALL, target_shard_ipc_bin=str(program), threads=count):
             assert told.read_text() == str(count)
+
+
+@checks("cpu_weights")
+def _cpu_weights(patch: Patch, path: Path, log: Log) -> None:
+    reference = Reference("qwen35-a-Q8_0")
+    weights, replies = [], []
+    for devices, kind in ((DAEMON, "packed"), (DAEMON, "float32"), ({}, "packed")):
+        with load(reference, **devices, cpu_weights=kind) as model:
+            weights.append([part["weights"] for part in model.placement])
+            replies.append(reply(model, reference.expected["prompt_17"].tolist(), temperature=0))
+    # The daemon's layers too: a block of 32 weights takes 34 bytes, not 128.
+    assert all(2 * packed < floats for packed, floats in zip(*weights[:2], strict=True))
+    assert replies[1] == reference.expected["greedy_17"][:8].tolist()
+    assert replies[0] == replies[2]
 
 
 @checks("log_level")

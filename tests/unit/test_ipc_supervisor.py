@@ -27,7 +27,7 @@ from luce.remote.rpc import Expected, Requests
 from luce.runtime.device import DeviceName, Memory
 from tests.support.daemons import within
 
-OPEN = Open(__version__, (), "info", 0)
+OPEN = Open(__version__, (), "info", 0, "float32")
 LOAD = Load("", "", (), (), 1, ("auto", "auto"), 0, (), False, (), 1, True, 0, True)
 
 
@@ -242,9 +242,9 @@ def test_a_start_may_take_any_time_while_it_makes_progress(
 
 @pytest.mark.parametrize("lie", [{"kv_dtype": "frob"}, {"kv_dtype": "|O"}, {"lanes": 0}, {"free": -1}], ids=str)
 def test_invalid_facts_about_a_device(monkeypatch: pytest.MonkeyPatch, lie: dict[str, Any]) -> None:
-    facts = {"host": True, "lanes": 1, "kv_dtype": "<f4", "free": 1, "total": 2, "facts": {}, **lie}
+    facts = {"host": True, "packed": False, "lanes": 1, "kv_dtype": "<f4", "free": 1, "total": 2, "facts": {}, **lie}
     monkeypatch.setattr(Peer, "devices", (DeviceFacts("cpu:0", **facts),))
-    opening = Open(__version__, ("cpu:0",), "info", 0)
+    opening = Open(__version__, ("cpu:0",), "info", 0, "float32")
     daemon = Supervisor("shard", lambda name: Peer(waits), opening, Timeouts(60.0, 60.0), Response)
     with pytest.raises(DeviceError, match=r"^shard: the daemon is lost: it sent invalid facts about cpu:0$"):
         daemon.hello()
@@ -254,8 +254,8 @@ def test_invalid_facts_about_a_device(monkeypatch: pytest.MonkeyPatch, lie: dict
 def two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let daemons have two devices."""
     names = "cpu:0", "cpu:1"
-    monkeypatch.setattr(Peer, "devices", tuple(DeviceFacts(name, True, 1, "<f4", 1, 2, {}) for name in names))
-    monkeypatch.setattr(sys.modules[__name__], "OPEN", Open(__version__, names, "info", 0))
+    monkeypatch.setattr(Peer, "devices", tuple(DeviceFacts(name, True, False, 1, "<f4", 1, 2, {}) for name in names))
+    monkeypatch.setattr(sys.modules[__name__], "OPEN", Open(__version__, names, "info", 0, "float32"))
 
 
 def test_memory_of_devices(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from tests.support.daemons import within
 
 LOAD = Load("", "", (), (), 1, ("auto", "auto"), 0, (), False, (), 1, True, 0, True)
 LOADED = Loaded((), (), (), 1, flags=False)
-FACTS = DeviceFacts("cpu:0", True, 1, "<f4", 1, 2, {})
+FACTS = DeviceFacts("cpu:0", True, False, 1, "<f4", 1, 2, {})
 HELLO = Hello(__version__, 7, (FACTS,))
 
 
@@ -132,7 +132,8 @@ def watch() -> Iterator[Watch]:
             assert begun.wait(60)
             return connect(next(attempts))
 
-        made.append(Supervisor("shard", attempt, Open(__version__, ("cpu:0",), "info", 0), Timeouts(60, 60), Response))
+        opening = Open(__version__, ("cpu:0",), "info", 0, "float32")
+        made.append(Supervisor("shard", attempt, opening, Timeouts(60, 60), Response))
         arena = shared_arena(1)
         made[-1].begin_load(LOAD, Loaded, arena=arena)
         arena.close()

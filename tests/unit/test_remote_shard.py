@@ -34,7 +34,7 @@ OPTIONS = ServingOptions(slots=1, context=64, layer_split=(1.0, 1.0))
 @contextmanager
 def placement() -> Iterator[tuple[GGUFFile, list[HostDevice]]]:
     """The model's file; a device here and one in a daemon."""
-    opening = Open(__version__, ("cpu:1",), "error", 0)
+    opening = Open(__version__, ("cpu:1",), "error", 0, "float32")
     with ExitStack() as stack:
         file = stack.enter_context(open_gguf(REFERENCE.path))
         daemon = Supervisor("cpu:1", ThreadedDaemon, opening, Timeouts(60, 60), Response)

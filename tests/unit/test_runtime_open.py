@@ -99,7 +99,7 @@ def test_one_process_drives_one_vendor(monkeypatch: pytest.MonkeyPatch, tmp_path
         opened("cuda:0", "cpu:0", "hip:0")
     assert str(caught.value) == f"--target-devices cuda:0,cpu:0,hip:0: {why} --target-shard-ipc-bin for the other"
     with pytest.raises(UsageError) as caught:
-        open_all([DeviceName("hip", 1)], "draft_device", beside=[DeviceName("cuda", 1)])
+        open_all([DeviceName("hip", 1)], "draft_device", "packed", beside=[DeviceName("cuda", 1)])
     assert str(caught.value) == f"--draft-device cuda:1,hip:1: {why} --draft-ipc-bin for the other"
     assert (caught.value.param, caught.value.exit_code) == ("draft_device", 2)
 
@@ -147,7 +147,7 @@ class Closable(HostDevice):
 
 
 def opener(made: list[Closable], broken: set[str]) -> Callable[[DeviceName], Closable]:
-    def open_device(name: DeviceName) -> Closable:
+    def open_device(name: DeviceName, cpu_weights: str) -> Closable:
         if str(name) in broken:
             raise DeviceError(f"{name} is broken")
         device = Closable(name.index)

@@ -1,0 +1,10 @@
+"""Sizes that compiled code and its callers share."""
+
+from __future__ import annotations
+
+#: lanes of a vector: rows that they do not divide are NumPy's
+LANES = 16
+#: rows of a KV page, as luce.runtime.step.PAGE
+PAGE = 64
+#: most elements of a head, and most query heads of a KV head, that compiled attention takes
+MOST_HEAD, MOST_GROUP = 512, 64

@@ -1,0 +1,139 @@
+"""LLVM instructions on vectors of 16 lanes, as intrinsics of compiled code emit them.
+
+LLVM splits a vector where the CPU's registers are shorter, so the code is the same for AVX2, AVX-512 and Arm. Only the
+sum of four products of bytes has an instruction of its own on each: vpdpbusd (AVX-512 VNNI, AVX-VNNI), usdot (Arm),
+else two multiplications of 16-bit numbers. Its sums are exact on all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba.core import cgutils
+
+from luce.cpu_kernels.dimensions import LANES
+
+I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+F32 = ir.FloatType()
+INT_LANES = ir.VectorType(I32, LANES)
+FLOAT_LANES = ir.VectorType(F32, LANES)
+BYTE_LANES = ir.VectorType(I8, 4 * LANES)
+#: of this CPU
+FEATURES: dict[str, bool] = llvm.get_host_cpu_features()
+
+
+def splat_value(builder: Any, value: Any) -> Any:
+    kind = ir.VectorType(value.type, LANES)
+    undefined = ir.Constant(kind, ir.Undefined)
+    first = builder.insert_element(undefined, value, ir.Constant(I32, 0))
+    return shuffle(builder, first, undefined, [0] * LANES)
+
+
+def shuffle(builder: Any, a: Any, b: Any, places: list[int]) -> Any:
+    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, len(places)), places))
+
+
+def join(builder: Any, low: Any, high: Any) -> Any:
+    return shuffle(builder, low, high, list(range(2 * low.type.count)))
+
+
+def all_lanes(value: int) -> ir.Constant:
+    return ir.Constant(INT_LANES, [value] * LANES)
+
+
+def load(builder: Any, address: Any, kind: Any, offset: int = 0, align: int = 1) -> Any:
+    place = builder.add(address, ir.Constant(I64, offset)) if offset else address
+    return builder.load(builder.inttoptr(place, kind.as_pointer()), align=align)
+
+
+def save(builder: Any, value: Any, address: Any, align: int = 4) -> None:
+    builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=align)
+
+
+def call(builder: Any, name: str, result: Any, *args: Any) -> Any:
+    kind = ir.FunctionType(result, [arg.type for arg in args])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
+
+
+def fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    return call(builder, "llvm.fma.v16f32", FLOAT_LANES, a, b, c)
+
+
+def add_lanes(builder: Any, value: Any) -> Any:
+    lanes = LANES
+    while lanes > 1:
+        lanes //= 2
+        low, high = (shuffle(builder, value, value, list(range(at, at + lanes))) for at in (0, lanes))
+        value = builder.fadd(low, high)
+    return builder.extract_element(value, ir.Constant(I32, 0))
+
+
+# --- the sum of four products
+
+
+def _dot_avx512(builder: Any, total: Any, weight: Any, x: Any) -> Any:
+    return call(builder, "llvm.x86.avx512.vpdpbusd.512", INT_LANES, total, weight, x)
+
+
+def _dot_halves(name: str) -> Callable[..., Any]:
+    def dot(builder: Any, total: Any, weight: Any, x: Any) -> Any:
+        parts = []
+        for first in (0, 8):
+            ints, data = range(first, first + 8), range(first * 4, first * 4 + 32)
+            own = shuffle(builder, total, total, list(ints))
+            a, b = (shuffle(builder, each, each, list(data)) for each in (weight, x))
+            parts.append(call(builder, name, own.type, own, a, b))
+        return join(builder, parts[0], parts[1])
+
+    return dot
+
+
+def _dot_arm(builder: Any, total: Any, weight: Any, x: Any) -> Any:
+    # Bytes of weights are below 128 but for the types whose bytes use all bits, which usdot takes as unsigned.
+    wide = ir.VectorType(I32, 4 * LANES)
+    products = builder.mul(builder.zext(weight, wide), builder.sext(x, wide))
+    return call(builder, "llvm.vector.partial.reduce.add.v16i32.v64i32", INT_LANES, total, products)
+
+
+def _dot_words(builder: Any, total: Any, weight: Any, x: Any) -> Any:
+    """By two products of 16-bit numbers: a sum of two in 16 bits, as of vpmaddubsw, would overflow."""
+    kind = ir.VectorType(I16, 2 * LANES)
+    low, eight = ir.Constant(kind, [255] * 2 * LANES), ir.Constant(kind, [8] * 2 * LANES)
+    weight, x = builder.bitcast(weight, kind), builder.bitcast(x, kind)
+    even = builder.and_(weight, low), builder.ashr(builder.shl(x, eight), eight)
+    odd = builder.lshr(weight, eight), builder.ashr(x, eight)
+    for a, b in (even, odd):
+        parts = []
+        for first in range(0, 2 * LANES, 16):
+            half = [shuffle(builder, each, each, list(range(first, first + 16))) for each in (a, b)]
+            parts.append(call(builder, "llvm.x86.avx2.pmadd.wd", ir.VectorType(I32, 8), *half))
+        total = builder.add(total, join(builder, parts[0], parts[1]))
+    return total
+
+
+def _dot_plain(builder: Any, total: Any, weight: Any, x: Any) -> Any:
+    wide = ir.VectorType(I32, 4 * LANES)
+    products = builder.mul(builder.zext(weight, wide), builder.sext(x, wide))
+    for first in range(4):
+        places = list(range(first, 4 * LANES, 4))
+        total = builder.add(total, shuffle(builder, products, products, places))
+    return total
+
+
+def _choose_dot() -> tuple[str, Callable[..., Any]]:
+    if FEATURES.get("avx512vnni"):
+        return "AVX-512 VNNI", _dot_avx512
+    if FEATURES.get("avxvnni"):
+        return "AVX-VNNI", _dot_halves("llvm.x86.avx512.vpdpbusd.256")
+    if FEATURES.get("avx2"):
+        return "AVX2", _dot_words
+    if FEATURES.get("i8mm"):
+        return "Arm i8mm", _dot_arm
+    return "no byte products", _dot_plain
+
+
+#: the instructions that sum four products of bytes
+INSTRUCTIONS, dot = _choose_dot()

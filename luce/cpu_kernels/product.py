@@ -1,0 +1,190 @@
+"""Products of rows of x with packed weights: out [n, rows] = x W^T, for one or more weights with the same rows of x.
+
+Weights in quant blocks: a tile of 16 weight rows is unpacked 256 columns at a time (unpack.py), and multiplied by all
+rows of x, which are quantised (rows.py), before the next 256. Sums over a group of columns are exact integers; the
+groups' results are added in float32 in the order of the columns.
+
+Weights in floats: x is float32. Each lane sums every 16th column in order, then lanes are added in halves.
+
+So a result's bits depend on its row and its weight row alone: neither on the number of rows, nor on threads.
+"""
+
+from __future__ import annotations
+
+from gguf import GGMLQuantizationType
+from numba import int32
+
+from luce.cpu_kernels.jit import compiled, inlined
+from luce.cpu_kernels.quantised_rows import RECORD, SCALE, SCALED, SUMS
+from luce.cpu_kernels.unpack import MINIMUMS, SCALES, SLICE, UNPACKED_BYTES, unpack
+from luce.cpu_kernels.vector_rows import (
+    add_products,
+    add_rows,
+    add_scaled,
+    begin_rows,
+    dot_rows,
+    load_rows,
+    store_rows,
+    store_totals,
+    zero_rows,
+)
+from luce.cpu_kernels.vectors import (
+    load_bfloats,
+    load_floats,
+    load_halves,
+    load_ints,
+    move_float,
+    splat,
+    store,
+    to_floats,
+    word,
+)
+
+TILE = 16
+#: most rows of x that a tile is unpacked for at a time
+_ROWS = 256
+#: bytes of memory that a thread needs
+SCRATCH = UNPACKED_BYTES + _ROWS * 64
+#: int64 in front of the weights' own: the number of weights, and of parts
+HEAD_WORDS = 2
+#: int64 of a weight: of the matrix the address, stride of rows, type, rows, columns, elements and bytes of a block, the
+#: type's offset, whether groups have 32 columns and whether there are minimums; then of its rows of x the address,
+#: stride and number (quantised, or floats for a matrix of floats), and the address and stride of results
+WEIGHT_WORDS = 15
+ROWS_OF_X = 10
+
+_F16, _BF16, _F32 = (int(t) for t in (GGMLQuantizationType.F16, GGMLQuantizationType.BF16, GGMLQuantizationType.F32))
+
+
+@inlined
+def _add_slice(count, totals, unpacked, x, stride, columns, offset, wide, minimums):
+    """Add the products of a slice with `count` rows of x to their totals. `wide`: groups have 32 columns."""
+    sums = load_rows(count, totals)
+    for record in range(columns // 32):
+        at, words = x + record * RECORD, unpacked + record * 512
+        if wide:
+            products = begin_rows(sums, at + SUMS + 8, stride, int32(-offset))
+            for k in range(8):
+                products = dot_rows(products, load_ints(words + k * 64), at + k * 4, stride)
+            sums = add_rows(sums, products, load_floats(unpacked + SCALES + record * 64), at + SCALE, stride)
+            if minimums:
+                sums = add_scaled(sums, load_floats(unpacked + MINIMUMS + record * 64), at + SCALED + 8, stride)
+        else:
+            for half in range(2):
+                group = record * 2 + half
+                products = begin_rows(sums, at + SUMS + half * 4, stride, int32(-offset))
+                for k in range(4):
+                    place = half * 4 + k
+                    products = dot_rows(products, load_ints(words + place * 64), at + place * 4, stride)
+                sums = add_rows(sums, products, load_floats(unpacked + SCALES + group * 64), at + SCALE, stride)
+                if minimums:
+                    minimum = load_floats(unpacked + MINIMUMS + group * 64)
+                    sums = add_scaled(sums, minimum, at + SCALED + half * 4, stride)
+    store_rows(sums, totals)
+
+
+@compiled
+def _add_slices(count, totals, unpacked, x, stride, columns, offset, wide, minimums):
+    row = 0
+    while row + 8 <= count:
+        at = x + row * stride
+        _add_slice(8, totals + row * 64, unpacked, at, stride, columns, offset, wide, minimums)
+        row += 8
+    if row + 4 <= count:
+        at = x + row * stride
+        _add_slice(4, totals + row * 64, unpacked, at, stride, columns, offset, wide, minimums)
+        row += 4
+    if row + 2 <= count:
+        at = x + row * stride
+        _add_slice(2, totals + row * 64, unpacked, at, stride, columns, offset, wide, minimums)
+        row += 2
+    if row < count:
+        at = x + row * stride
+        _add_slice(1, totals + row * 64, unpacked, at, stride, columns, offset, wide, minimums)
+
+
+@inlined
+def _float_rows(count, kind, weight, cols, x, stride, out, out_stride):
+    """The products of one weight row with `count` float rows; the last columns of a row are beyond whole vectors."""
+    sums = zero_rows(count)
+    for col in range(0, cols, 16):
+        if kind == _F16:
+            values = load_halves(weight + col * 2)
+        elif kind == _BF16:
+            values = load_bfloats(weight + col * 2)
+        else:
+            values = load_floats(weight + col * 4)
+        sums = add_products(sums, values, x + col * 4, stride)
+    store_totals(sums, out, out_stride)
+
+
+@compiled
+def _float_product(kind, weights, stride, rows, cols, x, x_stride, count, out, out_stride):
+    for feature in range(rows):
+        weight, to = weights + feature * stride, out + feature * 4
+        row = 0
+        while row + 8 <= count:
+            _float_rows(8, kind, weight, cols, x + row * x_stride, x_stride, to + row * out_stride, out_stride)
+            row += 8
+        if row + 4 <= count:
+            _float_rows(4, kind, weight, cols, x + row * x_stride, x_stride, to + row * out_stride, out_stride)
+            row += 4
+        if row + 2 <= count:
+            _float_rows(2, kind, weight, cols, x + row * x_stride, x_stride, to + row * out_stride, out_stride)
+            row += 2
+        if row < count:
+            _float_rows(1, kind, weight, cols, x + row * x_stride, x_stride, to + row * out_stride, out_stride)
+
+
+@compiled
+def _tile_product(weight, tile, scratch):
+    """A tile of a weight in quant blocks, times all rows of x."""
+    stride, kind, rows, cols = word(weight, 1), word(weight, 2), word(weight, 3), word(weight, 4)
+    elements, size, offset = word(weight, 5), word(weight, 6), word(weight, 7)
+    wide, minimums = word(weight, 8) != 0, word(weight, 9) != 0
+    x, x_stride, count = word(weight, 10), word(weight, 11), word(weight, 12)
+    totals, zero = scratch + UNPACKED_BYTES, to_floats(splat(0))
+    # The last tile overlaps the one before it: both compute the same bits. A weight of fewer rows is padded.
+    first = max(0, min(tile * TILE, rows - TILE))
+    base, out, out_stride = word(weight, 0) + first * stride, word(weight, 13) + first * 4, word(weight, 14)
+    for row in range(0, count, _ROWS):
+        some = min(_ROWS, count - row)
+        for i in range(some):
+            store(totals + i * 64, zero)
+        for col in range(0, cols, SLICE):
+            columns = min(SLICE, cols - col)
+            unpack(kind, base + col // elements * size, stride, columns, scratch)
+            own = x + row * x_stride + col // 32 * RECORD
+            _add_slices(some, totals, scratch, own, x_stride, columns, offset, wide, minimums)
+        for i in range(some):
+            to = out + (row + i) * out_stride
+            if rows >= TILE:
+                store(to, load_floats(totals + i * 64))
+            else:
+                for feature in range(rows):
+                    move_float(to + feature * 4, totals + i * 64 + feature * 4)
+
+
+@compiled
+def product(arguments, part, scratch):
+    """Part `part` of the products. `arguments`: HEAD_WORDS, then WEIGHT_WORDS for each weight; `scratch`: SCRATCH bytes
+    that begin at a multiple of 64."""
+    weights, parts = word(arguments, 0), word(arguments, 1)
+    tiles = 0
+    for number in range(weights):
+        tiles += (word(arguments, HEAD_WORDS + number * WEIGHT_WORDS + 3) + TILE - 1) // TILE
+    begin, end = tiles * part // parts, tiles * (part + 1) // parts
+    for number in range(weights):
+        weight = arguments + (HEAD_WORDS + number * WEIGHT_WORDS) * 8
+        kind, rows, cols = word(weight, 2), word(weight, 3), word(weight, 4)
+        own = (rows + TILE - 1) // TILE
+        for tile in range(max(begin, 0), min(end, own)):
+            if kind in (_F16, _BF16, _F32):
+                first, stride = tile * TILE, word(weight, 1)
+                some, at = min(TILE, rows - first), word(weight, 0) + first * stride
+                x, x_stride, count = word(weight, 10), word(weight, 11), word(weight, 12)
+                out, out_stride = word(weight, 13) + first * 4, word(weight, 14)
+                _float_product(kind, at, stride, some, cols, x, x_stride, count, out, out_stride)
+            else:
+                _tile_product(weight, tile, scratch)
+        begin, end = begin - own, end - own

@@ -1,0 +1,81 @@
+"""Every reference file on the CPU with packed weights: logits and greedy tokens within the limits of int8 products, and
+the same bits in any chunks and steps, over any number of shards, restored, and in draft trees."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from luce.runtime.cpu import CpuDevice
+from tests.support.golden_checks import (
+    TREES,
+    check_batched,
+    check_greedy_tokens,
+    check_logits_in_chunks,
+    check_tree,
+    typical_error,
+)
+from tests.support.make_driver import MakeDriver
+from tests.support.reference import Reference, references
+
+each_file = pytest.mark.parametrize("reference", references(), ids=lambda r: r.name)
+
+
+def kind(reference: Reference) -> str:
+    """The limits of a file: float weights are multiplied in float32."""
+    return "f32" if reference.name.endswith("F32") else "int8_activations"
+
+
+@each_file
+@pytest.mark.parametrize("chunk", [1000, 7])
+def test_logits(reference: Reference, make_driver: MakeDriver, chunk: int) -> None:
+    check_logits_in_chunks(reference, make_driver(reference, [CpuDevice()]), kind(reference), chunk)
+
+
+@each_file
+def test_greedy(reference: Reference, make_driver: MakeDriver) -> None:
+    error = typical_error(reference, make_driver(reference, [CpuDevice()]))
+    check_greedy_tokens(reference, make_driver(reference, [CpuDevice()]), 7, error)
+
+
+@each_file
+def test_batched(reference: Reference, make_driver: MakeDriver) -> None:
+    error = typical_error(reference, make_driver(reference, [CpuDevice()]))
+    check_batched(reference, make_driver(reference, [CpuDevice()]), kind(reference), error)
+
+
+@each_file
+def test_rows_of_trees_are_those_of_chains(reference: Reference, make_driver: MakeDriver) -> None:
+    driver = make_driver(reference, [CpuDevice(i) for i in range(3)], verify_rows=16)
+    for case, length in ((1, 64), (2, 60)):
+        check_tree(driver, reference.spec.vocab, *TREES[case], length)
+
+
+@each_file
+def test_shards_change_nothing(reference: Reference, make_driver: MakeDriver) -> None:
+    prompt = reference.expected["prompt_long"]
+    results = []
+    for count in (1, 2, 3, len(reference.spec.layers)):
+        driver = make_driver(reference, [CpuDevice(i) for i in range(count)])
+        sequence, other = driver.start(), driver.start()
+        parts = [driver.feed((sequence, part))[0] for part in (prompt[:100], prompt[100:-2])]
+        driver.feed((other, prompt[:9]))
+        parts += [driver.feed((other, prompt[:1]), (sequence, token))[1] for token in prompt[-2:, None]]
+        results.append(np.concatenate(parts))
+    for result in results[1:]:
+        assert (results[0] == result).all()
+
+
+@each_file
+def test_save_and_restore(reference: Reference, make_driver: MakeDriver) -> None:
+    driver = make_driver(reference, [CpuDevice(i) for i in range(len(reference.spec.layers))])
+    prompt = reference.expected["prompt_long"]
+    sequence = driver.start()
+    driver.feed((sequence, prompt[:90]))
+    kept, saved = driver.keep(sequence), driver.save(sequence)
+    expected = driver.feed((sequence, prompt[90:]))[0]
+    for back, what in ((driver.restore, saved), (driver.resume, kept)):
+        other = driver.start()
+        driver.feed((other, prompt[5:95]))
+        back(other, what)
+        assert (driver.feed((other, prompt[90:]))[0] == expected).all()
