@@ -96,6 +96,7 @@ class DelayedDevice(HostDevice):
     """A device in a World, in which `queue` takes the place of launches. `siblings` reach each other."""
 
     host = False
+    packed = True
 
     def __init__(self, world: World, index: int, siblings: Sequence[int] = ()) -> None:
         super().__init__(index)

@@ -126,6 +126,7 @@ class EmulatedDevice(Device):
 
     kv_dtype = np.dtype(np.float16)
     host = False
+    packed = True
     blas = True
     shared_limit = SHARED_LIMIT
 
