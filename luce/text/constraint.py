@@ -42,8 +42,8 @@ class GrammarConstraint(Constraint):
     With `triggers` the reply is free until one of these tokens comes; the grammar begins with it, and holds until
     nothing can follow. Then the reply is free again, or over if it is `once`.
 
-    Copies of it follow drafts. The library could roll back, but its rollback does not count end tokens, fails without a
-    word behind the end of some grammars, and not at all helps behind an error: a copy takes 15 us and has none of this.
+    Copies of it follow drafts. The library could roll back, but its rollback does not count end tokens, fails silently
+    behind the end of some grammars, and cannot undo an error. A copy takes 15 us.
     """
 
     def __init__(
