@@ -1,4 +1,5 @@
 // variants: HEAD=32,64,128,256,512 QUERIES=4,16 SPLIT=4 KTYPE=F16 VTYPE=F16
+// variants: HEAD=576 QUERIES=4,16 SPLIT=4 KTYPE=F16 VTYPE=F16
 // variants: HEAD=128,256 QUERIES=4,16 SPLIT=4 KTYPE=BF16 VTYPE=BF16
 // variants: HEAD=128 QUERIES=16 SPLIT=4 KTYPE=F16 VTYPE=F16 SEEN=1
 // variants: HEAD=128,256 QUERIES=4,16 SPLIT=4 KTYPE=F16 VTYPE=F16 SOFTCAP=1
@@ -33,10 +34,11 @@
 #include "attention.h"
 
 #define KEYS 32
-#define THREADS (HEAD == 512 ? 256 : 128)
+// Whole waves and whole groups of PAIRS.
+#define THREADS (HEAD == 576 ? 576 : HEAD == 512 ? 256 : 128)
 // Columns of K in shared memory at once, two to a word of kv.h. The padding moves the keys of neighbouring threads to
 // different banks.
-#define CHUNK (HEAD < 128 ? HEAD : 128)
+#define CHUNK (HEAD < 128 ? HEAD : HEAD % 128 ? 64 : 128)
 #define K_WORDS (CHUNK / 2 + 1)
 #define PAIRS (HEAD / 2)
 #define SCORE_GROUPS (THREADS / KEYS)

@@ -1,4 +1,4 @@
-// variants: QTYPE=F32,F16,BF16,Q4_0,Q4_1,Q5_0,Q5_1,Q8_0,Q2_K,Q3_K,Q4_K,Q5_K,Q6_K,IQ4_NL,IQ4_XS
+// variants: QTYPE=F32,F16,BF16,Q4_0,Q4_1,Q5_0,Q5_1,Q8_0,Q2_K,Q3_K,Q4_K,Q5_K,Q6_K,IQ4_NL,IQ4_XS,MXFP4
 //
 // Products of rows of x with the weights of the experts chosen for them. A pair is a row and one of its k slots:
 // pair = row * k + slot. The weights of all experts are one matrix [experts * rows, cols], read in place.

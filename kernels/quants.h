@@ -30,6 +30,7 @@
 #define IQ4_NL 20
 #define IQ4_XS 23
 #define BF16 30
+#define MXFP4 39
 
 #if QTYPE == F32
 #define BLOCK 4  // not a block of the file: the values that a thread reads at once
@@ -40,6 +41,9 @@
 #elif QTYPE == Q4_0 || QTYPE == IQ4_NL
 #define BLOCK 32
 #define BLOCK_BYTES 18
+#elif QTYPE == MXFP4
+#define BLOCK 32
+#define BLOCK_BYTES 17
 #elif QTYPE == Q4_1
 #define BLOCK 32
 #define BLOCK_BYTES 20
@@ -111,9 +115,9 @@ LUCE_FN int unit_column(int unit) {
 }
 
 // COUNT words from `from` on, which lies in a block where a field is as aligned as the block itself: blocks are
-// multiples of 2, 4, 8 or 16 bytes. The widest loads are the fewest, and a lane's load costs what a wave's costs that
-// meets as many lines: blocks of 18, 34, 110 or 210 bytes are read as the aligned words that they lie across, never
-// beyond the field.
+// multiples of 2, 4, 8 or 16 bytes, but for MXFP4. The widest loads are the fewest, and a lane's load costs what a
+// wave's costs that meets as many lines: blocks of 17, 18, 34, 110 or 210 bytes are read as the aligned words that they
+// lie across, never beyond the field.
 template <int COUNT> LUCE_FN void read_words(const u8* from, u32* to) {
 #if BLOCK_BYTES % 16 == 0
     if (COUNT % 4 == 0) {
@@ -138,6 +142,19 @@ template <int COUNT> LUCE_FN void read_words(const u8* from, u32* to) {
 #if BLOCK_BYTES % 4 == 0
 #pragma unroll
     for (int i = 0; i < COUNT; i++) to[i] = luce_u32_at4(from + i * 4);
+#elif BLOCK_BYTES % 2
+    const u32 odd = (u32)(u64)from & 3;
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) to[i] = luce_u32_at4(from - odd + i * 4);
+    u32 last = 0;
+#pragma unroll
+    for (u32 i = 0; i < 3; i++)
+        if (i < odd) last |= (u32)from[COUNT * 4 - odd + i] << (i * 8);
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        const u64 both = (u64)(i + 1 < COUNT ? to[i + 1] : last) << 32 | to[i];
+        to[i] = (u32)(both >> (odd * 8));
+    }
 #else
     const u32 odd = (u32)(u64)from & 2;
 #pragma unroll
@@ -158,7 +175,7 @@ struct Packed {
     u32 words[4];
 #elif QTYPE == Q8_0
     u32 words[8], scales[1];
-#elif QTYPE == Q4_0 || QTYPE == IQ4_NL || QTYPE == Q4_1
+#elif QTYPE == Q4_0 || QTYPE == IQ4_NL || QTYPE == MXFP4 || QTYPE == Q4_1
     u32 words[4], scales[1];
 #elif QTYPE == Q5_0 || QTYPE == Q5_1
     u32 words[4], upper[1], scales[1];
@@ -200,7 +217,9 @@ LUCE_FN void fetch(const u8* __restrict__ row, int unit, int left, Packed& packe
     }
 #elif BLOCK == 32
     read_words<UNIT / (QTYPE == Q8_0 ? 4 : 8)>(block + (BLOCK_BYTES - UNIT / (QTYPE == Q8_0 ? 1 : 2)), packed.words);
-#if QTYPE == Q4_1 || QTYPE == Q5_1
+#if QTYPE == MXFP4
+    packed.scales[0] = *block;
+#elif QTYPE == Q4_1 || QTYPE == Q5_1
     packed.scales[0] = luce_u32_at4(block);
 #else
     packed.scales[0] = luce_u16_at2(block);
@@ -242,11 +261,16 @@ LUCE_FN void fetch(const u8* __restrict__ row, int unit, int left, Packed& packe
 
 LUCE_FN float half_of(u32 word, int side) { return luce_f32(f16_t{(u16)(word >> (side * 16))}); }
 
-#if QTYPE == IQ4_NL || QTYPE == IQ4_XS
+#if QTYPE == IQ4_NL || QTYPE == IQ4_XS || QTYPE == MXFP4
 // The 16 levels as bytes of two words: a table in memory would need a load per element.
 LUCE_FN float level(u32 index) {
+#if QTYPE == MXFP4
+    const u64 low = 0x0c08060403020100ull;   // twice the magnitudes of E2M1
+    const u64 high = 0xf4f8fafcfdfeff00ull;  // 0 -1 -2 -3 -4 -6 -8 -12
+#else
     const u64 low = 0xf6eaddcfbfad9881ull;   // -127 -104 -83 -65 -49 -35 -22 -10
     const u64 high = 0x7159453526190d01ull;  // 1 13 25 38 53 69 89 113
+#endif
     return (float)(i8)((index < 8 ? low : high) >> (index % 8 * 8));
 }
 #endif
@@ -298,8 +322,14 @@ LUCE_FN void unpack_run(const Packed& packed, int unit, int run, float* __restri
         scaled((packed.words[i] >> (run * 4) & 0x0f0f0f0f) | fifth, 31, 0, d, offset, w + i * 4);
     }
 
-#elif QTYPE == IQ4_NL || QTYPE == IQ4_XS
+#elif QTYPE == IQ4_NL || QTYPE == IQ4_XS || QTYPE == MXFP4
+#if QTYPE == MXFP4
+    // 2^(exponent - 128), of which the two smallest are subnormal.
+    const u32 exponent = packed.scales[0];
+    const float d = __uint_as_float(exponent < 2 ? 0x00200000u << exponent : (exponent - 1) << 23);
+#else
     float d = half_of(packed.scales[0], 0);
+#endif
 #if QTYPE == IQ4_XS
     const int group = unit % UNITS;
     const u32 low_bits = packed.scales[1] >> (group * 4) & 15;

@@ -129,7 +129,7 @@ class Model:
         self.spec = parts.spec
         self.tokenizer = parts.tokenizer
         self.chat = parts.chat
-        self.grammars = GrammarCompiler(parts.tokenizer, parts.spec.vocab)
+        self.grammars = GrammarCompiler(parts.tokenizer, parts.spec.vocab, config.grammar_seconds)
         self.config = config
         self.path = file.paths[0]
         self.context = backend.capacity.context

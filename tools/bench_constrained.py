@@ -97,13 +97,12 @@ class _Silent:
 class _Steps:
     """The times at which a step's tokens arrive, while all replies run."""
 
-    def __init__(self, engine: Engine, count: int, steps: int) -> None:
-        self._engine = engine
+    def __init__(self, count: int, steps: int) -> None:
         self._count = count
         self._wanted = _FIRST + steps
-        self._seen: dict[int, int] = {}
-        #: time, steps and tokens so far, at the first event of each step
-        self.marks: list[tuple[float, int, int]] = []
+        self._seen: set[int] = set()
+        #: time and tokens so far, where the first reply gets the tokens of a step
+        self.marks: list[tuple[float, int]] = []
         self.tokens = 0
         self.error: LuceError | None = None
         self.done = threading.Event()
@@ -117,11 +116,10 @@ class _Steps:
                 self.done.set()
             if not isinstance(event, Tokens):
                 return
-            self._seen[number] = self._seen.get(number, 0) + 1
+            self._seen.add(number)
             self.tokens += len(event.tokens)
-            steps = self._engine.stats().steps
-            if len(self._seen) == self._count and (not self.marks or self.marks[-1][1] != steps):
-                self.marks.append((time.perf_counter(), steps, self.tokens))
+            if number == 0 and len(self._seen) == self._count:
+                self.marks.append((time.perf_counter(), self.tokens))
                 if len(self.marks) > self._wanted:
                     self.done.set()
 
@@ -131,7 +129,7 @@ class _Steps:
         """Seconds and tokens of a step."""
         timed = self.marks[_FIRST:]
         seconds = [b[0] - a[0] for a, b in itertools.pairwise(timed)]
-        tokens = (timed[-1][2] - timed[0][2]) / (len(timed) - 1)
+        tokens = (timed[-1][1] - timed[0][1]) / (len(timed) - 1)
         return {"step": statistics.median(seconds), "tokens_per_step": tokens}
 
 
@@ -139,7 +137,7 @@ def timed(
     engine: Engine, count: int, steps: int, vocab: int, make: Callable[[], Constraint | None], **sampling: Any
 ) -> dict[str, float]:
     """Medians of the steps of `count` replies at once."""
-    found = _Steps(engine, count, steps)
+    found = _Steps(count, steps)
     random = np.random.default_rng(0)
     handles = [
         engine.submit(
@@ -152,13 +150,12 @@ def timed(
         for number in range(count)
     ]
     ended = found.done.wait(_REPLY_TIMEOUT)
-    before = engine.stats().masks
     for handle in handles:
         handle.cancel()
     engine.wait_idle(_REPLY_TIMEOUT)
     if found.error is not None:
         raise found.error
-    if not ended or before is None:
+    if not ended:
         raise LuceError(f"{steps} steps take longer than {_REPLY_TIMEOUT} s")
     return found.medians()
 

@@ -88,6 +88,8 @@ def random_blocks(device: Device, rows: int, cols: int, type: GGMLQuantizationTy
     data = rng.integers(0, 256, (rows, cols // elements, size), np.uint8)
     for at in _SCALES.get(type.name, ()):
         data[:, :, at + 1] &= 0x1F
+    if type.name == "MXFP4":
+        data[:, :, 0] = 120
     if type.name in ("F32", "F16", "BF16"):
         data[:, :, elements_high(type)] = 0x3C
     return device.upload(data.reshape(rows, -1))

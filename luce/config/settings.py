@@ -295,11 +295,7 @@ class Config(SamplingDefaults):
         group="drafting",
     )
     threads: int = setting(
-        0,
-        integer(0, 4096),
-        "threads for matrix products on the CPU device (0: all cores)",
-        metavar="N",
-        group="limits",
+        0, integer(0, 4096), "threads for matrix products on the CPU device (0: all cores)", metavar="N", group="limits"
     )
     cpu_weights: str = setting(
         "packed", choice("packed", "float32"), "weights on the CPU: as in the file, or as float32", group="limits"
@@ -307,6 +303,9 @@ class Config(SamplingDefaults):
     grammar_threads: int = setting(0, integer(0, 256), "threads for token masks (0: auto)", metavar="N", group="limits")
     grammar_mask_ms: int = setting(
         50, integer(1, 60000), "longest time for a token mask; the second slower one ends a reply", group="limits"
+    )
+    grammar_seconds: float = setting(
+        5.0, number(0.1, 600), "longest time to compile a schema or grammar", metavar="SECONDS", group="limits"
     )
     max_queue: int = setting(
         64, integer(0, 65536), "requests that may wait; further ones are answered with 503", metavar="N", group="limits"
@@ -405,6 +404,7 @@ class Config(SamplingDefaults):
         metavar="FILE",
         group="chat template",
     )
+    strict_schemas: bool = setting(False, text, "enforce every JSON schema or refuse it", group="server")
     host: tuple[str, ...] = setting(
         ("127.0.0.1",), names, "address to listen on (repeatable)", metavar="ADDRESS[,ADDRESS...]", group="server"
     )
@@ -471,11 +471,7 @@ class Config(SamplingDefaults):
         30.0, number(0, 3600), "time that requests have to finish after SIGTERM", metavar="SECONDS", group="server"
     )
     log_level: str = setting(
-        "info",
-        choice("debug", "info", "warning", "error"),
-        "lowest level of the messages that are logged",
-        metavar="LEVEL",
-        group="log",
+        "info", choice("debug", "info", "warning", "error"), "lowest level that is logged", metavar="LEVEL", group="log"
     )
     log_json: bool = setting(False, text, "write log lines as JSON objects", group="log")
 

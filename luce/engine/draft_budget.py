@@ -83,6 +83,19 @@ def choose_draft_rows(
     return counts, best_rate * seconds(plain) / plain
 
 
+def fair_shares(budget: int, demands: Many[int]) -> list[int]:
+    """Split `budget` rows so that the smallest share is as large as it can be; none exceeds its demand.
+
+    Equal demands get shares that differ by at most one row, the earlier ones the larger shares.
+    """
+    shares = [0] * len(demands)
+    remaining = budget
+    for place, index in enumerate(sorted(range(len(demands)), key=demands.__getitem__)):
+        shares[index] = min(demands[index], -(-remaining // (len(demands) - place)))
+        remaining -= shares[index]
+    return shares
+
+
 class AcceptanceRates:
     """How often draft tokens were accepted whose parents were, by the drafter's own probability if it gives one."""
 

@@ -26,7 +26,7 @@ import numpy as np
 
 from luce.draft.drafter import Draftable, Drafter, DrafterUnavailableError, PendingProposals, Proposal
 from luce.draft.feature_tail import FeatureTail, FeatureTails
-from luce.engine.draft_budget import AcceptanceRates, StepTimes, choose_draft_rows
+from luce.engine.draft_budget import AcceptanceRates, StepTimes, choose_draft_rows, fair_shares
 from luce.engine.draft_tree import behind, in_row_order, merge_branches, part_of, refused_tokens, well_formed
 from luce.engine.failures import Failures
 from luce.engine.scheduler import ScheduledSequence, ScheduledStep
@@ -170,6 +170,8 @@ class Speculator:
         self._rates = AcceptanceRates()
         self._step_times = StepTimes()
         self._draft_times = StepTimes()
+        #: of proposals that no drafter was asked for
+        self._forced_times = StepTimes()
         #: length of the last pause, and steps of it that are still to come
         self._pause = self._pause_steps = 0
         self._failures = 0
@@ -264,9 +266,10 @@ class Speculator:
         seconds = self._clock() - request.started
         if request.texts:
             self._seconds += seconds
-        self._draft_times.add(len(found), seconds)
+        times = self._draft_times if request.texts else self._forced_times
+        times.add(len(found), seconds)
         if found:
-            self._choose(alive, request.budget, request.plain, failures)
+            self._choose(alive, request, times(len(found)), failures)
         return failures
 
     def observe(self, scheduled: ScheduledStep) -> None:
@@ -430,8 +433,11 @@ class Speculator:
             raise ValueError(f"tokens {tokens} with parents {list(parents)} are no tree of depth {depth}")
         return Proposal(tokens[:count], probabilities, parents)
 
-    def _choose(self, proposals: Many[tuple[Sequence, Proposal]], budget: int, plain: int, failures: Failures) -> None:
-        """Choose the draft rows to verify."""
+    def _choose(
+        self, proposals: Many[tuple[Sequence, Proposal]], request: _Request, seconds: float, failures: Failures
+    ) -> None:
+        """Choose the draft rows to verify, of proposals that took so many seconds."""
+        budget = request.budget
         if self._fixed:
             demands = [len(self._sequences[s].forced) + len(proposal.tokens) for s, proposal in proposals]
             counts = fair_shares(budget, demands)
@@ -443,10 +449,14 @@ class Speculator:
                     sure = [1.0] * len(known.forced)
                     probabilities.append([*sure, *known.rates.probabilities(proposal)])
                     rated.append((sequence, proposal))
-            proposals, seconds = rated, self._draft_times(len(proposals))
-            counts, gain = choose_draft_rows(probabilities, budget, plain, self._step_times, seconds, _STEP_SIZES)
-            pause = min(max(2 * self._pause, _MIN_PAUSE), _MAX_PAUSE)
-            self._pause = self._pause_steps = 0 if gain > 1 - _TOLERATED_LOSS else pause
+            proposals = rated
+            counts, gain = choose_draft_rows(
+                probabilities, budget, request.plain, self._step_times, seconds, _STEP_SIZES
+            )
+            if request.texts:
+                # What grammars force is drafted in a pause too, and says nothing of the drafter.
+                pause = min(max(2 * self._pause, _MIN_PAUSE), _MAX_PAUSE)
+                self._pause = self._pause_steps = 0 if gain > 1 - _TOLERATED_LOSS else pause
         for (sequence, proposal), count in zip(proposals, counts, strict=True):
             with failures.of(sequence):
                 known = self._sequences[sequence]
@@ -482,16 +492,3 @@ class Speculator:
         for sequence, known in self._sequences.items():
             known.off = True
             sequence.draft = Draft()
-
-
-def fair_shares(budget: int, demands: Many[int]) -> list[int]:
-    """Split `budget` rows so that the smallest share is as large as it can be; none exceeds its demand.
-
-    Equal demands get shares that differ by at most one row, the earlier ones the larger shares.
-    """
-    shares = [0] * len(demands)
-    remaining = budget
-    for place, index in enumerate(sorted(range(len(demands)), key=demands.__getitem__)):
-        shares[index] = min(demands[index], -(-remaining // (len(demands) - place)))
-        remaining -= shares[index]
-    return shares

@@ -20,8 +20,6 @@ from luce.ops.weight import Weight
 from luce.runtime.device import Array, Device
 from luce.runtime.step import DeviceStep
 
-#: most values of a piece of a cached row that is written at once (luce.ops.qkv)
-_PIECE = 512
 _NO_NORMS = HeadNorms()
 
 
@@ -106,11 +104,8 @@ class LatentAttentionLayer:
         head_rms_norm(device, row[..., self._turned :], self._weights.latent_norm, self._weights.eps)
         prepare_queries(device, row[..., : self._turned], _NO_NORMS, self._rotary(step))
         view, keys = step.views[self._group], self.state.k
-        # A row of the pool in pieces that the kernel can write, as if they were heads.
-        pieces = next(count for count in range(-(-d // _PIECE), d + 1) if keys.shape[2] % count == d % count == 0)
-        pool = keys.reshape(len(keys), pieces, keys.shape[2] // pieces)
-        to = Destination(pool, None, view.dest)
-        write_kv(device, fused.reshape(rows, pieces, d // pieces), None, to)
+        to = Destination(keys, None, view.dest)
+        write_kv(device, row, None, to)
         copy_rows(device, to, view.copies)
 
     def _absorb(self, q: Array, routing: Routing) -> Array:

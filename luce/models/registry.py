@@ -71,7 +71,10 @@ FAMILIES: dict[str, Callable[[Source], ModelSpec]] = {
 
 
 def read_spec(source: Source) -> ModelSpec:
-    """The spec of a file. Raises UnsupportedError naming the architecture if Luce does not support it."""
+    """The spec of a file. Raises UnsupportedError naming the architecture if Luce does not support it, or for a file that
+    holds no tensors."""
+    if not source.tensors:
+        raise UnsupportedError(f"{source.path}: holds a vocabulary but no tensors: there is no model to run")
     family = FAMILIES.get(source.architecture)
     if family is None:
         known = ", ".join(sorted(FAMILIES))

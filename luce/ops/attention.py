@@ -27,7 +27,7 @@ from luce.runtime.device import Array, Device
 
 # Head dimensions that kernels/attention.cu is compiled for, and pages of one of its splits. Another split length
 # changes the order of the sums.
-_HEADS = (32, 64, 128, 256, 512)
+_HEADS = (32, 64, 128, 256, 512, 576)
 _SPLIT = 4
 #: From so many blocks on, tiles alone fill a GPU, and each block takes all splits of its keys. With fewer blocks and at
 #: least MIN_SPLITS splits, each split gets a block of its own, and its results pass through memory. Both ways give the
@@ -89,7 +89,7 @@ def _launch(device: Device, out: Array, inputs: AttentionInputs) -> None:
     head = next(size for size in _HEADS if size >= d)
     queries = 4 if spans.longest * group <= 4 else 16
     defines = {"HEAD": head, "QUERIES": queries, "SPLIT": _SPLIT} | inputs.types
-    block = (256 if head == 512 else 128,)
+    block = ({512: 256, 576: 576}.get(head, 128),)
     # Upper bounds that hold wherever spans begin, so that the host reads no length back from the device.
     tiles = n * group // queries + spans.count
     width = view.table.shape[1]

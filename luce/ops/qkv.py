@@ -127,7 +127,8 @@ def temper(device: Device, q: Array, positions: Array, *, scale: float, length: 
 def write_kv(device: Device, k: Array, v: Array | None, to: Destination) -> None:
     """Write rows to the pools: k, v float32 [n, kv_heads, d] (any row and head strides); no v where there is no pool.
 
-    Values are finite; they are rounded to the pools' types as by the gguf package.
+    Values are finite; they are rounded to the pools' types as by the gguf package. Raises ValueError for several heads
+    of more than 512 elements.
     """
     floats = to.k_pool.dtype == np.float32 and to.v_pool is not None and to.v_pool.dtype == np.float32
     if isinstance(device, CpuDevice) and floats and v is not None:
@@ -136,6 +137,15 @@ def write_kv(device: Device, k: Array, v: Array | None, to: Destination) -> None
         to.k_pool[to.dest] = quantise(k, to.k_pool)
         if v is not None and to.v_pool is not None:
             to.v_pool[to.dest] = quantise(v, to.v_pool)
+    elif k.shape[1] == 1 and k.shape[2] > _MOST:
+        # A wide head is written as several.
+        count = next(count for count in range(2, k.shape[2]) if _divides(count, k, to))
+        parts = [None if rows is None else rows.reshape(len(rows), count, -1) for rows in (k, v)]
+        pools = [None if pool is None else pool.reshape(len(pool), count, -1) for pool in (to.k_pool, to.v_pool)]
+        assert parts[0] is not None and pools[0] is not None
+        _launch(
+            device, None, (parts[0], parts[1]), _NO_NORMS, None, Destination(pools[0], pools[1], to.dest), keep=False
+        )
     else:
         _launch(device, None, (k, v), _NO_NORMS, None, to, keep=False)
 
@@ -155,6 +165,12 @@ def copy_rows(device: Device, to: Destination, copies: Array | None) -> None:
         grid = (len(copies), -(-size // unit // _COPY_THREADS))
         args = (pool, copies, np.int32(size // unit))
         device.launch("kv_copy", "kv_copy", grid, (_COPY_THREADS,), args, defines={"UNIT": unit})
+
+
+def _divides(count: int, k: Array, to: Destination) -> bool:
+    """Whether heads can be cut into so many, of at most _MOST elements: also their quant blocks."""
+    d = k.shape[2]
+    return d % count == 0 and d // count <= _MOST and all(pool.shape[2] % count == 0 for pool in to.pools)
 
 
 def _launch(

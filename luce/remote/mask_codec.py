@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.errors import BackendError
-from luce.ops.sample import unpack_mask
 from luce.runtime.step import Int32, RowMasks
 
 #: the forms of a mask: the ids that may come, those that may not, all words, and the number of a remembered mask
@@ -58,9 +57,9 @@ class MaskEncoder:
     def _encode(self, words: NDArray[np.uint32], vocab: int) -> tuple[int, Int32]:
         allowed = int(np.bitwise_count(words).sum())
         if allowed <= _MOST_IDS:
-            return ALLOWED, np.flatnonzero(unpack_mask(words, vocab)).astype(np.int32)
+            return ALLOWED, _ids(words, vocab)
         if vocab - allowed <= _MOST_IDS:
-            return FORBIDDEN, np.flatnonzero(~unpack_mask(words, vocab)).astype(np.int32)
+            return FORBIDDEN, _ids(~words, vocab)
         key = words.tobytes()
         if key in self._numbers:
             return REMEMBERED, np.array([self._numbers[key]], np.int32)
@@ -113,3 +112,11 @@ class MaskDecoder:
         bits[values] = form == ALLOWED
         bits[self._vocab :] = False
         return np.packbits(bits, bitorder="little").view(np.uint32)
+
+
+def _ids(words: NDArray[np.uint32], vocab: int) -> Int32:
+    """The ids below `vocab` of the bits that are set, of which there are few."""
+    places = np.flatnonzero(words)
+    rows, bits = np.nonzero(np.unpackbits(words[places].view(np.uint8), bitorder="little").reshape(-1, 32))
+    ids = 32 * places[rows] + bits
+    return ids[ids < vocab].astype(np.int32)

@@ -13,6 +13,9 @@
     choice       one reply of a request while it is generated
     response     the response to a job, whole or streamed: what every API shares;
                  openai_response: OpenAI's objects and chunks; chat_response and completion_response: of each endpoint
+    messages     the handlers of /v1/messages; responses: those of /v1/responses. Each has modules for its bodies
+                 (_request), for the chat that a body becomes (_chat, _items, _tools) and for its replies (_response)
+    segments     a reply's parts as segments; content_blocks and output_items: as blocks and items with their events
     stream       server-sent events, with a limit for slow readers
     status       /health, /livez, /v1/models, /metrics
     codex_models the model in Codex's catalogue

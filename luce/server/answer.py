@@ -15,14 +15,15 @@ from aiohttp import web
 from luce import log
 from luce.api import Model
 from luce.engine.events import Event, Failed, Finished, FinishReason, Progress, PromptScores, Tokens
-from luce.errors import DeadlineError, LuceError
+from luce.errors import DeadlineError, LuceError, RequestError
 from luce.server.body import read_body
+from luce.server.metrics import Metrics
 from luce.server.prepare import Job
 from luce.server.replies import Replies
 from luce.server.response import ResponseBuilder
 from luce.server.state import CALL, SERVER, Result, Server
 from luce.server.stream import ClientGoneError, EventStream
-from luce.text.grammar import CompiledGrammar, WantedReply
+from luce.text.grammar import WantedReply
 from luce.text.reply_parser import Part
 
 _log = logging.getLogger(__name__)
@@ -39,12 +40,12 @@ async def answer(
     job, model = await prepared(request, prepare, server.serving_model)
     server.metrics.unknown_fields.inc(job.unknown_fields)
     server.metrics.skipped_tools.inc(job.skipped_tools)
+    job = await _with_grammar(job, model, server.metrics)
     builder = builder_type(job, model)
     call = request[CALL]
     call.log_fields |= {"stream": int(job.stream), "session": _short(job.session)}
     job = replace(job, session=_fair_key(request, job, server.keys.holder(request.headers)))
-    grammar = await _grammar(job, model)
-    with Replies(job, model, server.metrics, call.arrived, grammar) as replies:
+    with Replies(job, model, server.metrics, call.arrived) as replies:
         try:
             replies.admit()
             if job.stream:
@@ -58,10 +59,18 @@ async def answer(
             call.log_fields |= builder.log_fields(call.arrived)
 
 
-async def _grammar(job: Job, model: Model) -> CompiledGrammar | None:
-    """The grammar of a job's replies, once it is compiled."""
+async def _with_grammar(job: Job, model: Model, metrics: Metrics) -> Job:
+    """The job with the grammar of its replies, once it is compiled."""
     wanted = WantedReply(job.reply_format, job.call_format)
-    return await model.grammars.compiled(wanted, job.reasoning_tokens) if any(wanted) else None
+    if not any(wanted):
+        return job
+    try:
+        grammar = await model.grammars.compiled(wanted, job.reasoning_tokens)
+    except RequestError as error:
+        metrics.grammar_refused.labels(error.code).inc()
+        raise
+    metrics.grammar_relaxed.inc(len(grammar.relaxed))
+    return replace(job, grammar=grammar)
 
 
 async def prepared(
@@ -93,7 +102,7 @@ async def _stream(
                 try:
                     index, event = await replies.next(server.config.sse_ping)
                 except TimeoutError:
-                    await out.send_encoded(builder.ping)
+                    await out.send_encoded(builder.ping())
                     continue
                 parts = _add(builder, index, event)
                 if isinstance(event, Tokens):

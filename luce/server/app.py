@@ -22,7 +22,7 @@ from luce.errors import (
     TooLargeError,
     UnavailableError,
 )
-from luce.server import cache, completions, messages, native, props, slots, status, tokens
+from luce.server import cache, completions, messages, native, props, responses, slots, status, tokens
 from luce.server.auth import OPEN_PATHS
 from luce.server.connection import Connection, protocol_error, refusal
 from luce.server.errors import anthropic_error, openai_error
@@ -74,6 +74,9 @@ def create_app(server: Server) -> web.Application:
         add("POST", version + "/completions", completions.completions)
         add("POST", version + "/messages", messages.messages)
         add("POST", version + "/messages/count_tokens", messages.count_tokens)
+        add("POST", version + "/responses", responses.responses)
+        for method in ("GET", "DELETE"):
+            add(method, version + "/responses/{id}", responses.stored)
         add("POST", version + "/tokenize", tokens.tokenize)
         add("POST", version + "/detokenize", tokens.detokenize)
         add("POST", version + "/apply-template", tokens.apply_template)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
 from aiohttp import web
 
 from luce.api import Model
-from luce.errors import RequestError
 from luce.server.answer import answer, prepared
 from luce.server.chat_prompt import chat_prompt
 from luce.server.errors import invalid
@@ -19,6 +17,7 @@ from luce.server.messages_chat import Translated, translated
 from luce.server.messages_request import MessagesRequest
 from luce.server.messages_response import MessagesDetails, MessagesResponse
 from luce.server.prepare import Job, chat_request_job
+from luce.server.renamed import renamed
 from luce.server.schema import decode
 from luce.server.state import SERVER
 from luce.server.status import json_response
@@ -56,7 +55,7 @@ def messages_job(
     if request.max_tokens is None:
         raise invalid("max_tokens", "is required")
     found = _translated(request, model)
-    with _renamed(found):
+    with renamed(partial(_field, found=found)):
         job = chat_request_job(found.chat, unknown, headers, model, stopped)
     form = job.reply_format
     return replace(
@@ -73,7 +72,7 @@ def token_count(
     """The count for a body. Raises as messages_job."""
     request, _ = decode(body, MessagesRequest)
     found = _translated(request, model)
-    with _renamed(found):
+    with renamed(partial(_field, found=found)):
         return len(chat_prompt(found.chat, model.chat, PromptLimit(model.context, stopped)))
 
 
@@ -87,20 +86,6 @@ def _marked_tokens(job: Job, after_mark: int | None) -> int:
         return 0
     ends = job.boundaries[0] or (len(job.prompts[0]),)
     return ends[max(len(ends) - 1 - after_mark, 0)]
-
-
-@contextmanager
-def _renamed(found: Translated) -> Iterator[None]:
-    """Errors about a field of the chat name the field of the body instead."""
-    try:
-        yield
-    except RequestError as error:
-        param = error.param
-        if param is not None and (renamed := _field(param, found)) != param:
-            message = str(error)
-            error.args = (renamed + message.removeprefix(param) if message.startswith(param) else message,)
-            error.param = renamed
-        raise
 
 
 def _field(param: str, found: Translated) -> str:

@@ -34,7 +34,6 @@ class MessagesResponse(ResponseBuilder):
     """/v1/messages: one reply, of content blocks."""
 
     prefix = "msg_"
-    ping = ServerSentEvent({"type": "ping"}, "ping").encoded()
 
     def __init__(self, job: Job, model: Model) -> None:
         super().__init__(job, model)
@@ -88,6 +87,10 @@ class MessagesResponse(ResponseBuilder):
     def failure(self, error: LuceError) -> Iterable[ServerSentEvent]:
         """The error as an event."""
         return (ServerSentEvent(anthropic_error(error, log.request_id.get()), "error"),)
+
+    def ping(self) -> bytes:
+        """The protocol's own event."""
+        return _event("ping").encoded()
 
     # --- whole reply
 

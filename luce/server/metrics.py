@@ -70,7 +70,17 @@ class Metrics:
             "Tools of request bodies that only the servers of their API could run.",
             registry=registry,
         )
+        self.grammar_refused = Counter(
+            "luce_grammar_refused",
+            "Requests whose schema, regular expression or grammar was refused, by the error's code.",
+            ("code",),
+            registry=registry,
+        )
+        self.grammar_relaxed = Counter(
+            "luce_grammar_relaxed", "Keywords of schemas that replies do not follow.", registry=registry
+        )
         registry.register(_EngineCollector(stats))
+        registry.register(_CompilerCollector(model))
         registry.register(_ShardCollector(model))
 
     def text(self) -> bytes:
@@ -225,6 +235,22 @@ def _tiers(
     metric.add_metric(["ram"], ram)
     metric.add_metric(["disk"], disk)
     return metric
+
+
+class _CompilerCollector(Collector):
+    def __init__(self, model: Callable[[], Model | None]) -> None:
+        self._model = model
+
+    def collect(self) -> Iterator[Metric]:
+        model = self._model()
+        if model is None:
+            return
+        stats = model.grammars.stats()
+        seconds = HistogramMetricFamily("luce_grammar_compile_seconds", "Seconds that a grammar took to compile.")
+        seconds.add_metric((), _buckets(stats.seconds), stats.seconds.total)
+        yield seconds
+        yield CounterMetricFamily("luce_grammar_cache_hits", "Grammars that were compiled already.", stats.hits)
+        yield CounterMetricFamily("luce_grammar_cache_misses", "Grammars that had to be compiled.", stats.misses)
 
 
 class _ShardCollector(Collector):

@@ -132,8 +132,14 @@ class OpenAIResponse(ResponseBuilder):
             "thinking_tokens": choice.parser.reasoning_tokens,
             "content_tokens": finished.timings.predicted_tokens - choice.parser.reasoning_tokens,
             "cache": {"tier": finished.timings.cache_tier},
+            **self._grammar(),
         }
         return {"finish_reason": "length" if cause else "stop", "finish_details": details}
+
+    def _grammar(self) -> Json:
+        """What held the replies: the kind of their format, and the keywords that were left out."""
+        grammar = self._job.grammar
+        return {} if grammar is None else {"grammar": {"kind": grammar.wanted.kind, "relaxed": grammar.relaxed}}
 
     def _ids(self, choice: Choice) -> Json:
         """The ids of a choice."""

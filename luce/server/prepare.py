@@ -22,6 +22,7 @@ from luce.server.thinking import ReasoningSwitch
 from luce.text.call_format import CallFormat
 from luce.text.detokenizer import Detokenizer
 from luce.text.fim import Gap, fim_prompt
+from luce.text.grammar import CompiledGrammar
 from luce.text.prompt_limit import PromptLimit
 from luce.text.reasoning import ReasoningTokens
 from luce.text.reply_format import ReplyFormat
@@ -74,6 +75,8 @@ class Job:
     reply_format: ReplyFormat | None = None
     #: which calls the replies may hold, or must; None: no grammar holds calls
     call_format: CallFormat | None = None
+    #: the compiled grammar of both; None: not compiled yet, or none
+    grammar: CompiledGrammar | None = None
     #: the markers of reasoning as the replies of a chat find them; None: replies begin with their format
     reasoning_tokens: ReasoningTokens | None = None
     #: what only the ResponseBuilder of the body's API reads
@@ -220,7 +223,7 @@ def request_job(
         token_ids=bool(request.return_token_ids),
         progress=bool(request.return_progress),
         running_timings=bool(request.timings_per_token),
-        reply_format=reply_format(request),
+        reply_format=reply_format(request, strict=model.config.strict_schemas),
     )
 
 

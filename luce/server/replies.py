@@ -14,7 +14,6 @@ from luce.engine.events import Event, Failed, Finished, Started, Tokens
 from luce.errors import LuceError, QueueFullError
 from luce.server.metrics import Metrics
 from luce.server.prepare import Job
-from luce.text.grammar import CompiledGrammar
 
 # Seconds between tries of a request with waiting sequences and none running: other requests have the queue's places.
 _RETRY_SECONDS = 0.25
@@ -27,12 +26,8 @@ class Replies:
     free. Use it as `with Replies(...) as replies`: leaving the block cancels the sequences that still run.
     """
 
-    def __init__(
-        self, job: Job, model: Model, metrics: Metrics, arrived: float, grammar: CompiledGrammar | None = None
-    ) -> None:
-        """`grammar`: which every reply follows."""
+    def __init__(self, job: Job, model: Model, metrics: Metrics, arrived: float) -> None:
         self._job = job
-        self._grammar = grammar
         self._model = model
         self._metrics = metrics
         self._arrived = arrived
@@ -98,7 +93,7 @@ class Replies:
             boundaries=job.boundaries[choice // job.n],
             max_cached_tokens=job.max_cached_tokens,
             reasoning=job.reasoning,
-            constraint=None if self._grammar is None else self._grammar.constraint(job.reasoning_tokens),
+            constraint=None if job.grammar is None else job.grammar.constraint(job.reasoning_tokens),
         )
         self._stage[choice] = "queued"
         self._submitted[choice] = time.monotonic()

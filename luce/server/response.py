@@ -45,8 +45,6 @@ class ResponseBuilder(ABC):
 
     #: begins the response's id
     prefix: str
-    #: sent while a stream waits
-    ping: bytes = COMMENT_PING
     #: sent behind the last event of a stream
     end: bytes = b""
 
@@ -114,6 +112,10 @@ class ResponseBuilder(ABC):
     @abstractmethod
     def failure(self, error: LuceError) -> Iterable[ServerSentEvent]:
         """The last events of a stream that fails after its headers were sent."""
+
+    def ping(self) -> bytes:
+        """What a stream sends while it waits."""
+        return COMMENT_PING
 
     # --- whole reply
 

@@ -247,12 +247,24 @@ def decode(body: bytes, kind: type[Body]) -> tuple[Body, int]:
     try:
         return _decode(body, kind)
     except msgspec.ValidationError as error:
-        # msgspec has the path only in its message, always in this form.
-        found = _PATH.search(str(error))
-        param = found[1] if found else None
-        why = str(error)[: found.start()] if found else str(error)
-        text = f"{param}: {why}" if param else f"request body: {why}"
-        raise RequestError(text, param=param or None, code="invalid_value") from None
+        raise _refusal(error, "") from None
+
+
+def converted(value: Any, kind: type[Body], where: str) -> Body:
+    """A decoded JSON value of the field `where`, checked. Raises RequestError with `param`."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise _refusal(error, where) from None
+
+
+def _refusal(error: msgspec.ValidationError, where: str) -> RequestError:
+    # msgspec has the path only in its message, always in this form.
+    found = _PATH.search(str(error))
+    path = found[1] if found else ""
+    param = where + ("." if where and path and not path.startswith("[") else "") + path
+    why = str(error)[: found.start()] if found else str(error)
+    return RequestError(f"{param or 'request body'}: {why}", param=param or None, code="invalid_value")
 
 
 def _decode(body: bytes, kind: type[Body]) -> tuple[Body, int]:

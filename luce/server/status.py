@@ -63,7 +63,7 @@ async def metrics(request: web.Request) -> web.Response:
 
 def capabilities(model: Model) -> list[str]:
     """The kinds of requests that the model supports."""
-    return ["completion", *(["chat"] if model.chat.template is not None else [])]
+    return ["completion", *(["chat"] if model.chat.template is not None else []), "structured_outputs"]
 
 
 def _entry(model: Model, server: Server) -> dict[str, Any]:

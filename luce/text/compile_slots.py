@@ -7,9 +7,10 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from luce.errors import QueueFullError, UnavailableError
+from luce.shard.timing import Durations, Histogram
 
 Result = TypeVar("Result")
 
@@ -17,6 +18,15 @@ Result = TypeVar("Result")
 SLOTS = 2
 #: most calls that wait for a slot
 _MOST_WAITING = 64
+
+
+class SlotStats(NamedTuple):
+    """Counters of calls."""
+
+    seconds: Durations
+    #: calls that found a result, or a call of the same key
+    hits: int
+    misses: int
 
 
 class Ticket(Generic[Result]):
@@ -87,6 +97,7 @@ class CompileSlots(Generic[Result]):
         self._pool: ThreadPoolExecutor | None = None
         self._tickets: OrderedDict[bytes, tuple[Ticket[Result], int]] = OrderedDict()
         self._closed = False
+        self._seconds = Histogram()
         self.hits = 0
         self.misses = 0
 
@@ -110,9 +121,19 @@ class CompileSlots(Generic[Result]):
                 self._pool = ThreadPoolExecutor(SLOTS, "luce-grammar")
             made = Ticket(self._limit, self._late)
             self._tickets[key] = made, cost
-            self._pool.submit(made.run, function)
+            self._pool.submit(self._run, made, function)
             self._evict()
             return made
+
+    def _run(self, ticket: Ticket[Result], function: Callable[[], Result]) -> None:
+        begin = time.monotonic()
+        ticket.run(function)
+        with self._lock:
+            self._seconds.add(time.monotonic() - begin)
+
+    def stats(self) -> SlotStats:
+        """Counters since the start."""
+        return SlotStats(self._seconds.durations(), self.hits, self.misses)
 
     def _evict(self) -> None:
         """Forget results, the least used first; calls that are not done stay."""

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from luce.engine.draft_tree import children_of
 from luce.engine.sequence import Constraint, RowKind
 from luce.errors import BackendError, GrammarLimitError, RequestError
+from luce.text.digit_limit import DigitLimit, DigitRun
 from luce.text.grammar_library import first_line
 from luce.text.reasoning import ReasoningTokens
 
@@ -40,7 +41,7 @@ class GrammarConstraint(Constraint):
     of which `ends` end a reply.
 
     With `triggers` the reply is free until one of these tokens comes; the grammar begins with it, and holds until
-    nothing can follow. Then the reply is free again, or over if it is `once`.
+    nothing can follow. Then the reply is free again, or over if it is `once`. `digits` ends the numbers of JSON.
 
     Copies of it follow drafts. The library could roll back, but its rollback does not count end tokens, fails silently
     behind the end of some grammars, and cannot undo an error. A copy takes 15 us.
@@ -56,8 +57,11 @@ class GrammarConstraint(Constraint):
         *,
         triggers: frozenset[int] = frozenset(),
         once: bool = False,
+        digits: DigitLimit | None = None,
     ) -> None:
         self._matcher = matcher
+        self._digits = digits
+        self._run = DigitRun()
         #: the matcher at its beginning, for the next time that a trigger comes
         self._first = matcher.deep_copy() if triggers else None
         self._known = known
@@ -101,6 +105,8 @@ class GrammarConstraint(Constraint):
             return True
         if token in self._ends:
             return self.may_end
+        if self._run.full:
+            return bool(self.mask()[token // 32] >> np.uint32(token % 32) & 1)
         return bool(self._matcher.validate_tokens([token]) == 1)
 
     def push(self, token: int) -> None:
@@ -178,12 +184,14 @@ class GrammarConstraint(Constraint):
         """Whether the grammar has ended and waits for the next trigger."""
         if self._first is None or self._once or not self._matcher.is_stopped():
             return False
-        self._matcher = self._first.deep_copy()
+        self._matcher, self._run = self._first.deep_copy(), DigitRun()
         return True
 
     def _consume(self, token: int) -> None:
         self._matcher.consume_token(token)
         self._check()
+        if self._digits is not None:
+            self._run = self._digits.behind(self._run, token)
 
     def _walk(
         self,
@@ -240,6 +248,8 @@ class GrammarConstraint(Constraint):
         self._words(own)
         if self._known % 32:
             own[-1] &= np.uint32((1 << self._known % 32) - 1)
+        if self._digits is not None and self._run.full:
+            self._digits.apply(own)
         words[len(own) :] = 0
         if ends:
             may_end = self.may_end

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,10 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from luce.engine.sequence import Constraint
 from luce.errors import RequestError
+from luce.models.calls import Json
 from luce.text.call_format import CallFormat
 from luce.text.call_grammar import call_grammar
-from luce.text.compile_slots import CompileSlots, Ticket
+from luce.text.compile_slots import CompileSlots, SlotStats, Ticket
 from luce.text.constraint import GrammarConstraint
+from luce.text.digit_limit import DigitLimit
 from luce.text.grammar_library import GrammarError, GrammarLibrary
 from luce.text.lark import BLANK
 from luce.text.reasoning import ReasoningTokens
@@ -44,12 +47,20 @@ class WantedReply(NamedTuple):
         """A name of it, for the reply's details."""
         return "tools" if self.form is None else self.form.kind
 
+    @property
+    def is_json(self) -> bool:
+        """Whether all that the grammar describes is JSON, but for special tokens."""
+        form, calls = self
+        in_json = calls is None or (isinstance(calls.calls.arguments, Json) and calls.required)
+        return in_json and (form is None or form.kind in JSON_KINDS)
+
 
 class _Compiled(NamedTuple):
     matcher: LLMatcher
     #: fields of the request that are not enforced
     relaxed: tuple[str, ...]
     triggers: frozenset[int] = frozenset()
+    digits: DigitLimit | None = None
 
 
 @dataclass(frozen=True)
@@ -74,6 +85,7 @@ class CompiledGrammar:
             reasoning,
             triggers=self._compiled.triggers,
             once=calls is not None and not (calls.parallel and calls.calls.parallel),
+            digits=self._compiled.digits,
         )
 
 
@@ -88,6 +100,8 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._vocab = vocab
         self._library = GrammarLibrary(tokenizer)
+        self._lock = threading.Lock()
+        self._digits: DigitLimit | None = None
         late = too_complex("", f"takes longer than {seconds:g} s to compile")
         self._slots: CompileSlots[_Compiled | SchemaError] = CompileSlots(
             seconds, late, entries=_CACHED, costs=_CACHED_BYTES
@@ -138,6 +152,10 @@ class GrammarCompiler:
             matcher, tokenizer.vocab, self._vocab, tokenizer.eos_ids, reasoning, triggers=triggers, once=once
         )
 
+    def stats(self) -> SlotStats:
+        """What compiling took, and how often a grammar was found in the cache."""
+        return self._slots.stats()
+
     def close(self) -> None:
         """Compile nothing more. Idempotent; does not wait for what is being compiled."""
         self._slots.close()
@@ -154,7 +172,8 @@ class GrammarCompiler:
 
     def _outcome(self, wanted: WantedReply, blank: str) -> _Compiled | SchemaError:
         try:
-            return self._compile(wanted, blank)
+            made = self._compile(wanted, blank)
+            return made._replace(digits=self._digit_limit()) if wanted.is_json else made
         except SchemaError as error:
             return error
         except RecursionError:
@@ -172,6 +191,12 @@ class GrammarCompiler:
         rule = None if body is None else body.rule
         made = call_grammar(calls, compiled, self._tokenizer.special.cut, blank=blank, body=rule)
         return _Compiled(made.matcher, (*(() if body is None else body.relaxed), *made.relaxed), made.triggers)
+
+    def _digit_limit(self) -> DigitLimit:
+        with self._lock:
+            if self._digits is None:
+                self._digits = DigitLimit(self._tokenizer)
+            return self._digits
 
     def _made(self, wanted: WantedReply, outcome: _Compiled | SchemaError) -> CompiledGrammar:
         param = "" if wanted.form is None else wanted.form.param

@@ -312,12 +312,18 @@ class _Walk:
         if not isinstance(value, list) or not value:
             self._invalid(at.path, "expected a list of values, at least one")
         else:
-            schema_limits.check_values(at.path, value)
-            made[key] = value
+            self._values(made, key, value, value, at)
 
     def _const(self, made: _Json, key: str, value: Any, at: _At) -> None:
-        schema_limits.check_values(at.path, [value])
-        made[key] = value
+        self._values(made, key, value, [value], at)
+
+    def _values(self, made: _Json, key: str, value: Any, values: list[Any], at: _At) -> None:
+        schema_limits.check_values(at.path, values)
+        if _beyond_64_bits(values):
+            # The library makes doubles of them.
+            self._relax(at.path, "integers beyond 64 bits cannot be enforced")
+        else:
+            made[key] = value
 
     def _required(self, made: _Json, key: str, value: Any, at: _At) -> None:
         if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
@@ -431,6 +437,14 @@ def _resolved(root: Any, pointer: str) -> Any:
         else:
             return None
     return root
+
+
+def _beyond_64_bits(value: Any) -> bool:
+    if isinstance(value, int):
+        return not -(2**63) <= value < 2**64
+    if isinstance(value, dict):
+        return any(map(_beyond_64_bits, value.values()))
+    return isinstance(value, list) and any(map(_beyond_64_bits, value))
 
 
 def _is_number(value: Any) -> bool:

@@ -137,7 +137,7 @@ async def test_a_template_error_is_the_clients() -> None:
         model.chat = ChatFormat(None, model.tokenizer)
         status, body, _ = await here.post(CHAT, HI)
         assert status == 400 and body["error"]["code"] == "template_error"
-        assert (await here.get("/v1/models"))[1]["data"][0]["capabilities"] == ["completion"]
+        assert (await here.get("/v1/models"))[1]["data"][0]["capabilities"] == ["completion", "structured_outputs"]
 
 
 async def test_a_prompt_that_is_too_long() -> None:

@@ -42,7 +42,7 @@ async def test_openai() -> None:
                 await client.models.retrieve("c")
         entry = (await here.get("/v1/models"))[1]["data"][0]
         assert entry["max_model_len"] == entry["context_length"] == entry["max_output_tokens"] == 512
-        assert entry["capabilities"] == ["completion", "chat"]
+        assert entry["capabilities"] == ["completion", "chat", "structured_outputs"]
 
 
 async def test_anthropic() -> None:

@@ -38,7 +38,7 @@ async def test_the_model_and_its_settings() -> None:
         # Numbers below 1000 are those of Lucebox's shapes, whose keys this one does not have.
         lucebox = {"budget_envelope", "daemon", "full_cache", "model_card", "pflash", "prefix_cache", "tool_replay"}
         assert body["server"]["props_schema"] > 1000 and not lucebox & set(body)
-        assert body["capabilities"] == ["completion", "chat"]
+        assert body["capabilities"] == ["completion", "chat", "structured_outputs"]
         efforts = ["none", "minimal", "low", "medium", "high", "xhigh", "max"]
         assert body["reasoning"] == {
             "supported": True,

@@ -33,14 +33,14 @@ Lengths = Sequence[tuple[int, int]]
         (*sizes, [(63, 3)])
         for sizes in [
             *[(1, 1, 16), (3, 3, 8), (6, 2, 48), (5, 1, 64), (7, 1, 80)],
-            *[(4, 4, 128), (17, 1, 24), (2, 1, 256), (3, 1, 512)],
+            *[(4, 4, 128), (17, 1, 24), (2, 1, 256), (3, 1, 512), (3, 1, 576)],
         ]
     ],
     gpu=[
         (*sizes, [(63, 3), (250, 1)])
         for sizes in [
             *[(1, 1, 16), (6, 2, 48), (5, 1, 64), (7, 1, 80)],
-            *[(32, 8, 128), (17, 1, 24), (24, 4, 256), (8, 1, 512)],
+            *[(32, 8, 128), (17, 1, 24), (24, 4, 256), (8, 1, 512), (128, 1, 576)],
         ]
     ],
 )
@@ -183,6 +183,7 @@ def test_agrees_with_the_reference(device: Device, position: int, rows: int) -> 
         (1, 1, 64, 760, None),
         (2, 1, 256, 500, None),
         (3, 1, 512, 250, None),
+        (2, 1, 576, 500, None),
         (8, 1, 32, 700, 200),
     ],
     gpu=[
@@ -193,6 +194,7 @@ def test_agrees_with_the_reference(device: Device, position: int, rows: int) -> 
         (16, 2, 256, 16377, None),
         (12, 2, 128, 5300, 4200),
         (8, 1, 512, 900, None),
+        (16, 1, 576, 900, None),
         (8, 1, 32, 700, 200),
         (16, 2, 64, 9000, 1024),
     ],
@@ -206,8 +208,8 @@ def test_rows_do_not_depend_on_their_neighbours(
 @on_devices(
     "n, kv_heads, d",
     host=[(1, 1, 16), (70, 3, 48)],
-    emulated=[(1, 1, 16), (70, 3, 48), (5, 2, 256)],
-    gpu=[(1, 1, 16), (192, 3, 48), (128, 8, 128), (5, 4, 256)],
+    emulated=[(1, 1, 16), (70, 3, 48), (5, 2, 256), (3, 1, 576)],
+    gpu=[(1, 1, 16), (192, 3, 48), (128, 8, 128), (5, 4, 256), (100, 1, 576)],
 )
 def test_write_kv(device: Device, n: int, kv_heads: int, d: int) -> None:
     checks.check_write_kv(device, n, kv_heads, d)

@@ -12,8 +12,10 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -21,10 +23,14 @@ from typing import Any
 import aiohttp
 import pytest
 
-from luce.api import Model
-from luce.errors import LuceError
+from luce.api import Generation, Model
+from luce.config.sampling import SamplingParams
+from luce.engine.admission import SequenceHandle
+from luce.engine.events import EventSink
+from luce.errors import GrammarLimitError, LuceError
 from luce.server.app import start
 from luce.server.state import Server
+from tests.support.constraints import Few
 from tests.support.daemons import HERE, within
 from tests.support.option_checks import DAEMON, HERE_ALL, LONG, PLAIN, PROMPT, RECURRENT, Log, Patch, Table, load, reply
 
@@ -88,6 +94,35 @@ def _queue(patch: Patch, path: Path, log: Log) -> None:
         with pytest.raises(LuceError) as caught:
             reply(model)
         assert caught.value.status == 503
+
+
+@checks("grammar_threads", "grammar_mask_ms")
+def _masks(name: str, patch: Patch, path: Path, log: Log) -> None:
+    sizes: list[int] = []
+
+    def pool(size: int, prefix: str) -> ThreadPoolExecutor:
+        sizes.append(size)
+        return ThreadPoolExecutor(size, prefix)
+
+    def slow() -> None:
+        begun = time.thread_time()
+        while time.thread_time() - begun < 0.005:
+            pass
+
+    patch.setattr("luce.engine.masks.ThreadPoolExecutor", pool)
+    settings = {"grammar_threads": 3} if name == "grammar_threads" else {"grammar_mask_ms": 1}
+    with load(**DAEMON, **settings) as model:
+        own = Few(model.spec.vocab, 3, 4, hook=(lambda: None) if name == "grammar_threads" else slow)
+
+        def submit(sink: EventSink) -> SequenceHandle:
+            params, output = SamplingParams(max_tokens=5), model.reply_text()
+            return model.engine.submit(PROMPT, params, output=output, on_event=sink, constraint=own)
+
+        if name == "grammar_threads":
+            assert {token.id for token in Generation(submit, None)} <= {3, 4} and sizes == [3]
+        else:
+            with pytest.raises(GrammarLimitError, match=r"^masks take more than 1 ms \(--grammar-mask-ms\)$"):
+                list(Generation(submit, None))
 
 
 @checks("max_queue_seconds", "timeout")

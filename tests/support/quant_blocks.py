@@ -1,4 +1,4 @@
-"""Random matrices in GGUF formats: arbitrary bits everywhere, finite half-precision scales."""
+"""Random matrices in GGUF formats: arbitrary bits everywhere but in scales, which are finite."""
 
 from __future__ import annotations
 
@@ -23,12 +23,29 @@ _SCALES = {
     "Q6_K": (208,),
     "IQ4_NL": (0,),
     "IQ4_XS": (0,),
+    # its scale is an exponent
+    "MXFP4": (),
     "IQ2_XS": (0,),
     "IQ3_S": (0,),
 }
 PLAIN = ("F32", "F16", "BF16")
 #: every format that kernels/quants.h unpacks
-FORMATS = (*PLAIN, "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
+FORMATS = (
+    *PLAIN,
+    "Q4_0",
+    "Q4_1",
+    "Q5_0",
+    "Q5_1",
+    "Q8_0",
+    "Q2_K",
+    "Q3_K",
+    "Q4_K",
+    "Q5_K",
+    "Q6_K",
+    "IQ4_NL",
+    "IQ4_XS",
+    "MXFP4",
+)
 
 
 def block_cols(name: str) -> int:
@@ -57,6 +74,10 @@ def random_tensor(name: str, rows: int, cols: int, seed: int, *, wild: bool = Fa
             special = np.array([0, -0.0, 6e-8, -3e-6, 65504], np.float16)
             scale = np.where(rng.random(scale.shape) < 0.2, rng.choice(special, scale.shape), scale)
         raw[:, :, at : at + 2] = scale[..., None].view(np.uint8)
+    if name == "MXFP4":
+        exponents = rng.integers(118, 125, raw.shape[:2])
+        special = rng.choice([0, 1, 2, 140], raw.shape[:2])
+        raw[:, :, 0] = np.where(rng.random(raw.shape[:2]) < (0.2 if wild else 0), special, exponents)
     return RawTensor(name, raw.reshape(rows, -1), type, cols)
 
 

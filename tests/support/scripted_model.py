@@ -125,7 +125,7 @@ class ScriptedModel:
         self.config = config
         self.tokenizer = tokenizer(add_bos=add_bos)
         self.chat = chat()
-        self.grammars = GrammarCompiler(self.tokenizer, VOCAB)
+        self.grammars = GrammarCompiler(self.tokenizer, VOCAB, config.grammar_seconds)
         self.name = config.alias[0] if config.alias else "scripted"
         self.path = Path("scripted.gguf")
         self.context = context

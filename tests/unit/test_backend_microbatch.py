@@ -15,7 +15,7 @@ from luce.engine.draft_tree import tree_spans
 from luce.engine.scheduler import Scheduler
 from luce.engine.sequence import Sequence
 from luce.kvcache.page_table import PageTables
-from luce.runtime.step import PAGE, Output, Span, Step
+from luce.runtime.step import PAGE, MadeMasks, Output, RowMasks, Span, Step
 from tests.support.scripted_backend import ScriptedBackend
 
 CONTEXT = 2048
@@ -194,3 +194,22 @@ def test_microbatches_give_the_replies_of_whole_steps(
                     scheduler.remove(one)
     for sequence in sequences:
         assert sequence.reply == backend.reply(sequence.prompt.tolist(), sequence.max_new_tokens)
+
+
+def test_masks_follow_their_rows() -> None:
+    step = step_of((1, 70), (1, 71), (40, 0), (50, 0), wanted=(0, 1, 41, 91))
+    words = np.arange(6, dtype=np.uint32).reshape(3, 2)
+    step = replace(step, masks=MadeMasks(RowMasks(np.array([1, 2, 3], np.int32), words)))
+    found = []
+    for part in separate_prompts(step):
+        for batch in split_microbatches(part, 24):
+            if batch.masks is None:
+                assert not len(batch.output_rows)
+                continue
+            masks = batch.masks.wait()
+            found += [
+                (int(batch.tokens[batch.output_rows[row]]), own.tolist())
+                for row, own in zip(masks.rows.tolist(), masks.words, strict=True)
+            ]
+    assert found == [(1, [0, 1]), (41, [2, 3]), (91, [4, 5])]
+    assert all(part.masks is None for part in separate_prompts(replace(step, masks=None)))

@@ -203,7 +203,14 @@ def key_paths(value: object, path: str = "") -> set[str]:
 async def test_json_that_pages_name_is_what_the_server_sends() -> None:
     async with running(verify_width=8, model={"drafter": NgramDrafter(block=7)}) as here:
         reply = await here.chat()
-        bodies = [reply, *reply["choices"], (await here.get("/props"))[1], (await here.get("/v1/cache"))[1]]
+        held = await here.chat(guided_choice=["a"])
+        bodies = [
+            reply,
+            *reply["choices"],
+            *held["choices"],
+            (await here.get("/props"))[1],
+            (await here.get("/v1/cache"))[1],
+        ]
     served = set().union(*map(key_paths, bodies)) | {f"tiers.disk.{f.name}" for f in dataclasses.fields(DiskStats)}
     roots = "runtime|speculative|tiers|finish_details|usage|timings"
     shown = {name for path in PAGES for name in re.findall(rf"`((?:{roots})\.[\w.]+)`", path.read_text())}

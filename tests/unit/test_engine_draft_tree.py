@@ -285,3 +285,42 @@ def test_what_is_no_tree_ends_drafting() -> None:
         reply.finished()
         stats = made.stats().draft
     assert stats is not None and "no tree" in stats.state and reply.ids == backend.reply(PROMPT, 20)
+
+
+#: a 1; its children b 2 and c 3; d 4 behind c; e 5 beside a
+BRANCHED = Proposal([1, 5, 2, 3, 4], [0.9, 0.8, 0.7, 0.6, 0.5], [-1, -1, 0, 0, 3])
+
+
+@pytest.mark.parametrize(
+    ("proposal", "tokens", "most", "left"),
+    [
+        (BRANCHED, [], 9, BRANCHED),
+        (BRANCHED, [1], 9, Proposal([2, 3, 4], [0.7, 0.6, 0.5], [-1, -1, 1])),
+        (BRANCHED, [1, 3], 9, Proposal([4], [0.5], [-1])),
+        (BRANCHED, [1], 2, Proposal([2, 3], [0.7, 0.6], [-1, -1])),
+        (BRANCHED, [1], 0, Proposal()),
+        (BRANCHED, [5], 9, Proposal()),
+        (BRANCHED, [2], 9, Proposal()),
+        (BRANCHED, [1, 4], 9, Proposal()),
+        (Proposal([1, 2, 3]), [1, 2], 9, Proposal([3])),
+        (Proposal([1, 2, 3]), [1, 3], 9, Proposal()),
+    ],
+)
+def test_what_a_proposal_says_behind_forced_tokens(
+    proposal: Proposal, tokens: list[int], most: int, left: Proposal
+) -> None:
+    found = draft_tree.behind(proposal, tokens, most)
+    assert (list(found.tokens), list(found.probabilities), list(found.parents)) == (
+        list(left.tokens),
+        list(left.probabilities),
+        list(left.parents),
+    )
+
+
+def test_tokens_that_are_refused_take_those_behind_them_along() -> None:
+    kept = [True, False, True, False, False]
+    assert draft_tree.refused_tokens(BRANCHED, kept) == [1, 3]
+    left = draft_tree.part_of(BRANCHED, [0, 2])
+    assert (left.tokens, left.probabilities, left.parents) == ([1, 2], [0.9, 0.7], [-1, 0])
+    assert draft_tree.refused_tokens(Proposal([1, 2, 3]), [True, False, False]) == [1]
+    assert draft_tree.refused_tokens(Proposal([1, 2]), [True, True]) == []

@@ -24,6 +24,7 @@ from luce.errors import GrammarLimitError
 from luce.text.grammar import GrammarCompiler
 from luce.text.reasoning import ReasoningTokens
 from luce.text.tokenizer import Tokenizer
+from tests.support.constraints import Few
 from tests.support.drafters import BranchingDrafter, ScriptedDrafter
 from tests.support.replies import Reply, engine, submit
 from tests.support.scripted_backend import ScriptedBackend
@@ -235,46 +236,28 @@ def test_a_refused_guess_is_not_verified() -> None:
     assert stats.draft.proposed == stats.forced[0]
 
 
-class Whole:
-    """A constraint of a few ids at every place, which nothing ends."""
-
-    open = over = False
-
-    def __init__(self, *ids: int, hook: Callable[[], None] = lambda: None) -> None:
-        self._ids = ids
-        self._hook = hook
-        self.pushed: list[int] = []
-        self.threads: set[str] = set()
-
-    def allows(self, token: int) -> bool:
-        return token in self._ids
-
-    def mask(self, ends: frozenset[int]) -> NDArray[np.uint32]:
-        words = np.zeros(-(-VOCAB // 32), np.uint32)
-        for token in self._ids:
-            words[token // 32] |= np.uint32(1 << token % 32)
-        return words
+class Shy(Few):
+    """Makes no mask behind a guess, as where a limit strikes there."""
 
     def fill(
         self, tokens: Many[int], parents: Many[int], ends: frozenset[int], out: NDArray[np.uint32]
     ) -> list[RowKind]:
-        self.threads.add(threading.current_thread().name)
-        self._hook()
-        out[:] = self.mask(ends)
-        return [RowKind.MADE] * len(out)
+        super().fill(tokens, parents, ends, out[:1])
+        return [RowKind.MADE] + [RowKind.LEFT] * len(tokens)
 
-    def valid(self, tokens: Many[int], parents: Many[int], ends: frozenset[int]) -> list[bool]:
-        return [token in self._ids for token in tokens]
 
-    def forced(self, most: int, ends: frozenset[int]) -> list[int]:
-        return []
-
-    def push(self, token: int) -> None:
-        assert token in self._ids
-        self.pushed.append(token)
-
-    def copy(self) -> Constraint:
-        raise NotImplementedError
+@pytest.mark.parametrize("params", [{}, {"logprobs": 0}, {"temperature": 0.8, "top_k": 9}])
+def test_no_token_is_chosen_where_no_mask_could_be_made(params: dict[str, Any]) -> None:
+    found = []
+    for make in (Few, Shy):
+        backend = ScriptedBackend(vocab=VOCAB)
+        drafter = ScriptedDrafter(lambda text, count: [65, 66, 67, 65, 67][:count], vocab=VOCAB)
+        with engine(backend, eos=frozenset(), drafter=drafter, verify_width=5) as made:
+            reply, _ = submit(made, PROMPTS[0], constraint=make(VOCAB, 65, 66, 67), max_tokens=40, seed=3, **params)
+            end = reply.finished()
+        found.append(reply.ids)
+        assert end.timings.accepted > 3
+    assert found[0] == found[1]
 
 
 def beside(own: Constraint, **options: Any) -> tuple[Exception, list[int]]:
@@ -285,7 +268,7 @@ def beside(own: Constraint, **options: Any) -> tuple[Exception, list[int]]:
         bad, _ = submit(made, PROMPTS[0], constraint=own, max_tokens=30)
         error = bad.failed()
         other.finished()
-        again, _ = submit(made, PROMPTS[2], constraint=Whole(65, 66), max_tokens=5)
+        again, _ = submit(made, PROMPTS[2], constraint=Few(VOCAB, 65, 66), max_tokens=5)
         again.finished()
     assert other.ids == backend.reply(PROMPTS[1], 30) and set(again.ids) <= {65, 66}
     return error, other.ids
@@ -298,7 +281,7 @@ def test_an_error_in_a_mask_ends_that_reply_alone() -> None:
         if next(count) == 3:
             raise GrammarLimitError("too large now")
 
-    error, _ = beside(Whole(65, 66, hook=fail))
+    error, _ = beside(Few(VOCAB, 65, 66, hook=fail))
     assert isinstance(error, GrammarLimitError) and str(error) == "too large now" and error.status == 422
 
 
@@ -306,7 +289,7 @@ def test_a_bug_in_a_mask_ends_that_reply_alone() -> None:
     def fail() -> None:
         raise ZeroDivisionError
 
-    error, _ = beside(Whole(65, hook=fail))
+    error, _ = beside(Few(VOCAB, 65, hook=fail))
     assert "ZeroDivisionError" in str(error)
 
 
@@ -314,7 +297,7 @@ def test_a_bug_in_a_mask_ends_that_reply_alone() -> None:
 def test_no_token_that_is_allowed_ends_that_reply_alone(params: dict[str, Any]) -> None:
     backend = ScriptedBackend(vocab=VOCAB)
     with engine(backend, eos=frozenset()) as made:
-        bad, _ = submit(made, PROMPTS[0], constraint=Whole(), **params)
+        bad, _ = submit(made, PROMPTS[0], constraint=Few(VOCAB), **params)
         error = bad.failed()
     assert (str(error), error.code) == ("the grammar of the reply allows no token here", "grammar_limit")
 
@@ -328,7 +311,7 @@ def test_masks_that_are_slow_for_the_second_time_end_the_reply() -> None:
             while time.thread_time() - begun < 0.03:
                 pass
 
-    own = Whole(65, 66, hook=compute)
+    own = Few(VOCAB, 65, 66, hook=compute)
     error, _ = beside(own, grammar_mask_seconds=0.02)
     assert str(error) == "masks take more than 20 ms (--grammar-mask-ms)" and len(own.pushed) == 4
 
@@ -344,7 +327,9 @@ def test_a_mask_that_never_comes_ends_that_reply_alone() -> None:
     backend = ScriptedBackend(vocab=VOCAB)
     try:
         with engine(backend, eos=frozenset(), grammar_mask_seconds=0.001, grammar_threads=1) as made:
-            stuck = [submit(made, PROMPTS[n], constraint=Whole(65, hook=stick), max_tokens=400)[0] for n in range(2)]
+            stuck = [
+                submit(made, PROMPTS[n], constraint=Few(VOCAB, 65, hook=stick), max_tokens=400)[0] for n in range(2)
+            ]
             plain, _ = submit(made, PROMPTS[3], max_tokens=30)
             ends = [reply.wait() for reply in stuck]
             plain.finished()

@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 
 from luce.draft.drafter import Draftable, DrafterUnavailableError, PendingProposals, Proposal
 from luce.draft.ngram import NgramDrafter
+from luce.engine.draft_budget import fair_shares
 from luce.engine.events import Event, Finished, FinishReason, Tokens
 from luce.engine.scheduler import ScheduledStep, Scheduler
-from luce.engine.sequence import Sequence
-from luce.engine.speculate import Speculator, fair_shares
+from luce.engine.sequence import Constraint, Sequence
+from luce.engine.speculate import Speculator
 from luce.errors import BackendError, DeviceError
 from luce.kvcache.page_table import PageTables
+from tests.support.constraints import Few
 from tests.support.drafters import ScriptedDrafter, always, never, oracle, sometimes
 from tests.support.replies import EOS, PROMPT, Letters, draft_counts, engine, same, submit
 from tests.support.scripted_backend import ScriptedBackend, after
@@ -364,7 +366,14 @@ def test_a_drafter_is_told_what_ran_and_when_nothing_does() -> None:
 class Timed:
     """A speculator over steps whose seconds are made up: `rows` of each step that decodes, once it knows them."""
 
-    def __init__(self, wrong: Callable[[int], bool], *, probabilities: bool = False, drafting: float = 0.0) -> None:
+    def __init__(
+        self,
+        wrong: Callable[[int], bool],
+        *,
+        probabilities: bool = False,
+        drafting: float = 0.0,
+        constraint: Constraint | None = None,
+    ) -> None:
         self.now = 0.0
         self.rows: list[int] = []
         backend = ScriptedBackend(vocab=97)
@@ -374,7 +383,7 @@ class Timed:
         scheduler = Scheduler(
             PageTables([99], [None], slots=1, context=4096, chunk=16), slots=1, chunk=16, max_scored_rows=1
         )
-        sequence = Sequence(prompt=np.array(PROMPT, np.int32), max_new_tokens=400)
+        sequence = Sequence(prompt=np.array(PROMPT, np.int32), max_new_tokens=400, constraint=constraint)
         scheduler.add(sequence)
         list(scheduler.admit())
         expected = backend.reply(PROMPT, 400)
@@ -414,6 +423,12 @@ def test_a_drafter_that_is_right_is_followed_as_far_as_it_goes(probabilities: bo
     timed = Timed(never, probabilities=probabilities, drafting=0.002)
     assert timed.rows[:3] == [1, 1, 1] and timed.rows.count(16) > 20
     assert len(timed.rows) < 45
+
+
+def test_a_drafter_that_loses_is_asked_as_rarely_where_a_grammar_holds() -> None:
+    plain = Timed(always, drafting=0.01)
+    constrained = Timed(always, drafting=0.01, constraint=Few(97, *range(97)))
+    assert 0 < constrained.drafter.asked == plain.drafter.asked < 40
 
 
 def test_a_drafter_that_is_often_wrong_gets_fewer_rows() -> None:

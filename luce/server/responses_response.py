@@ -1,0 +1,143 @@
+"""Responses of /v1/responses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from luce.api import Model
+from luce.config.sampling import SAMPLERS
+from luce.engine.events import FinishReason, Token
+from luce.errors import LuceError
+from luce.server.errors import openai_error
+from luce.server.output_items import OutputItems, ReasoningForm
+from luce.server.prepare import Job
+from luce.server.response import Json, ResponseBuilder
+from luce.server.responses_tools import Offered
+from luce.server.stream import ServerSentEvent
+from luce.server.thinking_signature import sign
+from luce.text.reply_parser import Part, ReplyParser, joined
+
+_WHOLE = (FinishReason.EOS, FinishReason.STOP)
+
+
+@dataclass(frozen=True)
+class ResponsesDetails:
+    """Job.details of /v1/responses."""
+
+    #: fields of the request that the response repeats
+    echo: Mapping[str, Any]
+    #: the tools that the model is shown, by its names for them
+    tools: Mapping[str, Offered]
+    #: reasoning is shown as a summary
+    summarised: bool
+    #: reasoning comes encrypted as well
+    encrypted: bool
+
+
+class ResponsesResponse(ResponseBuilder):
+    """/v1/responses: one reply, of output items."""
+
+    prefix = "resp_"
+
+    def __init__(self, job: Job, model: Model) -> None:
+        super().__init__(job, model)
+        assert isinstance(job.details, ResponsesDetails)
+        self._details = job.details
+        self._sequence_number = 0
+        self._items = self._new_items()
+
+    def _parser(self, index: int) -> ReplyParser:
+        return self._model.chat.reply_parser(self._job.prompts[index])
+
+    def _new_items(self) -> OutputItems:
+        encrypt = partial(sign, model=self._model.fingerprint, carries=True) if self._details.encrypted else None
+        form = ReasoningForm(self._details.summarised, encrypt)
+        return OutputItems(self._event, self._details.tools, form)
+
+    # --- stream
+
+    def opening(self, index: int) -> Iterable[ServerSentEvent]:
+        """The response without its output, twice, as the protocol has it."""
+        yield self._event("response.created", response=self._response("in_progress", []))
+        yield self._event("response.in_progress", response=self._response("in_progress", []))
+
+    def ping(self) -> bytes:
+        """The response once more: Codex and others close a stream in which no event comes, whatever comments do."""
+        response = self._response("in_progress", self._items.closed)
+        return self._event("response.in_progress", response=response).encoded()
+
+    def extension(self, index: int, parts: Sequence[Part], tokens: Sequence[Token] = ()) -> Iterable[ServerSentEvent]:
+        """The events of the items that grow."""
+        return self._items.extend(parts)
+
+    def closing(self, index: int) -> Iterable[ServerSentEvent]:
+        """The end of the last item."""
+        return self._items.close(cut=self._status() == "incomplete")
+
+    def ending(self) -> Iterable[ServerSentEvent]:
+        """The whole response."""
+        status = self._status()
+        yield self._event(f"response.{status}", response=self._response(status, self._items.closed))
+
+    def failure(self, error: LuceError) -> Iterable[ServerSentEvent]:
+        """The response with its error, and the items before it."""
+        body = openai_error(error)["error"]
+        what = {"code": body["code"] or body["type"], "message": body["message"]}
+        response = {**self._response("failed", self._items.closed), "error": what}
+        return (self._event("response.failed", response=response),)
+
+    def _event(self, kind: str, /, **fields: Any) -> ServerSentEvent:
+        number = self._sequence_number
+        self._sequence_number += 1
+        return ServerSentEvent({"type": kind, "sequence_number": number, **fields}, kind)
+
+    # --- whole reply
+
+    def reply(self) -> Json:
+        """The response. Takes time in proportion to its size."""
+        items, status = self._new_items(), self._status()
+        for _ in (*items.extend(joined(self.choices[0].parts)), *items.close(cut=status == "incomplete")):
+            pass
+        return self._response(status, items.closed)
+
+    def _status(self) -> str:
+        finished = self.choices[0].finished
+        assert finished is not None
+        return "completed" if finished.reason in _WHOLE else "incomplete"
+
+    def _response(self, status: str, output: list[Json]) -> Json:
+        params = self._job.params
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "model": self._job.model,
+            "output": list(output),
+            "previous_response_id": None,
+            "service_tier": "default",
+            "store": False,
+            **{name: getattr(params, name) for name in SAMPLERS if name != "max_tokens"},
+            "top_logprobs": 0,
+            "truncation": "disabled",
+            **self._details.echo,
+            "usage": self._usage() if status in ("completed", "incomplete") else None,
+        }
+
+    def _usage(self) -> Json:
+        (choice,) = self.choices
+        assert choice.finished is not None
+        prompt, generated = len(choice.prompt), choice.finished.timings.predicted_tokens
+        return {
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": choice.finished.timings.cached_tokens},
+            "output_tokens": generated,
+            "output_tokens_details": {"reasoning_tokens": choice.parser.reasoning_tokens},
+            "total_tokens": prompt + generated,
+        }

@@ -1,0 +1,178 @@
+"""/v1/responses: replies and streams, items, tools, errors and refusals."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.support.http_server import Running, running
+from tests.support.responses_stream import joined, streamed
+from tests.support.scripted_agent import agent_chat, call, playing
+from tests.support.scripted_model import REPLY, saying
+
+Json = dict[str, Any]
+
+PATH = "/v1/responses"
+ASK: Json = {"model": "m", "input": "hi", "temperature": 0}
+REASONED = {"script": saying("Hm, well.</think>\n\nYes.", marker="<|im_start|>assistant\n<think>\n")}
+FUNCTION = {"type": "function", "name": "get", "parameters": {"type": "object"}, "strict": False}
+CUSTOM = {"type": "custom", "name": "patch", "description": "Patches."}
+NAMESPACE = {"type": "namespace", "name": "mcp__files", "tools": [{**FUNCTION, "name": "read"}, CUSTOM]}
+
+
+def agent(*replies: str) -> Json:
+    return {"context": 8192, "chat": agent_chat, "script": playing(*replies)}
+
+
+async def create(here: Running, **fields: Any) -> Json:
+    """A whole response, which its stream equals but for ids and times."""
+    status, reply, _ = await here.post(PATH, {**ASK, **fields})
+    assert status == 200, reply
+    stream = joined(await streamed(here, {**ASK, **fields}))
+    assert plain(stream) == plain(reply)
+    return reply
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: plain(v) for k, v in value.items() if k not in ("id", "call_id", "created_at", "usage")}
+    return [plain(item) for item in value] if isinstance(value, list) else value
+
+
+async def test_an_answer() -> None:
+    async with running() as here:
+        reply = await create(here, instructions="Be brief.", metadata={"a": "b"}, store=True)
+        (item,) = reply["output"]
+        assert item["type"] == "message" and item["role"] == "assistant" and item["status"] == "completed"
+        assert item["content"] == [{"type": "output_text", "annotations": [], "logprobs": [], "text": REPLY}]
+        assert reply["status"] == "completed" and reply["error"] is None and reply["store"] is False
+        assert reply["instructions"] == "Be brief." and reply["metadata"] == {"a": "b"}
+        usage = reply["usage"]
+        assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
+        _, again, _ = await here.post("/responses", {**ASK, "instructions": "Be brief."})
+        assert again["usage"]["input_tokens_details"]["cached_tokens"] > 0
+
+
+async def test_a_limit_makes_the_response_incomplete() -> None:
+    async with running() as here:
+        reply = await create(here, max_output_tokens=4)
+        assert reply["status"] == "incomplete" and reply["incomplete_details"] == {"reason": "max_output_tokens"}
+        assert reply["output"][0]["status"] == "incomplete"
+
+
+async def test_reasoning_is_content_or_summary_and_comes_back_encrypted() -> None:
+    async with running(model=REASONED) as here:
+        reply = await create(here, reasoning={"effort": "low"})
+        assert reply["output"][0]["content"][0] == {"type": "reasoning_text", "text": "Hm, well."}
+        assert reply["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
+        reply = await create(
+            here, reasoning={"effort": "low", "summary": "auto"}, include=["reasoning.encrypted_content"]
+        )
+        reasoning, message = reply["output"]
+        assert reasoning["summary"] == [{"type": "summary_text", "text": "Hm, well."}] and "content" not in reasoning
+        assert reasoning["encrypted_content"] and message["content"][0]["text"].strip() == "Yes."
+
+
+async def test_calls_of_functions_namespaces_and_custom_tools() -> None:
+    calls = call("get", {"a": 1}) + call("mcp__files__read", {}) + call("patch", {"input": 'x "é😀"\n'})
+    tools = [FUNCTION, CUSTOM, NAMESPACE, {"type": "web_search"}, {"type": "image_generation", "name": "x"}]
+    async with running(model=agent(calls)) as here:
+        reply = await create(here, tools=tools)
+        first, second, third = reply["output"]
+        assert reply["status"] == "completed" and reply["tools"] == tools
+        assert (first["name"], json.loads(first["arguments"]), "namespace" in first) == ("get", {"a": 1}, False)
+        assert (second["namespace"], second["name"]) == ("mcp__files", "read")
+        assert second["type"] == "function_call" and second["call_id"].startswith("call_")
+        assert (third["type"], third["name"], third["input"]) == ("custom_tool_call", "patch", 'x "é😀"\n')
+        assert await here.metric("luce_skipped_tools_total") == 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"input": None}, "input", "invalid_value"),
+        ({"input": []}, "input", "invalid_value"),
+        ({"input": [{"role": "x", "content": "a"}]}, "input[0].role", "invalid_value"),
+        ({"input": [{"type": "function_call", "call_id": "a", "name": "f"}]}, "input[0]", "invalid_value"),
+        (
+            {"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}]},
+            "input",
+            "invalid_value",
+        ),
+        ({"input": [{"type": "function_call_output", "output": "a"}]}, "input[0].call_id", "invalid_value"),
+        ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0]", "unsupported_parameter"),
+        ({"input": [{"type": "compaction", "encrypted_content": "a"}]}, "input[0]", "unsupported_parameter"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input[0].content[0]",
+            "unsupported_content",
+        ),
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "unsupported_parameter"),
+        ({"conversation": "c"}, "conversation", "unsupported_parameter"),
+        ({"prompt": {"id": "p"}}, "prompt", "unsupported_parameter"),
+        ({"background": True}, "background", "unsupported_parameter"),
+        ({"top_logprobs": 2}, "top_logprobs", "unsupported_parameter"),
+        ({"include": ["message.output_text.logprobs"]}, "include", "unsupported_parameter"),
+        ({"include": ["x"]}, "include[0]", "unsupported_parameter"),
+        ({"n": 2}, "n", "unsupported_parameter"),
+        ({"return_token_ids": True}, "return_token_ids", "unsupported_parameter"),
+        ({"max_output_tokens": 0}, "max_output_tokens", "invalid_value"),
+        ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema", "invalid_value"),
+        (
+            {"text": {"format": {"type": "json_object"}}, "response_format": {"type": "json_object"}},
+            "text.format",
+            "invalid_value",
+        ),
+        ({"tools": [FUNCTION, FUNCTION]}, "tools[1].name", "invalid_value"),
+        ({"tools": [{**FUNCTION, "parameters": 3}]}, "tools[0].parameters", "invalid_value"),
+        ({"tools": [{**CUSTOM, "format": {"type": "grammar"}}]}, "tools[0].format", "invalid_value"),
+        ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
+        ({"tool_choice": {"type": "function", "name": "g"}}, "tool_choice.name", "invalid_value"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice.type", "unsupported_parameter"),
+        (
+            {"tool_choice": {"type": "allowed_tools", "tools": [{"type": "function", "name": "g"}]}},
+            "tool_choice.tools[0].name",
+            "invalid_value",
+        ),
+    ],
+)
+async def test_refusals(fields: Json, param: str, code: str) -> None:
+    async with running(model={"context": 2048}) as here:
+        for stream in (False, True):
+            status, reply, _ = await here.post(PATH, {**ASK, **fields, "stream": stream})
+            assert status == 400, reply
+            assert (reply["error"]["param"], reply["error"]["code"]) == (param, code), reply
+
+
+async def test_a_prompt_that_is_too_long() -> None:
+    async with running(model={"context": 64}) as here:
+        status, reply, _ = await here.post(PATH, {**ASK, "input": "x" * 99, "stream": True})
+        assert status == 400 and reply["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("method", ["get", "delete"])
+async def test_no_response_is_stored(method: str) -> None:
+    async with running() as here, getattr(here.client, method)(here.url + PATH + "/resp_1") as response:
+        assert response.status == 404
+        assert (await response.json())["error"]["code"] == "response_not_found"
+
+
+async def test_json_by_a_schema_is_valid() -> None:
+    form = {
+        "type": "json_schema",
+        "name": "pair",
+        "strict": True,
+        "schema": {
+            "type": "object",
+            "properties": {"a": {"enum": ["x"]}},
+            "required": ["a"],
+            "additionalProperties": False,
+        },
+    }
+    async with running(model={"context": 2048}) as here:
+        status, reply, _ = await here.post(PATH, {**ASK, "text": {"format": form}})
+        assert status == 200, reply
+        assert json.loads(reply["output"][-1]["content"][0]["text"]) == {"a": "x"}
+        assert reply["text"]["format"] == form
