@@ -468,7 +468,7 @@ class Config(SamplingDefaults):
         group="server",
     )
     drain_seconds: float = setting(
-        30.0, number(0, 3600), "time that requests have to finish after SIGTERM", metavar="SECONDS", group="server"
+        30.0, number(0, 3600), "time that running requests have after SIGTERM", metavar="SECONDS", group="server"
     )
     log_level: str = setting(
         "info", choice("debug", "info", "warning", "error"), "lowest level that is logged", metavar="LEVEL", group="log"
