@@ -34,6 +34,7 @@ from luce.runtime.device import Memory
 from luce.shard.shard import DaemonState
 from luce.shard.sizes import activation_bytes
 from luce.shard.timing import ShardTimes
+from luce.text.call_parser import CallableTools
 from luce.text.chat import ChatFormat
 from luce.text.detokenizer import Detokenizer
 from luce.text.effort import BudgetEnvelope, ReasoningRequest
@@ -215,10 +216,17 @@ class Model:
         decoder = Detokenizer(self.tokenizer)
         return "".join([decoder.push(int(i)) for i in ids]) + decoder.flush()
 
-    def reply_text(self, stops: Sequence[str] = (), prompt: Sequence[int] = (), *, remember: bool = True) -> ReplyText:
+    def reply_text(
+        self,
+        stops: Sequence[str] = (),
+        prompt: Sequence[int] = (),
+        *,
+        remember: bool = True,
+        tools: CallableTools | None = None,
+    ) -> ReplyText:
         """The text of one reply to a prompt; the first stop string ends it. `remember`: whether later prompts that
-        repeat the reply get its ids."""
-        return ReplyText(self.tokenizer, stops, (lambda reply: self.chat.remember(prompt, reply)) if remember else None)
+        repeat the reply get its ids. `tools`: the text is for ChatFormat.reply_parser with these tools."""
+        return self.chat.reply_text(stops, prompt, remember=remember, tools=tools)
 
     def logits(self, ids: Sequence[int]) -> NDArray[np.float32]:
         """Logits at every position: float32 [n, vocab]. Raises ContextError if ids are longer than the context."""

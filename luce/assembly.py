@@ -237,7 +237,7 @@ def _open_chat_format(
 ) -> ChatFormat:
     """The chat format of --chat-template or of the file; `opened` closes the template.
 
-    Raises UsageError for the flag's template and ModelError for the file's.
+    Raises UsageError for the flag's template or an unknown --tool-format, and ModelError for the file's template.
     """
     source: str | None = file.metadata.string("tokenizer.chat_template", default=None)
     origin = f"{file.paths[0]}: tokenizer.chat_template"
@@ -248,12 +248,15 @@ def _open_chat_format(
             source = config.chat_template.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as problem:
             raise UsageError(f"{origin}: {problem}", param="chat_template") from None
-    if source is None:
-        return ChatFormat(None, tokenizer, dialect)
+    template: ChatTemplate | None = None
     bos, eos = ("" if i is None else tokenizer.token_text(i) for i in (tokenizer.bos_id, tokenizer.eos_id))
-    template = ChatTemplate(source, bos=bos, eos=eos, origin=origin, error=error)
-    opened.callback(template.close)
-    return ChatFormat(template, tokenizer, dialect)
+    if source is not None:
+        template = ChatTemplate(source, bos=bos, eos=eos, origin=origin, error=error)
+        opened.callback(template.close)
+    try:
+        return ChatFormat(template, tokenizer, dialect, config.tool_format)
+    except ValueError as problem:
+        raise UsageError(f"{flag('tool_format')} {config.tool_format}: {problem}", param="tool_format") from None
 
 
 def _scorer(

@@ -405,6 +405,9 @@ class Config(SamplingDefaults):
         group="chat template",
     )
     strict_schemas: bool = setting(False, text, "enforce every JSON schema or refuse it", group="server")
+    tool_format: str = setting(
+        "auto", text, "format of tool calls: auto (the template's or the family's), or a name", group="chat template"
+    )
     host: tuple[str, ...] = setting(
         ("127.0.0.1",), names, "address to listen on (repeatable)", metavar="ADDRESS[,ADDRESS...]", group="server"
     )

@@ -141,7 +141,7 @@ class TextOutput(Protocol):
 
     @property
     def stopped(self) -> str | None:
-        """The stop string that ended the text, None if there is none."""
+        """The stop string that ended the text, None if nothing did; empty if the text is complete without one."""
 
     @property
     def texts(self) -> Texts:

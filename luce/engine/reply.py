@@ -158,7 +158,7 @@ class Reply:
             return FinishReason.STOP, "", token
         text = self.output.push(token)
         if self.output.stopped is not None:
-            return FinishReason.STOP, text, self.output.stopped
+            return FinishReason.STOP, text, self.output.stopped or None
         if sequence.constraint is not None and sequence.constraint.over:
             return FinishReason.EOS, text, None
         if len(sequence.reply) < sequence.max_new_tokens:

@@ -56,6 +56,8 @@ async def answer(
             encoded = await server.work(lambda: msgspec.json.encode(builder.reply()))
             return web.Response(body=encoded, content_type="application/json")
         finally:
+            parsers = [choice.parser for choice in builder.choices]
+            server.metrics.bad_tool_calls.inc(sum(parser.bad_calls + parser.cut_calls for parser in parsers))
             call.log_fields |= builder.log_fields(call.arrived)
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from luce.errors import ContextError, RequestError, UnavailableError
-from luce.server.errors import invalid, unsupported
-from luce.server.schema import ChatRequest, Message, ToolChoice
+from luce.server.errors import invalid
+from luce.server.schema import ChatRequest, Message
 from luce.server.thinking import ReasoningSwitch
+from luce.server.tool_choice import chosen_tools
 from luce.text.chat import ChatFormat
 from luce.text.prompt_limit import PromptLimit
 
@@ -45,7 +45,7 @@ def _rendered(request: ChatRequest, chat: ChatFormat, limit: PromptLimit) -> tup
     thinking = ReasoningSwitch(request, chat)
     messages = [_plain(message, i) for i, message in enumerate(request.messages)]
     options = {
-        "tools": _tools(request),
+        "tools": chosen_tools(request).shown,
         "add_generation_prompt": not continues if opens is None else opens,
         "continue_final_message": continues,
         **thinking.variables,
@@ -58,9 +58,6 @@ def _rendered(request: ChatRequest, chat: ChatFormat, limit: PromptLimit) -> tup
         raise RequestError(str(error), param=error.param or "messages", code=error.code or "template_error") from None
     thinking.check(ids)
     return ids, messages, options
-
-
-# --- messages
 
 
 def _plain(message: Message, index: int) -> _Json:
@@ -80,66 +77,3 @@ def _plain(message: Message, index: int) -> _Json:
             raise invalid(f"{where}.content", "expected text or a list of parts")
         plain["content"] = msgspec.json.encode(message.content).decode()
     return plain
-
-
-# --- tools
-
-
-def _tools(request: ChatRequest) -> list[_Json] | None:
-    """The tools for the template. Forced calls need a grammar and are refused."""
-    for i, tool in enumerate(request.tools or ()):
-        _check_tool(tool, f"tools[{i}]")
-    for i, function in enumerate(request.functions or ()):
-        _check_function(function, f"functions[{i}]")
-    tools = request.tools or [{"type": "function", "function": function} for function in request.functions or ()]
-    param, choice = "tool_choice", request.tool_choice
-    if choice is None:
-        param, choice = "function_call", request.function_call
-    if choice not in (None, "auto", "none"):
-        _check_choice(param, choice, [_name(tool) for tool in tools])
-    if isinstance(choice, ToolChoice) and choice.allowed_tools is not None:
-        allowed = [_name(tool) for tool in choice.allowed_tools.tools]
-        tools, choice = [tool for tool in tools if _name(tool) in allowed], choice.allowed_tools.mode
-    if choice not in (None, "auto", "none"):
-        raise unsupported(param, "only auto, none and allowed_tools are supported")
-    return None if choice == "none" else tools or None
-
-
-def _check_tool(tool: _Json, where: str) -> None:
-    kind = tool.get("type")
-    if kind != "function":
-        raise invalid(f"{where}.type", f"expected function, got {str(kind)[:40]!r}")
-    if not isinstance(tool.get("function"), dict):
-        raise invalid(f"{where}.function", "is required")
-    _check_function(tool["function"], f"{where}.function")
-
-
-def _check_function(function: _Json, where: str) -> None:
-    name = function.get("name")
-    if not isinstance(name, str) or not name:
-        raise invalid(f"{where}.name", "is required")
-    for key, kind, text in (("description", str, "text"), ("parameters", dict, "a JSON schema")):
-        if not isinstance(function.get(key), kind | None):
-            raise invalid(f"{where}.{key}", f"expected {text}")
-
-
-def _check_choice(param: str, choice: str | ToolChoice | None, names: Sequence[str]) -> None:
-    """Refuse a choice among tools that the request does not have."""
-    if not names:
-        raise invalid(param, "the request has no tools")
-    if not isinstance(choice, ToolChoice):
-        return
-    if choice.type == "allowed_tools":
-        if choice.allowed_tools is None:
-            raise invalid(f"{param}.allowed_tools", "is required")
-        chosen = [_name(tool) for tool in choice.allowed_tools.tools]
-    else:
-        chosen = [_name(choice.function or {"name": choice.name})]
-    for name in chosen:
-        if name not in names:
-            raise invalid(param, f"the request has no tool {str(name)[:80]!r}")
-
-
-def _name(tool: _Json) -> Any:
-    function = tool.get("function")
-    return function.get("name") if isinstance(function, dict) else tool.get("name")

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from luce.engine.events import Token
 from luce.server.choice import Choice
 from luce.server.openai_response import OpenAIResponse, finite
-from luce.server.response import Json
+from luce.server.response import Json, new_id
 from luce.server.stream import ServerSentEvent
-from luce.text.reply_parser import Part, ReasoningPart, ReplyParser, TextPart
+from luce.text.reply_parser import CallArguments, CallStarted, Part, ReasoningPart, ReplyParser, TextPart
 
 
 class ChatResponse(OpenAIResponse):
@@ -20,7 +20,7 @@ class ChatResponse(OpenAIResponse):
     chunk_object = "chat.completion.chunk"
 
     def _parser(self, index: int) -> ReplyParser:
-        return self._model.chat.reply_parser(self._job.prompts[index // self._job.n])
+        return self._model.chat.reply_parser(self._job.prompts[index // self._job.n], self._job.tools)
 
     def _opening(self, index: int) -> Json:
         delta = {"role": "assistant", "content": ""}
@@ -37,8 +37,11 @@ class ChatResponse(OpenAIResponse):
     def _chunk_choice(self, index: int, parts: Sequence[Part] | None) -> Json:
         reasoning = "".join([part.text for part in parts or () if isinstance(part, ReasoningPart)])
         content = "".join([part.text for part in parts or () if isinstance(part, TextPart)])
+        calls = _call_deltas(parts or ())
         fields: Json = _reasoning(reasoning) if reasoning else {}
-        if content or (parts is not None and not reasoning):
+        if calls:
+            fields["tool_calls"] = calls
+        if content or (parts is not None and not fields):
             fields["content"] = content
         return {"index": index, "delta": fields, "logprobs": None, "finish_reason": None}
 
@@ -56,13 +59,15 @@ class ChatResponse(OpenAIResponse):
         return {"token": tokenizer.token_text(token), "logprob": finite(logprob), "bytes": list(data)}
 
     def _whole(self, choice: Choice) -> Json:
+        calls = [{key: call[key] for key in ("id", "type", "function")} for call in _call_deltas(choice.parts)]
         return {
             "index": choice.index,
             "message": {
                 "role": "assistant",
-                "content": choice.content,
+                "content": None if calls and not choice.content else choice.content,
                 "refusal": None,
                 **(_reasoning(choice.reasoning) if choice.reasoning else {}),
+                **({"tool_calls": calls} if calls else {}),
             },
             "logprobs": self._logprobs(choice, choice.tokens) if self._job.logprobs is not None else None,
             **self._ids(choice),
@@ -72,3 +77,17 @@ class ChatResponse(OpenAIResponse):
 def _reasoning(text: str) -> Json:
     """The reasoning, under both names that clients read."""
     return {"reasoning_content": text, "reasoning": text}
+
+
+def _call_deltas(parts: Iterable[Part]) -> list[Json]:
+    """The `tool_calls` of a chunk: for each call its index, with the parts that are new. Those of all parts of a reply
+    are its calls."""
+    found: dict[int, Json] = {}
+    for part in parts:
+        if isinstance(part, CallStarted):
+            head = {"index": part.call, "id": part.id or new_id("call_"), "type": "function"}
+            found[part.call] = {**head, "function": {"name": part.name, "arguments": ""}}
+        elif isinstance(part, CallArguments):
+            entry = found.setdefault(part.call, {"index": part.call, "function": {"arguments": ""}})
+            entry["function"]["arguments"] += part.fragment
+    return list(found.values())

@@ -43,7 +43,7 @@ class MessagesResponse(ResponseBuilder):
         self._started = False
 
     def _parser(self, index: int) -> ReplyParser:
-        return self._model.chat.reply_parser(self._job.prompts[index])
+        return self._model.chat.reply_parser(self._job.prompts[index], self._job.tools)
 
     def _new_blocks(self) -> ContentBlocks:
         carries = self._details.omits_thinking

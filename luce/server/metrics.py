@@ -79,6 +79,11 @@ class Metrics:
         self.grammar_relaxed = Counter(
             "luce_grammar_relaxed", "Keywords of schemas that replies do not follow.", registry=registry
         )
+        self.bad_tool_calls = Counter(
+            "luce_bad_tool_calls",
+            "Tool calls of replies that were malformed: text in the response, or cut.",
+            registry=registry,
+        )
         registry.register(_EngineCollector(stats))
         registry.register(_CompilerCollector(model))
         registry.register(_ShardCollector(model))

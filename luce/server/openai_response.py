@@ -15,7 +15,7 @@ from luce.server.errors import openai_error
 from luce.server.prepare import Job
 from luce.server.response import Json, ResponseBuilder
 from luce.server.stream import ServerSentEvent
-from luce.text.reply_parser import Part
+from luce.text.reply_parser import CallEnded, Part
 
 _LENGTH_CAUSES = {
     FinishReason.LENGTH: "length",
@@ -67,7 +67,8 @@ class OpenAIResponse(ResponseBuilder):
         """One chunk for a step; none if it would be empty."""
         per_token = self._job.logprobs is not None or self._job.token_ids
         choice = self._chunk_choice(index, parts)
-        if not parts and not (tokens and per_token):
+        # The end of a call has no event.
+        if all(isinstance(part, CallEnded) for part in parts) and not (tokens and per_token):
             return
         if self._job.logprobs is not None and tokens:
             choice["logprobs"] = self._logprobs(self.choices[index], tokens)
@@ -131,10 +132,13 @@ class OpenAIResponse(ResponseBuilder):
             "close_kind": finished.close_kind,
             "thinking_tokens": choice.parser.reasoning_tokens,
             "content_tokens": finished.timings.predicted_tokens - choice.parser.reasoning_tokens,
+            "bad_calls": choice.parser.bad_calls,
+            "cut_call": choice.parser.cut_calls > 0,
             "cache": {"tier": finished.timings.cache_tier},
             **self._grammar(),
         }
-        return {"finish_reason": "length" if cause else "stop", "finish_details": details}
+        reason = "length" if cause else "tool_calls" if choice.parser.calls else "stop"
+        return {"finish_reason": reason, "finish_details": details}
 
     def _grammar(self) -> Json:
         """What held the replies: the kind of their format, and the keywords that were left out."""

@@ -19,7 +19,10 @@ from luce.server.errors import invalid, unknown_model, unsupported
 from luce.server.schema import ChatRequest, Common, CompletionRequest, decode
 from luce.server.structured_output import reply_format
 from luce.server.thinking import ReasoningSwitch
+from luce.server.tool_choice import chosen_tools
 from luce.text.call_format import CallFormat
+from luce.text.call_parser import CallableTools
+from luce.text.chat import ChatFormat
 from luce.text.detokenizer import Detokenizer
 from luce.text.fim import Gap, fim_prompt
 from luce.text.grammar import CompiledGrammar
@@ -30,6 +33,8 @@ from luce.text.reply_format import ReplyFormat
 #: `max_tokens` of /v1/completions when the request has none
 COMPLETION_TOKENS = 16
 
+# The logit bias of a token that never comes.
+_NEVER = -100.0
 _SESSION_HEADERS = ("x-session-id", "x-session-affinity", "session-id", "thread-id", "x-claude-code-session-id")
 _LONGEST_SESSION = 256
 _NEUTRAL = {"typical_p": (1.0,), "top_n_sigma": (-1.0, 0.0), "xtc_probability": (0.0,), "dry_multiplier": (0.0,)}
@@ -79,6 +84,8 @@ class Job:
     grammar: CompiledGrammar | None = None
     #: the markers of reasoning as the replies of a chat find them; None: replies begin with their format
     reasoning_tokens: ReasoningTokens | None = None
+    #: the tools that the replies may call; None: what looks like a call is text
+    tools: CallableTools | None = None
     #: what only the ResponseBuilder of the body's API reads
     details: object = None
 
@@ -123,11 +130,27 @@ def chat_request_job(
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
     )
     room = room if max_tokens is None else min(room, max_tokens)
-    return replace(
+    job = replace(
         job,
         reasoning=model.envelope.limit(model.chat, prompt, room, asked, owed=job.reply_format is not None),
         reasoning_tokens=model.chat.reasoning_tokens(prompt),
     )
+    return _with_tools(job, request, model.chat)
+
+
+def _with_tools(job: Job, request: ChatRequest, chat: ChatFormat) -> Job:
+    """The job with the tools that its replies may call, and the tokens that begin and end calls."""
+    tools, params, trigger = chosen_tools(request, parallel=chat.calls.parallel), job.params, chat.trigger
+    if tools.forbidden and trigger is not None:
+        # Models go on calling tools when the conversation has calls.
+        params = replace(params, logit_bias={**params.logit_bias, trigger: _NEVER})
+    if tools.callable is None:
+        return replace(job, params=params)
+    params = replace(params, stop_token_ids=params.stop_token_ids | chat.call_ends)
+    reasoning = job.reasoning
+    if reasoning is not None and trigger is not None:
+        reasoning = replace(reasoning, closers=reasoning.closers | {trigger})
+    return replace(job, params=params, reasoning=reasoning, tools=tools.callable)
 
 
 def completion_job(

@@ -54,6 +54,7 @@ def _props(model: Model, server: Server, endpoints: tuple[str, ...], *, paths: b
         },
         "chat_template": source,
         "chat_template_caps": {f"supports_{name}": model.chat.reads(name) for name in _TEMPLATE_VARIABLES},
+        "tool_calls": {"format": model.chat.calls.format, "from": model.chat.calls_why},
         "total_slots": config.parallel,
         "default_generation_settings": {
             "n_ctx": model.context,

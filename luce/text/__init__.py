@@ -7,6 +7,10 @@ Not here: request and response bodies (server) and choosing tokens (engine). Cal
     output            the text of a reply: stop strings, text that is held back
     reasoning         separates reasoning from content in a reply
     reply_parser      the parts of a reply: reasoning, text, and calls of tools
+    call_parser       the calls in a reply's text, in the model's dialect; call_cursor: where it reads,
+                      call_arguments: arguments that are no JSON, parameter_types: their types
+    json_reader       JSON that arrives in pieces
+    marks             special tokens as single characters, so that text that spells one is not taken for it
     reply_format      what a request wants its reply to be
     plain_schema      JSON schemas as the grammar library takes them;
                       schema_arms, schema_limits, schema_pattern: what it asks of arms, sizes, regular expressions

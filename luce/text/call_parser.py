@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from luce.models.calls import Bare, Calls, Json, Tagged
 from luce.text.call_arguments import ArgumentsWriter, BareReader, TaggedReader
@@ -22,6 +23,16 @@ _NAME = re.compile(r"[\w.:/-]{0,128}")
 _ARGUMENTS = ("arguments", "parameters")
 #: further keys that models write before the name
 _BESIDE = ("id", "type")
+
+
+@dataclass(frozen=True)
+class CallableTools:
+    """The tools that a reply may call."""
+
+    #: the schema of the parameters of each, by the tool's name
+    schemas: Mapping[str, Schema | None]
+    #: the reply ends behind its first call
+    single: bool = False
 
 
 class CallParser:
@@ -230,15 +241,16 @@ class CallParser:
             id = yield from cursor.until([calls.id[1]], lambda have: len(have) <= _LONGEST_ID)
             yield from cursor.expect(calls.id[1])
         self._start(name, id)
+        if isinstance(arguments, Json):
+            yield from self._json_arguments()
+            return
         writer = ArgumentsWriter(self._give)
         self._finish = writer.finish
         schema = None if self._tools is None else self._tools[name]
         if isinstance(arguments, Tagged):
             yield from TaggedReader(cursor, calls, self._marks, writer).read(schema)
-        elif isinstance(arguments, Bare):
-            yield from BareReader(cursor, calls, self._marks, writer).read()
         else:
-            yield from self._json_arguments()
+            yield from BareReader(cursor, calls, self._marks, writer).read()
 
     def _object(self, fields: tuple[str, str]) -> Reads[None]:
         """A call that is one object, its members in any order."""

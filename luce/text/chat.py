@@ -12,7 +12,11 @@ from luce.engine.events import Texts
 from luce.engine.reasoning_limit import ReasoningLimit
 from luce.errors import ContextError, RequestError, UnavailableError
 from luce.models.spec import Dialect
+from luce.models.tool_formats import choose_calls
 from luce.text.boundaries import Boundaries
+from luce.text.call_parser import CallableTools, CallParser
+from luce.text.marks import Marks
+from luce.text.output import ReplyText
 from luce.text.prompt_limit import NO_LIMIT, PromptLimit
 from luce.text.reasoning import (
     ReasoningSplitter,
@@ -21,7 +25,7 @@ from luce.text.reasoning import (
     reasoning_splitter,
     reasoning_tokens,
 )
-from luce.text.reply_parser import ReplyParser
+from luce.text.reply_parser import CallEnded, ReplyParser
 from luce.text.template import ChatTemplate
 from luce.text.token_memory import TokenMemory
 from luce.text.tokenizer import Tokenizer
@@ -48,13 +52,25 @@ class ChatFormat:
     together with the text around them. The template gets the same structure, only a few characters shorter.
     """
 
-    def __init__(self, template: ChatTemplate | None, tokenizer: Tokenizer, dialect: Dialect | None = None) -> None:
+    def __init__(
+        self,
+        template: ChatTemplate | None,
+        tokenizer: Tokenizer,
+        dialect: Dialect | None = None,
+        tool_format: str = "auto",
+    ) -> None:
+        """`tool_format` as in choose_calls. Raises ValueError for an unknown one."""
         self.template = template
         self._tokenizer = tokenizer
         dialect = dialect or Dialect()
         self._dialect = dialect
         self._reasoning = dialect.reasoning
         self._boundaries = Boundaries(tokenizer, dialect.message)
+        #: the dialect of tool calls, and why it is this one
+        self.calls, self.calls_why = choose_calls(
+            None if template is None else template.source, dialect.calls, tool_format
+        )
+        self._call_marks = Marks(self.calls, tokenizer)
         #: the ids of the texts of replies
         self.memory = TokenMemory(tokenizer)
 
@@ -135,13 +151,55 @@ class ChatFormat:
         """Lengths at which prompts that begin like this one are likely to diverge from it, ascending."""
         return self._boundaries.find(prompt)
 
-    def splitter(self, prompt: Sequence[int]) -> ReasoningSplitter | None:
-        """Separates reasoning from content in a reply to this prompt; None if the model marks no reasoning."""
-        return None if self._reasoning is None else reasoning_splitter(self._reasoning, self._tokenizer, prompt)
+    def splitter(self, prompt: Sequence[int], *, calls: bool = False) -> ReasoningSplitter | None:
+        """Separates reasoning from content in a reply to this prompt; None if the model marks no reasoning. `calls`:
+        the token that begins a call ends the reasoning."""
+        trigger = self._call_marks.calls.trigger
+        call = trigger if calls and self._call_marks.is_mark(trigger) else ""
+        return None if self._reasoning is None else reasoning_splitter(self._reasoning, self._tokenizer, prompt, call)
 
-    def reply_parser(self, prompt: Sequence[int]) -> ReplyParser:
-        """Divides a reply to this prompt into its parts."""
-        return ReplyParser(self.splitter(prompt))
+    def reply_parser(self, prompt: Sequence[int], tools: CallableTools | None = None) -> ReplyParser:
+        """Divides a reply to this prompt into its parts: the texts of reply_text with the same tools."""
+        if tools is None:
+            return ReplyParser(self.splitter(prompt))
+        return ReplyParser(self.splitter(prompt, calls=True), CallParser(self._call_marks, tools.schemas))
+
+    def reply_text(
+        self,
+        stops: Sequence[str] = (),
+        prompt: Sequence[int] = (),
+        *,
+        remember: bool = True,
+        tools: CallableTools | None = None,
+    ) -> ReplyText:
+        """The text of one reply to a prompt, for reply_parser; the first stop string ends it. `remember`: whether later
+        prompts that repeat the reply get its ids."""
+        single = self.reply_parser(prompt, tools) if tools is not None and tools.single else None
+
+        def complete(text: str) -> bool:
+            return single is not None and any(isinstance(part, CallEnded) for part in single.push(-1, text))
+
+        return ReplyText(
+            self._tokenizer,
+            stops,
+            (lambda reply: self.remember(prompt, reply)) if remember else None,
+            marks=None if tools is None else self._call_marks,
+            complete=None if single is None else complete,
+        )
+
+    @property
+    def trigger(self) -> int | None:
+        """The token that begins a call, None if it is not one special token."""
+        return next(
+            (token for token, mark in self._call_marks.of_token.items() if mark == self._call_marks.calls.trigger), None
+        )
+
+    @property
+    def call_ends(self) -> frozenset[int]:
+        """The tokens that end a reply once it has a call."""
+        return frozenset(
+            token for token, mark in self._call_marks.of_token.items() if mark in self._call_marks.calls.ends
+        )
 
     def reasoning_tokens(self, prompt: Sequence[int]) -> ReasoningTokens | None:
         """The markers of reasoning as a reply to this prompt finds them; None if the model marks no reasoning."""

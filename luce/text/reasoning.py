@@ -25,10 +25,14 @@ class ReasoningSplitter:
     """Reasoning is the text between the markers at the start of a reply, or up to the closing marker in a reply that
     begins inside. White space around it belongs to neither part. Text is held back only while it may be such white
     space or a part of a marker. The parts do not depend on the division of the text into pieces.
+
+    `call`: a character that ends the reasoning too and is the first of the content, empty for none. A closing marker at
+    the start of a reply that does not begin inside belongs to neither part.
     """
 
-    def __init__(self, markers: Markers, *, inside: bool = False) -> None:
+    def __init__(self, markers: Markers, *, inside: bool = False, call: str = "") -> None:
         self._markers = markers
+        self._call = call
         self._state: Literal["start", "reasoning", "gap", "content"] = "reasoning" if inside else "start"
         self._begun = False
         self._held = ""
@@ -46,13 +50,15 @@ class ReasoningSplitter:
             shown = text.lstrip()
             if shown.startswith(self._markers.open):
                 self._state, text = "reasoning", shown[len(self._markers.open) :]
-            elif self._markers.open.startswith(shown):
+            elif shown.startswith(self._markers.close):
+                self._state, text = "gap", shown[len(self._markers.close) :]
+            elif self._markers.open.startswith(shown) or self._markers.close.startswith(shown):
                 self._held = text
                 return Delta("")
             else:
                 self._state = "content"
         if self._state == "reasoning":
-            inner, found, text = text.partition(self._markers.close)
+            inner, found, text = self._closed(text)
             reasoning = inner if self._begun else inner.lstrip()
             self._begun = self._begun or bool(reasoning)
             if found:
@@ -66,6 +72,12 @@ class ReasoningSplitter:
             if text:
                 self._state = "content"
         return Delta(text, reasoning)
+
+    def _closed(self, text: str) -> tuple[str, bool, str]:
+        """The text up to the end of the reasoning, whether it ends, and the text behind it."""
+        inner, found, rest = text.partition(self._markers.close)
+        before, call, behind = inner.partition(self._call) if self._call else (inner, "", "")
+        return (before, True, call + behind + found + rest) if call else (inner, bool(found), rest)
 
     def flush(self) -> Delta:
         """The text that was held back, at the end of the reply."""
@@ -126,10 +138,13 @@ def reasoning_limit(
     )
 
 
-def reasoning_splitter(markers: Markers, tokenizer: Tokenizer, prompt: Sequence[int]) -> ReasoningSplitter | None:
-    """The splitter of a reply to a prompt; None if the vocabulary lacks one of the markers."""
+def reasoning_splitter(
+    markers: Markers, tokenizer: Tokenizer, prompt: Sequence[int], call: str = ""
+) -> ReasoningSplitter | None:
+    """The splitter of a reply to a prompt; None if the vocabulary lacks one of the markers. `call` as in
+    ReasoningSplitter."""
     found = reasoning_tokens(markers, tokenizer, prompt)
-    return None if found is None else ReasoningSplitter(markers, inside=found.inside)
+    return None if found is None else ReasoningSplitter(markers, inside=found.inside, call=call)
 
 
 def overlap(text: str, marker: str) -> int:

@@ -146,7 +146,7 @@ async def test_inputs_of_tools_have_their_types(connect: Connect) -> None:
         _, events, final = await client.stream(tools=[TOOL])
         for found in (message, final):
             text, use = found.content
-            assert text.text == "I will book.\n" and (use.name, use.input) == ("book", INPUT)
+            assert text.text == "I will book." and (use.name, use.input) == ("book", INPUT)
             assert found.stop_reason == "tool_use"
         assert [event.index for event in events if event.type == "content_block_start"] == [0, 1]
 

@@ -12,8 +12,6 @@ from typing import Any
 
 from luce.models.spec import Dialect
 from luce.text.chat import ChatFormat
-from luce.text.reasoning import overlap
-from luce.text.reply_parser import CallArguments, CallEnded, CallStarted, Part, ReplyParser, TextPart
 from luce.text.template import ChatTemplate
 from tests.support.scripted_backend import Script
 from tests.support.scripted_model import END, START, OffLoopChat, saying, tokenizer
@@ -38,47 +36,10 @@ def call(name: str, arguments: Mapping[str, Any]) -> str:
     return f"{OPEN}\n" + json.dumps({"name": name, "arguments": arguments}) + f"\n{CLOSE}"
 
 
-class CallParser(ReplyParser):
-    """Finds the calls of a reply; each is a part when it is complete."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._text = ""
-        self._calls = 0
-
-    def push(self, token: int, text: str) -> list[Part]:
-        self._text += text
-        parts: list[Part] = []
-        while CLOSE in self._text:
-            inside, _, rest = self._text.partition(CLOSE)
-            before, _, inside = inside.partition(OPEN)
-            made = json.loads(inside)
-            parts += [TextPart(before)] if before else []
-            arguments = CallArguments(self._calls, json.dumps(made["arguments"]))
-            parts += [CallStarted(self._calls, made["name"]), arguments, CallEnded(self._calls)]
-            self._text, self._calls = rest, self._calls + 1
-        if OPEN not in self._text:
-            held = overlap(self._text, OPEN)
-            free, self._text = self._text[: len(self._text) - held], self._text[len(self._text) - held :]
-            parts += [TextPart(free)] if free else []
-        return parts
-
-    def flush(self, text: str) -> list[Part]:
-        parts = self.push(-1, text)
-        return [*parts, TextPart(self._text)] if self._text else parts
-
-
-class AgentChat(OffLoopChat):
-    """The template of this module with the byte tokenizer."""
-
-    def reply_parser(self, prompt: Sequence[int]) -> ReplyParser:
-        return CallParser()
-
-
 @functools.cache
 def agent_chat() -> ChatFormat:
     """One for all tests, as each has a child process."""
-    return AgentChat(ChatTemplate(TEMPLATE, bos="", eos="<|im_end|>"), tokenizer(), Dialect())
+    return OffLoopChat(ChatTemplate(TEMPLATE, bos="", eos="<|im_end|>"), tokenizer(), Dialect())
 
 
 def playing(*replies: str) -> Script:

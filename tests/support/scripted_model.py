@@ -159,8 +159,8 @@ class ScriptedModel:
             drafter=drafter,
         )
 
-    def reply_text(self, stops: Sequence[str] = (), prompt: Sequence[int] = (), *, remember: bool = True) -> ReplyText:
-        return ReplyText(self.tokenizer, stops, (lambda reply: self.chat.remember(prompt, reply)) if remember else None)
+    def reply_text(self, *args: Any, **kwargs: Any) -> ReplyText:
+        return self.chat.reply_text(*args, **kwargs)
 
     def detokenize(self, ids: Iterable[int]) -> str:
         decoder = Detokenizer(self.tokenizer)

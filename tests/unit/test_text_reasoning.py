@@ -23,6 +23,8 @@ PIECES = st.lists(st.sampled_from(["<t>", "</t>", "<", "/", "t>", "a", "b ", " "
 
 def parts(text: str, *, inside: bool) -> tuple[str, str]:
     """(content, reasoning) of a whole reply."""
+    if not inside and (closed := re.fullmatch(r"(?s)\s*</t>\s*(.*)", text)):
+        return closed[1], ""
     opened = "" if inside else r"\s*<t>"
     found = re.fullmatch(rf"(?s){opened}\s*(.*?)\s*</t>\s*(.*)", text)
     if found:
@@ -39,6 +41,17 @@ def test_every_chunking_gives_the_result_for_the_whole_text(pieces: list[str], i
     assert ("".join(s.content for s in deltas), "".join(s.reasoning for s in deltas)) == parts(
         "".join(pieces), inside=inside
     )
+
+
+@settings(max_examples=200)
+@given(PIECES.map(lambda pieces: [*pieces, "\ud800", *pieces]), st.booleans())
+def test_the_token_of_a_call_ends_the_reasoning_and_is_content(pieces: list[str], inside: bool) -> None:
+    splitter = ReasoningSplitter(MARKERS, inside=inside, call="\ud800")
+    deltas = [*map(splitter.push, pieces), splitter.flush()]
+    content, reasoning = ("".join(getattr(s, name) for s in deltas) for name in ("content", "reasoning"))
+    before = "".join(pieces[: pieces.index("\ud800")])
+    expected = parts(before, inside=inside)
+    assert reasoning == expected[1] and content == expected[0] + "".join(pieces)[len(before) :]
 
 
 def test_text_that_can_only_be_content_is_not_held_back() -> None:
