@@ -50,7 +50,7 @@ class ResponsesResponse(ResponseBuilder):
         self._items = self._new_items()
 
     def _parser(self, index: int) -> ReplyParser:
-        return self._model.chat.reply_parser(self._job.prompts[index])
+        return self._model.chat.reply_parser(self._job.prompts[index], self._job.tools)
 
     def _new_items(self) -> OutputItems:
         encrypt = partial(sign, model=self._model.fingerprint, carries=True) if self._details.encrypted else None
