@@ -404,6 +404,9 @@ class Config(SamplingDefaults):
         metavar="FILE",
         group="chat template",
     )
+    tool_grammar: str = setting(
+        "auto", choice("auto", "on", "off"), "grammar for calls in free text (auto: of special tokens)", group="server"
+    )
     strict_schemas: bool = setting(False, text, "enforce every JSON schema or refuse it", group="server")
     tool_format: str = setting(
         "auto", text, "format of tool calls: auto (the template's or the family's), or a name", group="chat template"

@@ -16,7 +16,7 @@ from luce.server.errors import invalid
 from luce.server.messages_chat import Translated, translated
 from luce.server.messages_request import MessagesRequest
 from luce.server.messages_response import MessagesDetails, MessagesResponse
-from luce.server.prepare import Job, chat_request_job
+from luce.server.prepare import Job, chat_request_job, named_for
 from luce.server.renamed import renamed
 from luce.server.schema import decode
 from luce.server.state import SERVER
@@ -57,11 +57,9 @@ def messages_job(
     found = _translated(request, model)
     with renamed(partial(_field, found=found)):
         job = chat_request_job(found.chat, unknown, headers, model, stopped)
-    form = job.reply_format
     return replace(
-        job,
+        named_for(job, partial(_field, found=found)),
         skipped_tools=found.skipped_tools,
-        reply_format=None if form is None else replace(form, param=_field(form.param, found)),
         details=MessagesDetails(_marked_tokens(job, found.after_mark), found.omits_thinking),
     )
 

@@ -19,10 +19,9 @@ from luce.server.errors import invalid, unknown_model, unsupported
 from luce.server.schema import ChatRequest, Common, CompletionRequest, decode
 from luce.server.structured_output import reply_format
 from luce.server.thinking import ReasoningSwitch
-from luce.server.tool_choice import chosen_tools
+from luce.server.tool_choice import ChosenTools, chosen_tools
 from luce.text.call_format import CallFormat
 from luce.text.call_parser import CallableTools
-from luce.text.chat import ChatFormat
 from luce.text.detokenizer import Detokenizer
 from luce.text.fim import Gap, fim_prompt
 from luce.text.grammar import CompiledGrammar
@@ -129,18 +128,23 @@ def chat_request_job(
         max_tokens=max_tokens,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
     )
+    tools = chosen_tools(request, parallel=model.chat.calls.parallel)
+    if tools.required and job.reply_format is not None:
+        raise invalid("tool_choice", f"the reply follows {job.reply_format.param}, and cannot consist of calls")
     room = room if max_tokens is None else min(room, max_tokens)
+    owed = job.reply_format is not None or tools.required
     job = replace(
         job,
-        reasoning=model.envelope.limit(model.chat, prompt, room, asked, owed=job.reply_format is not None),
+        reasoning=model.envelope.limit(model.chat, prompt, room, asked, owed=owed),
         reasoning_tokens=model.chat.reasoning_tokens(prompt),
     )
-    return _with_tools(job, request, model.chat)
+    return _with_tools(job, tools, model)
 
 
-def _with_tools(job: Job, request: ChatRequest, chat: ChatFormat) -> Job:
+def _with_tools(job: Job, tools: ChosenTools, model: Model) -> Job:
     """The job with the tools that its replies may call, and the tokens that begin and end calls."""
-    tools, params, trigger = chosen_tools(request, parallel=chat.calls.parallel), job.params, chat.trigger
+    chat, params = model.chat, job.params
+    trigger = chat.trigger
     if tools.forbidden and trigger is not None:
         # Models go on calling tools when the conversation has calls.
         params = replace(params, logit_bias={**params.logit_bias, trigger: _NEVER})
@@ -150,7 +154,21 @@ def _with_tools(job: Job, request: ChatRequest, chat: ChatFormat) -> Job:
     reasoning = job.reasoning
     if reasoning is not None and trigger is not None:
         reasoning = replace(reasoning, closers=reasoning.closers | {trigger})
-    return replace(job, params=params, reasoning=reasoning, tools=tools.callable)
+    config = model.config
+    # A reply that follows a format is calls instead, or the format: a grammar tells where calls begin.
+    mode = "on" if job.reply_format is not None else config.tool_grammar
+    form = tools.call_format(chat.calls, exact=trigger is not None, mode=mode, strict=config.strict_schemas)
+    return replace(job, params=params, reasoning=reasoning, tools=tools.callable, call_format=form)
+
+
+def named_for(job: Job, field: Callable[[str], str]) -> Job:
+    """The job whose formats name the fields of another API's body; `field`: of a chat request's field."""
+    form, calls = job.reply_format, job.call_format
+    if form is not None:
+        form = replace(form, param=field(form.param))
+    if calls is not None:
+        calls = replace(calls, tools=tuple(replace(tool, param=field(tool.param)) for tool in calls.tools))
+    return replace(job, reply_format=form, call_format=calls)
 
 
 def completion_job(

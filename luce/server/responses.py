@@ -12,7 +12,7 @@ from aiohttp import web
 from luce.api import Model
 from luce.errors import NotFoundError
 from luce.server.answer import answer
-from luce.server.prepare import Job, chat_request_job
+from luce.server.prepare import Job, chat_request_job, named_for
 from luce.server.renamed import renamed
 from luce.server.response import Json
 from luce.server.responses_chat import ENCRYPTED, Translated, translated
@@ -49,11 +49,9 @@ def responses_job(
     field = partial(_field, found=found, form_is_text=request.response_format is None)
     with renamed(field):
         job = chat_request_job(found.chat, unknown + found.skipped_items, headers, model, stopped)
-    form = job.reply_format
     return replace(
-        job,
+        named_for(job, field),
         skipped_tools=found.skipped_tools,
-        reply_format=None if form is None else replace(form, param=field(form.param)),
         details=ResponsesDetails(
             _echo(request),
             found.tools,

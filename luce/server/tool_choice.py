@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from luce.server.errors import invalid, unsupported
+from luce.models.calls import Calls
+from luce.server.errors import invalid
 from luce.server.schema import ChatRequest, ToolChoice
+from luce.text.call_format import CallableTool, CallFormat
 from luce.text.call_parser import CallableTools
 
 _Json = dict[str, Any]
+
+_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 
 
 @dataclass(frozen=True)
@@ -23,17 +28,36 @@ class ChosenTools:
     callable: CallableTools | None
     #: the request has tools that it forbids to call
     forbidden: bool
+    #: the tools that the reply may call, with their schemas, for a grammar
+    tools: tuple[CallableTool, ...] = ()
+    #: the reply consists of calls
+    required: bool = False
+
+    def call_format(self, calls: Calls, *, exact: bool, mode: str, strict: bool) -> CallFormat | None:
+        """What a grammar holds the calls of the reply to; None: calls are as the model writes them.
+
+        `calls`: the dialect of the model; `exact`: its calls begin with a special token; `mode`: `--tool-grammar`;
+        `strict`: the schema of every tool is.
+        """
+        if self.callable is None:
+            return None
+        tools = tuple(replace(tool, strict=True) if strict else tool for tool in self.tools)
+        forced = self.required or any(tool.strict for tool in tools)
+        if not forced and (mode == "off" or (mode == "auto" and not exact)):
+            return None
+        return CallFormat(calls, tools, required=self.required, parallel=not self.callable.single)
 
 
 def chosen_tools(request: ChatRequest, *, parallel: bool = True) -> ChosenTools:
     """The tools of a request. `parallel`: the model can call several tools in one reply.
 
-    Raises RequestError that names the field. Forced calls need a grammar and are refused.
+    Raises RequestError that names the field.
     """
     for i, tool in enumerate(request.tools or ()):
         _check_tool(tool, f"tools[{i}]")
     for i, function in enumerate(request.functions or ()):
         _check_function(function, f"functions[{i}]")
+    field = "tools" if request.tools else "functions"
     tools = request.tools or [{"type": "function", "function": function} for function in request.functions or ()]
     param, choice = "tool_choice", request.tool_choice
     if choice is None:
@@ -41,16 +65,34 @@ def chosen_tools(request: ChatRequest, *, parallel: bool = True) -> ChosenTools:
     if choice not in (None, "auto", "none"):
         _check_choice(param, choice, [_name(tool) for tool in tools])
     allowed = [_name(tool) for tool in tools]
+    several = request.parallel_tool_calls is not False
     if isinstance(choice, ToolChoice) and choice.allowed_tools is not None:
         allowed = [_name(tool) for tool in choice.allowed_tools.tools]
         choice = choice.allowed_tools.mode
-    if choice not in (None, "auto", "none"):
-        raise unsupported(param, "only auto, none and allowed_tools are supported")
+    elif isinstance(choice, ToolChoice):
+        # A named tool is called once, unless the request asks for more.
+        allowed, several = [_name(choice.function or {"name": choice.name})], bool(request.parallel_tool_calls)
+        choice = "required"
     if choice == "none" or not tools:
         return ChosenTools(None, None, forbidden=bool(tools))
-    schemas = {_name(tool): tool["function"].get("parameters") for tool in tools if _name(tool) in allowed}
-    single = request.parallel_tool_calls is False or not parallel
-    return ChosenTools(tools, CallableTools(schemas, single), forbidden=False)
+    found = tuple(
+        _callable(tool["function"], f"{field}[{i}]" + ".function" * (field == "tools"))
+        for i, tool in enumerate(tools)
+        if _name(tool) in allowed
+    )
+    schemas = {tool.name: tool.parameters for tool in found}
+    single = not (several and parallel)
+    return ChosenTools(tools, CallableTools(schemas, single), False, found, required=choice == "required")
+
+
+def _callable(function: _Json, where: str) -> CallableTool:
+    strict = function.get("strict")
+    if not isinstance(strict, bool | None):
+        raise invalid(f"{where}.strict", "expected true or false")
+    name = str(function["name"])
+    if strict and not _NAME.fullmatch(name):
+        raise invalid(f"{where}.name", "the name of a strict tool has 1 to 64 letters, digits, _, -, . and :")
+    return CallableTool(name, function.get("parameters"), bool(strict), f"{where}.parameters")
 
 
 def _check_tool(tool: _Json, where: str) -> None:

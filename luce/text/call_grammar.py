@@ -31,6 +31,8 @@ class CallGrammar(NamedTuple):
     relaxed: tuple[str, ...]
     #: tokens before which the reply is free, and with which the grammar begins; empty: it begins with the reply
     triggers: frozenset[int]
+    #: special tokens with which calls begin
+    begins: frozenset[int]
 
 
 class _Tool(NamedTuple):
@@ -166,16 +168,17 @@ def call_grammar(form: CallFormat, compiled: Compile, cut: Cut, *, blank: str, b
     if len(form.text) > MAX_TOOLS_KIB << 10:
         raise too_complex("tools", f"have {len(form.text) >> 10:,} KiB, expected at most {MAX_TOOLS_KIB:,}")
     rules = CallRules(form, cut)
+    begins = frozenset() if rules.trigger is None else frozenset({rules.trigger})
     triggers: frozenset[int] = frozenset()
     make: Callable[[], str]
     if form.required or body is not None:
         make = partial(rules.required, blank, body)
-    elif rules.trigger is not None:
-        make, triggers = rules.behind_trigger, frozenset({rules.trigger})
+    elif begins:
+        make, triggers = rules.behind_trigger, begins
     else:
         make = partial(rules.in_text, blank)
     try:
-        return CallGrammar(compiled(make()), tuple(dict.fromkeys(rules.relaxed)), triggers)
+        return CallGrammar(compiled(make()), tuple(dict.fromkeys(rules.relaxed)), triggers, begins)
     except GrammarError as error:
         failed = error
     for index, tool in enumerate(form.tools):
@@ -187,7 +190,7 @@ def call_grammar(form: CallFormat, compiled: Compile, cut: Cut, *, blank: str, b
                 raise SchemaError(tool.param, error.reason, code) from None
             rules.forget(index)
     try:
-        return CallGrammar(compiled(make()), tuple(dict.fromkeys(rules.relaxed)), triggers)
+        return CallGrammar(compiled(make()), tuple(dict.fromkeys(rules.relaxed)), triggers, begins)
     except GrammarError as error:
         raise SchemaError("tools", failed.reason, str(error.code)) from None
 

@@ -167,8 +167,10 @@ class GrammarConstraint(Constraint):
                 if not self._restarts():
                     self._place = replace(place, waits=False)
         elif place.inside:
-            if reasoning is not None and token == reasoning.closes:
+            if reasoning is not None and (token == reasoning.closes or token in reasoning.calls):
                 self._place = replace(place, inside=False, may_reason=False)
+                if token in reasoning.calls:
+                    self._consume(token)
         elif reasoning is not None and place.may_reason and token == reasoning.opens:
             self._place = replace(place, inside=True)
         elif token in self._ends:

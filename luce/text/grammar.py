@@ -60,6 +60,7 @@ class _Compiled(NamedTuple):
     #: fields of the request that are not enforced
     relaxed: tuple[str, ...]
     triggers: frozenset[int] = frozenset()
+    begins: frozenset[int] = frozenset()
     digits: DigitLimit | None = None
 
 
@@ -77,6 +78,9 @@ class CompiledGrammar:
     def constraint(self, reasoning: ReasoningTokens | None = None) -> Constraint:
         """The constraint for one reply. One that reasons is free until the reasoning ends."""
         calls, tokenizer = self.wanted.calls, self._tokenizer
+        if reasoning is not None:
+            # A call that begins inside the reasoning ends it.
+            reasoning = reasoning._replace(calls=self._compiled.begins)
         return GrammarConstraint(
             self._compiled.matcher.deep_copy(),
             tokenizer.vocab,
@@ -190,7 +194,9 @@ class GrammarCompiler:
         compiled = library if form is None or form.kind != "grammar" else partial(library, body=form.value)
         rule = None if body is None else body.rule
         made = call_grammar(calls, compiled, self._tokenizer.special.cut, blank=blank, body=rule)
-        return _Compiled(made.matcher, (*(() if body is None else body.relaxed), *made.relaxed), made.triggers)
+        return _Compiled(
+            made.matcher, (*(() if body is None else body.relaxed), *made.relaxed), made.triggers, made.begins
+        )
 
     def _digit_limit(self) -> DigitLimit:
         with self._lock:

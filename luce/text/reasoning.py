@@ -91,6 +91,8 @@ class ReasoningTokens(NamedTuple):
     opens: int
     closes: int
     inside: bool
+    #: further tokens that end the reasoning, with which calls begin
+    calls: frozenset[int] = frozenset()
 
 
 def reasoning_tokens(markers: Markers, tokenizer: Tokenizer, prompt: Sequence[int]) -> ReasoningTokens | None:
