@@ -19,7 +19,7 @@ from luce.cli.main import main
 from luce.errors import LuceError
 from luce.kvcache.disk import files
 from luce.kvcache.disk.directory import Directory
-from luce.kvcache.disk.files import UnsafeDirectoryError, open_directory
+from luce.kvcache.disk.files import OpenDirectory, UnsafeDirectoryError, open_directory
 from luce.kvcache.disk.fingerprint import RECORD, Fingerprint, content_digest, read_about, recorded_digest, write_about
 from luce.kvcache.disk.manifest import LAYOUT
 from luce.kvcache.disk.store import Store, StoreFullError
@@ -339,6 +339,50 @@ def test_a_file_that_becomes_something_else_is_not_read(
         monkeypatch.setattr(os, "open", late)
         with pytest.raises(OSError, match=error):
             directory.open("file")
+
+
+def test_every_operation_on_a_link_leaves_its_target(tmp_path: Path) -> None:
+    # A link that is planted after the look at the directory.
+    outside, root = tmp_path / "outside", tmp_path / "root"
+    for directory in (outside, root):
+        directory.mkdir(mode=0o700)
+    (outside / "file").write_bytes(b"a file of its user")
+    before = contents(outside)
+    operations: list[Callable[[OpenDirectory], object]] = [
+        lambda directory: directory.touch("link", 1.0),
+        lambda directory: directory.replace("link", b"new"),
+        lambda directory: directory.write("link", b"new"),
+        lambda directory: directory.move("link", directory, "moved"),
+        lambda directory: directory.unlink("link"),
+        lambda directory: directory.remove("link"),
+        lambda directory: directory.enter("link"),
+        lambda directory: directory.read("link", 100),
+        lambda directory: directory.size_of("link"),
+    ]
+    for operation in operations:
+        for target in ("file", "", "nothing"):
+            shutil.rmtree(root)
+            root.mkdir(mode=0o700)
+            (root / "link").symlink_to(outside / target)
+            with open_directory(root) as directory, contextlib.suppress(OSError):
+                operation(directory)
+            assert contents(outside) == before
+
+
+def test_deep_directories_take_few_descriptors(tmp_path: Path) -> None:
+    # As deep as a path can name it, and deeper: twice 1500 levels.
+    bottom = os.open(tmp_path, os.O_RDONLY)
+    for _ in range(3000):
+        os.mkdir("d", dir_fd=bottom)
+        deeper = os.open("d", os.O_RDONLY, dir_fd=bottom)
+        os.close(bottom)
+        bottom = deeper
+    os.close(bottom)
+    opened: list[int] = []
+    with recorded(tmp_path) as calls, open_directory(tmp_path) as directory:
+        directory.remove("d")
+        opened.append(calls.most_open)
+    assert not list(tmp_path.iterdir()) and opened == [2]
 
 
 #: functions of `os` that touch no name below the directory: others are in luce.kvcache.disk.files, where tests see them
