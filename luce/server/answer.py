@@ -101,10 +101,12 @@ async def _stream(
             for index in range(job.choices):
                 await out.send(builder.opening(index))
             while not replies.ended:
-                try:
-                    index, event = await replies.next(server.config.sse_ping)
-                except TimeoutError:
+                # Not after each wait alone: the progress of a long prompt is an event that sends nothing.
+                if out.silence >= server.config.sse_ping:
                     await out.send_encoded(builder.ping())
+                try:
+                    index, event = await replies.next(server.config.sse_ping - out.silence)
+                except TimeoutError:
                     continue
                 parts = _add(builder, index, event)
                 if isinstance(event, Tokens):

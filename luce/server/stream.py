@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Iterable
 from typing import Any, NamedTuple
 
@@ -46,7 +47,13 @@ class EventStream:
     def __init__(self, request: web.Request, write_timeout: float) -> None:
         self._request = request
         self._timeout = write_timeout
+        self._sent_at = time.monotonic()
         self.response = web.StreamResponse(headers=_HEADERS)
+
+    @property
+    def silence(self) -> float:
+        """Seconds since the last events."""
+        return time.monotonic() - self._sent_at
 
     async def start(self) -> None:
         """Send status and headers."""
@@ -59,6 +66,7 @@ class EventStream:
 
     async def send_encoded(self, data: bytes) -> None:
         """Events that are encoded already."""
+        self._sent_at = time.monotonic()
         await self._sent(self.response.write(data))
 
     async def _sent(self, sending: Awaitable[object]) -> None:

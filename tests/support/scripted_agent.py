@@ -14,7 +14,7 @@ from luce.models.spec import Dialect
 from luce.text.chat import ChatFormat
 from luce.text.template import ChatTemplate
 from tests.support.scripted_backend import Script
-from tests.support.scripted_model import END, START, OffLoopChat, saying, tokenizer
+from tests.support.scripted_model import DIALECT, END, START, OffLoopChat, saying, tokenizer
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 TEMPLATE = (
@@ -37,9 +37,14 @@ def call(name: str, arguments: Mapping[str, Any]) -> str:
 
 
 @functools.cache
-def agent_chat() -> ChatFormat:
+def agent_chat(dialect: Dialect = Dialect()) -> ChatFormat:  # noqa: B008  # frozen
     """One for all tests, as each has a child process."""
-    return OffLoopChat(ChatTemplate(TEMPLATE, bos="", eos="<|im_end|>"), tokenizer(), Dialect())
+    return OffLoopChat(ChatTemplate(TEMPLATE, bos="", eos="<|im_end|>"), tokenizer(), dialect)
+
+
+def thinking_chat() -> ChatFormat:
+    """The same for replies with reasoning."""
+    return agent_chat(DIALECT)
 
 
 def playing(*replies: str) -> Script:
