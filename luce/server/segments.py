@@ -31,7 +31,7 @@ class Extended(NamedTuple):
 
 
 class Closed(NamedTuple):
-    """The open segment ends, with all its text. `whole`: the reply went on behind it, or said that the call is over."""
+    """The open segment ends, with all its text. `whole`: the reply went on behind it, or ended the call itself."""
 
     text: str
     whole: bool
@@ -64,7 +64,7 @@ class Segments:
                 self._pieces.append(part.fragment)
                 yield Extended(part.fragment)
             elif isinstance(part, CallEnded):
-                yield from self._close(whole=True)
+                yield from self._close(whole=part.whole)
 
     def close(self) -> Iterator[Step]:
         """The last step, at the end of the reply."""

@@ -354,8 +354,8 @@ class CallParser:
         if not self._whole:
             self._give("{}")
 
-    def _end(self) -> None:
-        self._parts.append(CallEnded(self.calls))
+    def _end(self, *, whole: bool = True) -> None:
+        self._parts.append(CallEnded(self.calls, whole))
         self.calls += 1
         self._started, self._fresh = False, True
         self._cursor.commit()
@@ -366,4 +366,4 @@ class CallParser:
         if isinstance(problem, EndOfReplyError):
             self._cursor.at = len(self._cursor.text)
         self.cut_calls += 1
-        self._end()
+        self._end(whole=False)

@@ -40,9 +40,10 @@ class CallArguments(NamedTuple):
 
 
 class CallEnded(NamedTuple):
-    """The arguments of a call are complete."""
+    """A call is over. `whole`: the model ended it; otherwise its arguments were closed where it was cut."""
 
     call: int
+    whole: bool = True
 
 
 Part = TextPart | ReasoningPart | CallStarted | CallArguments | CallEnded

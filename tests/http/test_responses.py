@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from luce.errors import BackendError
 from tests.support.http_server import Running, running
 from tests.support.responses_stream import joined, streamed
 from tests.support.scripted_agent import agent_chat, call, playing
@@ -176,3 +177,30 @@ async def test_json_by_a_schema_is_valid() -> None:
         assert status == 200, reply
         assert json.loads(reply["output"][-1]["content"][0]["text"]) == {"a": "x"}
         assert reply["text"]["format"] == form
+
+
+async def test_a_stream_that_reads_a_long_prompt_is_not_silent() -> None:
+    slow = {"context": 8192, "delay": 0.05, "script": saying("Late.")}
+    async with running(sse_ping=0.1, chunk=32, model=slow) as here:
+        events = await streamed(here, {**ASK, "input": "x" * 640})
+        # The progress of the prompt is an event of the engine in every step, and nothing of it is sent.
+        assert [event["type"] for event in events].count("response.in_progress") > 2
+        assert joined(events)["output"][0]["content"][0]["text"] == "Late."
+
+
+async def test_a_call_that_is_cut_is_incomplete_and_not_done() -> None:
+    arguments = '<tool_call>\n{"name": "get", "arguments": {"a": "' + "b" * 500
+    async with running(model={"context": 2048, "chat": agent_chat, "script": playing(arguments)}) as here:
+        reply = await create(here, tools=[FUNCTION], max_output_tokens=100)
+        assert reply["status"] == "incomplete"
+        assert all(item["status"] == "incomplete" for item in reply["output"])
+
+
+async def test_an_engine_that_fails_ends_the_stream_with_a_failed_response() -> None:
+    def broken(step: Any) -> None:
+        raise BackendError("a device failed")
+
+    async with running(model={"hook": broken}) as here:
+        response = joined(await streamed(here, ASK))
+        assert response["status"] == "failed" and response["output"] == []
+        assert response["error"] == {"code": "engine_error", "message": "a device failed"}
