@@ -338,7 +338,52 @@ class LayerBuilder:
         biases = _biases(index, {part: hidden} if bias else {})
         return self.weights.matrix([tensor_name(index, part)], cols, [hidden], biases)
 
+    def _grouped_delta_net(self, index: int, spec: GatedDeltaNet) -> DeltaNetLayer:
+        """The layer of a file whose value heads are grouped by key head.
+
+        The layer's head p is the file's head order[p], whose rows go there. The columns of ssm_out stay, as a quant
+        block may hold those of several heads; results go to them.
+        """
+        hidden, inner, d, heads = self._spec.hidden, spec.value_heads * spec.head_dim, spec.head_dim, spec.value_heads
+        readers = heads // spec.key_heads
+        order = np.arange(heads).reshape(spec.key_heads, readers).T.ravel()
+        keys, values = 2 * spec.key_heads * d, [range(head * d, (head + 1) * d) for head in order.tolist()]
+        alphas, betas = (
+            [range(at, at + 1) for at in (order // readers * 2 * readers + order % readers + first).tolist()]
+            for first in (readers, 0)
+        )
+        inputs = self.weights.reordered(
+            [
+                (tensor_name(index, "attn_qkv"), range(keys), *(range(keys + v.start, keys + v.stop) for v in values)),
+                (tensor_name(index, "attn_gate"), *values),
+                (tensor_name(index, "ssm_ba"), *alphas, *betas),
+            ],
+            hidden,
+        )
+        conv = self._device.download(
+            self.weights.filters(tensor_name(index, "ssm_conv1d"), spec.conv_kernel, spec.channels)
+        )
+        channels = np.concatenate([np.arange(keys), *(keys + np.arange(v.start, v.stop) for v in values)])
+        places = np.arange(_MOST_ROWS)[:, None] * heads + np.argsort(order)
+        return DeltaNetLayer(
+            self._device,
+            inputs=inputs,
+            out=self.weights.matrix([tensor_name(index, "ssm_out")], inner, [hidden]),
+            weights=DeltaWeights(
+                conv=self._device.upload(np.ascontiguousarray(conv[channels])),
+                decay=self._device.upload(self._values(f"blk.{index}.ssm_a", heads)[order]),
+                dt_bias=self._device.upload(self._values(f"blk.{index}.ssm_dt.bias", heads)[order]),
+                norm=self.weights.vector(tensor_name(index, "ssm_norm"), d),
+                eps=self._spec.norm_eps,
+                key_heads=spec.key_heads,
+            ),
+            state=DeltaState.allocate(self._device, spec, self._states.slots, self._states.verify_rows),
+            places=self._device.upload(places.astype(np.int32)),
+        )
+
     def _delta_net(self, index: int, spec: GatedDeltaNet) -> DeltaNetLayer:
+        if spec.grouped:
+            return self._grouped_delta_net(index, spec)
         hidden, inner, heads = self._spec.hidden, spec.value_heads * spec.head_dim, spec.value_heads
         names = [tensor_name(index, part) for part in ("attn_qkv", "attn_gate", "ssm_alpha", "ssm_beta")]
         return DeltaNetLayer(

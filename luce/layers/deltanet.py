@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from luce.layers.state import DeltaState
 from luce.ops.deltanet import DeltaWeights, gated_delta_net
+from luce.ops.embedding import take_rows
 from luce.ops.matmul import matmul, sole_int8_group
 from luce.ops.quantise import Quantised
 from luce.ops.weight import Weight
@@ -12,22 +13,40 @@ from luce.runtime.step import DeviceStep, SpanArrays
 
 
 class DeltaNetLayer:
-    """The layer; `inputs` stacks attn_qkv, attn_gate, ssm_alpha and ssm_beta."""
+    """The layer; `inputs` stacks attn_qkv, attn_gate, ssm_alpha and ssm_beta.
+
+    `places`: where `out` has its heads in another order than the layer, int32 [rows, value_heads] for as many rows as a
+    step has at most: row * value_heads + the layer's number of each head of `out`.
+    """
 
     def __init__(
-        self, device: Device, *, inputs: Weight, out: Weight, weights: DeltaWeights, state: DeltaState
+        self,
+        device: Device,
+        *,
+        inputs: Weight,
+        out: Weight,
+        weights: DeltaWeights,
+        state: DeltaState,
+        places: Array | None = None,
     ) -> None:
         self._device = device
         self.input_weight = inputs
         self._out = out
         self._weights = weights
         self.state = state
+        self._places = places
 
     def __call__(self, y: Array | Quantised, step: DeviceStep) -> Array:
         """y float32 [rows, hidden] -> float32 [rows, hidden]."""
         device = self._device
-        int8_group = sole_int8_group(device, y.shape[0], self._out)
         x = matmul(device, y, self.input_weight)
+        if self._places is not None:
+            mixed = self._mix(x, step.spans, int8_group=0)
+            assert not isinstance(mixed, Quantised)
+            rows, heads = len(x), self._places.shape[1]
+            each = take_rows(device, mixed.reshape(rows * heads, -1), self._places[:rows].reshape(-1))
+            return matmul(device, each.reshape(rows, -1), self._out)
+        int8_group = sole_int8_group(device, y.shape[0], self._out)
         return matmul(device, self._mix(x, step.spans, int8_group=int8_group), self._out)
 
     def accept(self, spans: SpanArrays) -> None:

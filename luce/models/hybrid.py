@@ -27,11 +27,11 @@ from luce.models.spec import (
 from luce.models.tool_formats import QWEN_XML
 
 
-def hybrid(source: Source, family: str, ffn: GatedMLP | MoE) -> ModelSpec:
-    """The spec of a file whose every layer has this feed-forward part."""
+def hybrid(source: Source, family: str, ffn: GatedMLP | MoE, *, grouped: bool = False) -> ModelSpec:
+    """The spec of a file whose every layer has this feed-forward part; `grouped` as in GatedDeltaNet."""
     layers = running_layers(source)
     attention = Layer(mixer=_attention(source), ffn=ffn, ffn_norm="post_attention_norm")
-    recurrent = Layer(mixer=_delta_net(source), ffn=ffn, ffn_norm="post_attention_norm")
+    recurrent = Layer(mixer=_delta_net(source, grouped=grouped), ffn=ffn, ffn_norm="post_attention_norm")
     return replace(
         model(source, family, [recurrent if flag else attention for flag in _recurrent_layers(source, layers)]),
         eos=("<|im_end|>", "<|endoftext|>"),
@@ -68,7 +68,7 @@ def _attention(source: Source) -> Attention:
     )
 
 
-def _delta_net(source: Source) -> GatedDeltaNet:
+def _delta_net(source: Source, *, grouped: bool) -> GatedDeltaNet:
     key_heads = source.positive("ssm.group_count")
     value_heads = source.positive("ssm.time_step_rank")
     head_dim = source.positive("ssm.state_size")
@@ -84,7 +84,7 @@ def _delta_net(source: Source) -> GatedDeltaNet:
     ):
         if value not in known:
             raise source.refuse(key, f"is {value}, expected one of {', '.join(map(str, known))}")
-    return GatedDeltaNet(key_heads, value_heads, head_dim, taps)
+    return GatedDeltaNet(key_heads, value_heads, head_dim, taps, grouped)
 
 
 def _recurrent_layers(source: Source, layers: int) -> list[bool]:

@@ -29,6 +29,7 @@ from luce.models import (
     qwen2,
     qwen3,
     qwen3moe,
+    qwen3next,
     qwen35,
     qwen35moe,
     seed_oss,
@@ -62,6 +63,7 @@ FAMILIES: dict[str, Callable[[Source], ModelSpec]] = {
     "qwen2": qwen2.spec,
     "qwen3": qwen3.spec,
     "qwen3moe": qwen3moe.spec,
+    "qwen3next": qwen3next.spec,
     "qwen35": qwen35.spec,
     "qwen35moe": qwen35moe.spec,
     "seed_oss": seed_oss.spec,
@@ -71,8 +73,8 @@ FAMILIES: dict[str, Callable[[Source], ModelSpec]] = {
 
 
 def read_spec(source: Source) -> ModelSpec:
-    """The spec of a file. Raises UnsupportedError naming the architecture if Luce does not support it, or for a file that
-    holds no tensors."""
+    """The spec of a file. Raises UnsupportedError naming the architecture if Luce does not support it, or for a file
+    without tensors."""
     if not source.tensors:
         raise UnsupportedError(f"{source.path}: holds a vocabulary but no tensors: there is no model to run")
     family = FAMILIES.get(source.architecture)

@@ -142,13 +142,15 @@ DELTA_CONV_KERNELS = (2, 3, 4)
 class GatedDeltaNet:
     """Gated delta rule with a causal convolution before it.
 
-    Value head h reads key head h mod key_heads (the tiled order of GGUF files).
+    Value head h reads key head h mod key_heads (the tiled order of Qwen3.5's files).
     """
 
     key_heads: int
     value_heads: int
     head_dim: int
     conv_kernel: int
+    #: the file's value heads that read one key head lie side by side (Qwen3-Next); loading reorders them
+    grouped: bool = False
 
     @property
     def channels(self) -> int:
