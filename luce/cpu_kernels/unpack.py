@@ -14,7 +14,7 @@ from __future__ import annotations
 from gguf import GGMLQuantizationType
 
 from luce.cpu_kernels.jit import compiled, inlined
-from luce.cpu_kernels.vectors import column, columns16, halves, look_up, signed_byte, splat, store, to_floats
+from luce.cpu_kernels.vectors import as_floats, column, columns16, halves, look_up, signed_byte, splat, store, to_floats
 
 #: most columns that are unpacked at a time
 SLICE = 256
@@ -25,16 +25,23 @@ UNPACKED_BYTES = MINIMUMS + SLICE // 16 * 64
 _T = GGMLQuantizationType
 Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 = (int(t) for t in (_T.Q4_0, _T.Q4_1, _T.Q5_0, _T.Q5_1, _T.Q8_0))
 Q2_K, Q3_K, Q4_K, Q5_K, Q6_K = (int(t) for t in (_T.Q2_K, _T.Q3_K, _T.Q4_K, _T.Q5_K, _T.Q6_K))
-IQ4_NL, IQ4_XS = int(_T.IQ4_NL), int(_T.IQ4_XS)
+IQ4_NL, IQ4_XS, MXFP4 = int(_T.IQ4_NL), int(_T.IQ4_XS), int(_T.MXFP4)
 
 #: what is added to a value so that it becomes an unsigned byte
-OFFSETS = {Q4_0: 8, Q5_0: 16, Q8_0: 128, Q3_K: 4, Q6_K: 32, IQ4_NL: 128, IQ4_XS: 128}
+OFFSETS = {Q4_0: 8, Q5_0: 16, Q8_0: 128, Q3_K: 4, Q6_K: 32, IQ4_NL: 128, IQ4_XS: 128, MXFP4: 16}
 GROUPS16 = frozenset({Q2_K, Q3_K, Q6_K})
 WITH_MINIMUMS = frozenset({Q4_1, Q5_1, Q2_K, Q4_K, Q5_K})
 
-# The values of IQ4_NL and IQ4_XS (ggml's kvalues_iq4nl) plus 128, as two int64 of bytes.
-_VALUES = bytes(v + 128 for v in (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113))
-_LOW, _HIGH = (int.from_bytes(_VALUES[i : i + 8], "little", signed=True) for i in (0, 8))
+
+def _table(values, offset):
+    """Values plus an offset as two int64 of bytes."""
+    packed = bytes(value + offset for value in values)
+    return [int.from_bytes(packed[i : i + 8], "little", signed=True) for i in (0, 8)]
+
+
+# ggml's kvalues_iq4nl, and twice the values of E2M1.
+_LOW, _HIGH = _table((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), 128)
+_E2M1_LOW, _E2M1_HIGH = _table((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), 16)
 
 
 @inlined
@@ -124,22 +131,34 @@ def unpack_q8_0(weights, stride, columns, to):
 def unpack_iq4_nl(weights, stride, columns, to):
     for block in range(columns // 32):
         at = weights + block * 18
-        _values(at + 2, stride, to + block * 512)
+        _values(at + 2, stride, to + block * 512, _LOW, _HIGH)
         store(to + SCALES + block * 64, halves(column(at, stride)))
 
 
+@compiled
+def unpack_mxfp4(weights, stride, columns, to):
+    for block in range(columns // 32):
+        at = weights + block * 17
+        _values(at + 1, stride, to + block * 512, _E2M1_LOW, _E2M1_HIGH)
+        # 2^(exponent - 128), which may be subnormal, of two normal factors.
+        exponent = column(at, stride) & 255
+        half = exponent >> 1
+        first, second = as_floats((half + splat(63)) << 23), as_floats((exponent - half + splat(63)) << 23)
+        store(to + SCALES + block * 64, first * second)
+
+
 @inlined
-def _values(weights, stride, to):
-    """As _nibbles, by the table of IQ4_NL."""
+def _values(weights, stride, to, low, high):
+    """As _nibbles, by a table."""
     a, b, c, d = columns16(weights, stride)
-    store(to, look_up(a & 0x0F0F0F0F, _LOW, _HIGH))
-    store(to + 64, look_up(b & 0x0F0F0F0F, _LOW, _HIGH))
-    store(to + 128, look_up(c & 0x0F0F0F0F, _LOW, _HIGH))
-    store(to + 192, look_up(d & 0x0F0F0F0F, _LOW, _HIGH))
-    store(to + 256, look_up((a >> 4) & 0x0F0F0F0F, _LOW, _HIGH))
-    store(to + 320, look_up((b >> 4) & 0x0F0F0F0F, _LOW, _HIGH))
-    store(to + 384, look_up((c >> 4) & 0x0F0F0F0F, _LOW, _HIGH))
-    store(to + 448, look_up((d >> 4) & 0x0F0F0F0F, _LOW, _HIGH))
+    store(to, look_up(a & 0x0F0F0F0F, low, high))
+    store(to + 64, look_up(b & 0x0F0F0F0F, low, high))
+    store(to + 128, look_up(c & 0x0F0F0F0F, low, high))
+    store(to + 192, look_up(d & 0x0F0F0F0F, low, high))
+    store(to + 256, look_up((a >> 4) & 0x0F0F0F0F, low, high))
+    store(to + 320, look_up((b >> 4) & 0x0F0F0F0F, low, high))
+    store(to + 384, look_up((c >> 4) & 0x0F0F0F0F, low, high))
+    store(to + 448, look_up((d >> 4) & 0x0F0F0F0F, low, high))
 
 
 @compiled
@@ -148,7 +167,7 @@ def unpack_iq4_xs(weights, stride, columns, to):
     scale = halves(first)
     low = column(weights + 4, stride)
     for group in range(8):
-        _values(weights + 8 + group * 16, stride, to + group * 512)
+        _values(weights + 8 + group * 16, stride, to + group * 512, _LOW, _HIGH)
         own = ((low >> (group * 4)) & 15) | (((first >> (16 + group * 2)) & 3) << 4)
         store(to + SCALES + group * 64, scale * to_floats(own - splat(32)))
 
@@ -296,3 +315,5 @@ def unpack(kind, weights, stride, columns, to):
         unpack_iq4_nl(weights, stride, columns, to)
     elif kind == IQ4_XS:
         unpack_iq4_xs(weights, stride, columns, to)
+    elif kind == MXFP4:
+        unpack_mxfp4(weights, stride, columns, to)

@@ -159,6 +159,16 @@ def to_floats(typing: Any, ints: Any) -> Any:
 
 
 @intrinsic
+def as_floats(typing: Any, ints: Any) -> Any:
+    """The floats with the bits of ints."""
+
+    def make(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], FLOAT_LANES)
+
+    return FLOATS(INTS), make
+
+
+@intrinsic
 def halves(typing: Any, ints: Any) -> Any:
     """The float16 in the lower 16 bits of each int, as floats."""
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from luce.models.spec import GatedMLP
-from luce.ops.activation import gated_activation, gelu
+from luce.ops.activation import FUSED, gated_activation, gelu
 from luce.ops.matmul import matmul, sole_int8_group
-from luce.ops.quantise import QUANTISED, Quantised, quantise_gated
+from luce.ops.quantise import Quantised, quantise_gated
 from luce.ops.weight import Weight
 from luce.runtime.device import Array, Device
 
@@ -25,7 +25,7 @@ class GatedMLPLayer:
         half = gate_up.shape[1] // 2
         gate, up = gate_up[:, :half], gate_up[:, half:]
         group = sole_int8_group(self._device, y.shape[0], self.down)
-        if group and self._activation in QUANTISED:
+        if group and self._activation in FUSED:
             inner = quantise_gated(self._device, gate, up, self._activation, group)
         else:
             inner = gated_activation(self._device, gate, up, self._activation)

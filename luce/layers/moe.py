@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from luce.layers.mlp import GatedMLPLayer
 from luce.models.spec import MoE
-from luce.ops.activation import add, add_gated, gated_activation
+from luce.ops.activation import FUSED, add, add_gated, gated_activation
 from luce.ops.matmul import int8_group, matmul
 from luce.ops.moe import Routing, combine, expert_matmul, route
 from luce.ops.moe_int8 import expert_mlp, expert_weights
-from luce.ops.quantise import QUANTISED, Quantised, quantise
+from luce.ops.quantise import Quantised, quantise
 from luce.ops.weight import Weight
 from luce.runtime.device import Array, Device
 
@@ -37,7 +37,7 @@ class MoELayer:
         self.input_weight = gate_up
         self._down = down
         self._shared = shared
-        plain = device.host or spec.activation not in QUANTISED
+        plain = device.host or spec.activation not in FUSED
         self._int8 = None if plain else expert_weights(gate_up, down, spec.experts)
         other = None if plain or shared is None else expert_weights(shared.input_weight, shared.down, 1)
         # One launch for the experts and the shared MLP: two fewer, and no wait for their results.

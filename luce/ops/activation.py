@@ -17,6 +17,8 @@ _KERNEL: dict[Activation, str] = {
     "gelu": "gated_gelu",
     "clamped_swiglu": "gated_clamped_swiglu",
 }
+#: the activations that compiled code of the CPU computes, and kernels that write int8
+FUSED = frozenset[Activation]({"silu", "gelu"})
 # Of clamped_swiglu (kernels/activation.h).
 _LIMIT, _STEEPNESS = np.float32(7), np.float32(1.702)
 
@@ -26,7 +28,7 @@ def gated_activation(device: Device, gate: Array, up: Array, activation: Activat
 
     silu(x) = x sigmoid(x); gelu is the tanh approximation; for clamped_swiglu see luce.models.spec.Activation.
     """
-    if isinstance(device, CpuDevice) and gate.shape[1] % LANES == 0:
+    if isinstance(device, CpuDevice) and gate.shape[1] % LANES == 0 and activation in FUSED:
         out = device.empty(gate.shape)
         device.kernels.gated_activation(gate, up, out, activation == "gelu")
         return out

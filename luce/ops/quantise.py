@@ -11,8 +11,6 @@ from luce.runtime.device import Array, Device
 
 #: Columns that share a scale: a section (the last one padded with zeros), or a quant block.
 SECTION, BLOCK = 128, 32
-#: the activations that kernels which write int8 compute
-QUANTISED = frozenset[Activation]({"silu", "gelu"})
 # Columns that a block of kernels/quantise.cu takes, and its threads.
 _THREADS = 128
 _COLUMNS = 4 * _THREADS
@@ -79,7 +77,7 @@ def quantise(device: Device, x: Array, group: int, *, padded: int | None = None)
 
 
 def quantise_gated(device: Device, gate: Array, up: Array, activation: Activation, group: int) -> Quantised:
-    """gated_activation, by one of QUANTISED, of 0 < n <= 16 rows on a GPU as int8 only: `quantise` of its result.
+    """gated_activation, silu or gelu, of 0 < n <= 16 rows on a GPU as int8 only: `quantise` of its result.
 
     gate and up float32 [n, cols] (any row stride); cols is a multiple of 32.
     """
