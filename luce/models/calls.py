@@ -79,6 +79,8 @@ class Calls:
     inside: tuple[str, ...] = ()
     #: how the template wants tool results: as messages of their own, or as `tool_responses` of the calls' message
     results: Literal["messages", "responses"] = "messages"
+    #: characters of the ids of calls that the template takes, letters and digits; 0: any id
+    id_length: int = 0
     #: other spellings that parsers read; no grammar allows them
     accepts: tuple[Calls, ...] = ()
     #: texts that every chat template of this dialect holds; empty: no template is recognised by its text

@@ -100,6 +100,7 @@ MISTRAL_V7 = Calls(
     section=("[TOOL_CALLS] [", "]"),
     between=", ",
     arguments=Json(fields=("name", "arguments"), id="id"),
+    id_length=9,
     template=("[TOOL_CALLS]",),
 )
 
@@ -110,6 +111,7 @@ MISTRAL_V11 = Calls(
     name=("", "[ARGS]"),
     arguments=Json(),
     inside=("[ARGS]", "[CALL_ID]"),
+    id_length=9,
     accepts=(
         Calls(
             format="mistral_v11",

@@ -25,6 +25,7 @@ Not here: request and response bodies (server) and choosing tokens (engine). Cal
     template          chat templates, rendered by a child process
     template_child    the server's end of that process; template_process: the process itself
     chat              conversations to prompts
+    tool_history      tools, past calls and results as a template takes them
     fim               tokens and prompts for filling in the middle
     boundaries        lengths at which prompts diverge
     token_memory      the ids of the texts of earlier replies

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
@@ -29,6 +28,7 @@ from luce.text.reply_parser import CallEnded, ReplyParser
 from luce.text.template import ChatTemplate
 from luce.text.token_memory import TokenMemory
 from luce.text.tokenizer import Tokenizer
+from luce.text.tool_history import for_template
 
 Message = Mapping[str, Any]
 #: most line feeds that templates put between a reply and the marker that ends its message
@@ -234,6 +234,7 @@ class ChatFormat:
         if self.template is None:
             raise RequestError("the model file has no chat template; use /v1/completions or --chat-template")
         plain = _merged([_plain(message, i) for i, message in enumerate(messages)])
+        plain, tools = for_template(plain, tools, self.calls, self.template.source)
         if continues and (plain[-1].get("role") != "assistant" or plain[-1].get("tool_calls")):
             raise _not_continued("the last message must be an assistant's, without tool calls")
         # Before the template gets it: the conversation as JSON is one call, which stops all other threads. Templates
@@ -248,9 +249,17 @@ class ChatFormat:
             raise
         except RequestError:
             led = plain[:1] + [_as_user(message) for message in plain[1:]]
-            if led == plain:
+            folded = _folded(led)
+            if led == plain and folded == led:
                 raise
+        try:
             return self._render_plain(led, variables, limit, continues=continues)
+        except (ContextError, UnavailableError):
+            raise
+        except RequestError:
+            if folded == led:
+                raise
+            return self._render_plain(folded, variables, limit, continues=continues)
 
     def _render_plain(
         self, messages: list[dict[str, Any]], variables: Mapping[str, Any], limit: PromptLimit, *, continues: bool
@@ -353,8 +362,6 @@ def _plain(message: Message, index: int) -> dict[str, Any]:
         plain["content"] = ""
     elif isinstance(content, list | tuple):
         plain["content"] = "".join(_part(part, index, i) for i, part in enumerate(content))
-    if plain.get("tool_calls"):
-        plain["tool_calls"] = [_parsed(call) for call in plain["tool_calls"]]
     return plain
 
 
@@ -373,6 +380,14 @@ def _as_user(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "role": "user", "content": f"System: {message['content']}"}
 
 
+def _folded(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with the system message at the start of the first user message, for templates that take none."""
+    first, *others = messages
+    if first.get("role") != "system" or not others or others[0].get("role") != "user":
+        return messages
+    return [{**others[0], "content": f"{first['content']}\n\n{others[0]['content']}"}, *others[1:]]
+
+
 def _part(part: Any, message: int, index: int) -> str:
     where = f"messages[{message}].content[{index}]"
     if isinstance(part, str):
@@ -382,19 +397,3 @@ def _part(part: Any, message: int, index: int) -> str:
     if not isinstance(text, str):
         raise RequestError(f"{where}: only text parts are supported", param=where, code="unsupported_content")
     return text
-
-
-def _parsed(call: Any) -> Any:
-    """A tool call whose arguments are an object where they came as the JSON text of one."""
-    if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
-        return call
-    function = dict(call["function"])
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            parsed = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return call
-        if isinstance(parsed, dict):
-            function["arguments"] = parsed
-    return {**call, "function": function}

@@ -304,7 +304,8 @@ async def test_roles_and_parts_reach_the_template() -> None:
             {"role": "assistant"},
             {"role": "assistant", "content": ""},
         ]
-        expected = [("system", "a\n\nb"), ("user", "cd"), ("assistant", ""), ("tool", '{"x":[1,2]}')]
+        called = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+        expected = [("system", "a\n\nb"), ("user", "cd"), ("assistant", called), ("tool", '{"x":[1,2]}')]
         assert await prompt_text(here, messages) == turns(*expected, ("assistant", ""), ("assistant", ""))
 
 

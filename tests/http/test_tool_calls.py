@@ -255,3 +255,88 @@ async def test_many_streams_at_once() -> None:
     async with running(model=speaking(call("weather", OSLO)), parallel=4) as here:
         for choice, _ in await asyncio.gather(*(streamed(here) for _ in range(4))):
             assert functions(choice) == [("weather", OSLO)]
+
+
+# --- calls that a request demands: the scripted model would say something else
+
+CITY = {
+    "type": "object",
+    "properties": {"days": {"type": "integer"}},
+    "required": ["days"],
+    "additionalProperties": False,
+}
+STRICT: list[Any] = [
+    {"type": "function", "function": {"name": name, "parameters": CITY, "strict": True}} for name in ("time", "weather")
+]
+ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["required", NAMED, ALLOWED])
+async def test_a_demanded_call_is_made_and_valid(choice: Any, stream: bool) -> None:
+    """The model wants to speak; the grammar lets it write calls only."""
+    async with running(model=speaking("I would rather talk.")) as here:
+        fields = {"tools": STRICT, "tool_choice": choice, "max_tokens": 400, "parallel_tool_calls": False}
+        found = (await streamed(here, **fields))[0] if stream else await whole(here, **fields)
+        ((name, arguments),) = functions(found)
+        assert name == "time" or choice == "required"
+        assert set(arguments) == {"days"} and type(arguments["days"]) is int
+        assert found["finish_reason"] == "tool_calls" and found["message"]["content"] is None
+        assert found["finish_details"]["grammar"]["kind"] == "tools"
+
+
+async def test_a_named_tool_is_called_once_unless_the_request_says_otherwise() -> None:
+    said = call("time", {"days": 1}) + "\n" + call("time", {"days": 2})
+    async with running(model=speaking(said)) as here:
+        assert functions(await whole(here, tools=STRICT, tool_choice=NAMED)) == [("time", {"days": 1})]
+        both = await whole(here, tools=STRICT, tool_choice=NAMED, parallel_tool_calls=True)
+        assert functions(both) == [("time", {"days": 1}), ("time", {"days": 2})]
+
+
+async def test_a_demanded_call_of_messages() -> None:
+    tool = {"name": "time", "input_schema": CITY}
+    body = {"model": "m", "max_tokens": 400, "messages": [USER], "tools": [tool], "temperature": 0}
+    async with running(model=speaking("No.")) as here:
+        for choice in ({"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "time"}):
+            status, reply, _ = await here.post("/v1/messages", {**body, "tool_choice": choice})
+            assert status == 200, reply
+            (block,) = reply["content"]
+            assert block["type"] == "tool_use" and block["name"] == "time" and reply["stop_reason"] == "tool_use"
+            assert type(block["input"]["days"]) is int
+
+
+# --- a template that shows no tools
+
+
+@functools.cache
+def _plain_chat() -> ChatFormat:
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    return OffLoopChat(ChatTemplate(template, bos="", eos="<|im_end|>"), tokenizer(), Dialect())
+
+
+async def test_tools_calls_and_results_reach_a_model_whose_template_has_no_place_for_them() -> None:
+    history = [
+        USER,
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {"id": i, "type": "function", "function": {"name": n, "arguments": "{}"}}
+                for i, n in (("a", "time"), ("b", "weather"))
+            ],
+        },
+        {"role": "tool", "tool_call_id": "b", "content": "rain"},
+        {"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "noon"}]},
+    ]
+    async with running(model=speaking(call("time", {}), chat=_plain_chat)) as here:
+        _, found, _ = await here.post("/apply-template", {"messages": history, "tools": TOOLS})
+        text = found["prompt"]
+        assert text.startswith("<|im_start|>system\n# Tools") and json.dumps(TOOLS[0]) in text
+        assert '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>' in text
+        assert f"<|im_start|>assistant\n{call('time', {})}\n{call('weather', {})}<|im_end|>" in text
+        results = "<tool_response>\nnoon\n</tool_response>\n<tool_response>\nrain\n</tool_response>"
+        assert f"<|im_start|>user\n{results}<|im_end|>" in text
+        assert functions(await whole(here, messages=history)) == [("time", {})]

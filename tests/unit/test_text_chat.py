@@ -158,12 +158,13 @@ def test_messages_are_made_plain(chat: ChatFormat) -> None:
         assert chat.text([message], add_generation_prompt=False) == f"<|s|>{shown}<|e|>\n"
 
 
-def test_arguments_that_are_no_object_stay_as_they_came() -> None:
+def test_arguments_that_are_no_object_stay_as_text_of_one() -> None:
     template = ChatTemplate("{% for call in messages[0].tool_calls %}{{ call|tojson }}{% endfor %}")
     chat = ChatFormat(template, Tokenizer(KEYS))
-    for arguments in ("{broken", "[1]", "7", "", "[" * 100_000):
+    for arguments in ("{broken", "[1]", "7", "[" * 100_000):
         call = {"function": {"arguments": arguments}}
-        assert chat.text([user("", tool_calls=[call])]) == f'{{"function": {{"arguments": "{arguments}"}}}}'
+        shown = f'{{"function": {{"arguments": {{"_raw": "{arguments}"}}}}}}'
+        assert chat.text([user("", tool_calls=[call])]) == shown
     assert chat.text([user("", tool_calls=["odd"])]) == '"odd"'
     template.close()
 

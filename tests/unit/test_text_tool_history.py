@@ -1,0 +1,119 @@
+"""luce/text/tool_history.py: what templates get, and that text written for them is read back."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from luce.models.tool_formats import TOOL_FORMATS
+from luce.text.tool_history import call_text, for_template
+from tests.support.call_parts import Found, read
+from tests.support.tool_templates import TEMPLATES, format_named, rendered
+
+ARGUMENTS: dict[str, Any] = {"text": 'a "b"\n', "n": 5, "o": {"k": [True, {}]}}
+TOOLS: dict[str, Any] = {
+    "f": {"properties": {"text": {"type": "string"}, "n": {"type": "integer"}, "o": {"type": "object"}}}
+}
+
+
+def calling(*calls: tuple[str, Any], content: str = "", name: str = "f") -> dict[str, Any]:
+    made = [
+        {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}} for id, arguments in calls
+    ]
+    return {"role": "assistant", "content": content, "tool_calls": made}
+
+
+def result(id: str, content: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": id, "content": content}
+
+
+@pytest.mark.parametrize("name", [calls.format for calls in TOOL_FORMATS])
+def test_a_written_call_is_read_back(name: str) -> None:
+    calls = format_named(name)
+    text = calls.section[0] + call_text(calls, "f", ARGUMENTS) + calls.section[1]
+    assert read(name, text, TOOLS) == Found("", [("f", ARGUMENTS)])
+
+
+def test_arguments_become_objects_and_keep_their_order() -> None:
+    history = [calling(("1", '{"b": 1, "a": 2}'), ("2", ""), ("3", "no json"), ("4", "[1]"), ("5", None))]
+    found, _ = for_template(history, None, format_named("hermes"), TEMPLATES["hermes"])
+    arguments = [call["function"]["arguments"] for call in found[0]["tool_calls"]]
+    assert arguments == [{"b": 1, "a": 2}, {}, {"_raw": "no json"}, {"_raw": "[1]"}, {}]
+    assert json.dumps(arguments[0]) == '{"b": 1, "a": 2}'
+
+
+def test_results_stand_in_the_order_of_the_calls() -> None:
+    history = [
+        calling(("a", {}), ("b", {})),
+        result("b", "2"),
+        result("x", "?"),
+        result("a", "1"),
+        {"role": "user", "content": ""},
+    ]
+    found, _ = for_template(history, None, format_named("hermes"), TEMPLATES["hermes"])
+    assert [message.get("tool_call_id") for message in found] == [None, "a", "b", "x", None]
+
+
+def test_older_functions_are_calls_and_results() -> None:
+    history = [
+        {"role": "assistant", "content": "", "function_call": {"name": "f", "arguments": '{"n": 1}'}},
+        {"role": "function", "name": "f", "content": "one"},
+    ]
+    text = rendered("hermes", for_template(history, None, format_named("hermes"), TEMPLATES["hermes"])[0])
+    assert '{"name": "f", "arguments": {"n": 1}}' in text and "<tool_response>\none\n</tool_response>" in text
+
+
+def test_ids_that_a_template_does_not_take_are_mapped_alike_for_call_and_result() -> None:
+    history = [calling(("call_0123456789", {}), ("abcdefghi", {})), result("call_0123456789", "1")]
+    found, _ = for_template(history, None, format_named("mistral_v7"), TEMPLATES["mistral_v7"])
+    first, second = (call["id"] for call in found[0]["tool_calls"])
+    assert len(first) == 9 and first.isalnum() and second == "abcdefghi" and found[1]["tool_call_id"] == first
+    assert "[TOOL_CALLS]" in rendered("mistral_v7", found)
+
+
+def test_a_template_with_one_call_at_a_time_gets_one_message_each() -> None:
+    history = [calling(("a", {"n": 1}), ("b", {"n": 2}), content="So."), result("a", "one"), result("b", "two")]
+    found, _ = for_template(history, None, format_named("llama3"), TEMPLATES["llama3"])
+    assert [(m["role"], len(m.get("tool_calls", ()))) for m in found] == [("assistant", 1), ("tool", 0)] * 2
+    text = rendered("llama3", found)
+    assert text.index('"n": 1') < text.index("one") < text.index('"n": 2') < text.index("two")
+
+
+def test_gemma_gets_results_on_the_message_of_the_calls_and_goes_on_in_it() -> None:
+    calls, template = format_named("gemma4"), TEMPLATES["gemma4"]
+    history = [
+        {"role": "user", "content": "hi"},
+        calling(("a", {"n": 1}), ("b", {})),
+        result("b", '{"r": 2}'),
+        result("a", "one"),
+    ]
+    found, _ = for_template(history, [], calls, template)
+    text = rendered("gemma4", found, add_generation_prompt=True)
+    assert text.endswith(
+        "<|turn>model\n<|tool_call>call:f{n:1}<tool_call|><|tool_call>call:f{}<tool_call|>"
+        '<|tool_response>response:f{value:<|"|>one<|"|>}<tool_response|>'
+        "<|tool_response>response:f{r:2}<tool_response|>"
+    )
+    # The next turn's prompt begins with this one's, and with the answer behind it.
+    answered, _ = for_template([*history, {"role": "assistant", "content": "Done."}], [], calls, template)
+    assert rendered("gemma4", answered).startswith(text + "Done.<turn|>")
+
+
+def test_a_template_that_shows_no_tools_gets_text() -> None:
+    source = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    tool = {"type": "function", "function": {"name": "f"}}
+    history = [{"role": "system", "content": "Be brief."}, calling(("a", {"n": 1}), content="Hm."), result("a", "one")]
+    found, shown = for_template(history, [tool], format_named("hermes"), source)
+    assert shown is None and [m["role"] for m in found] == ["system", "assistant", "user"]
+    assert found[0]["content"].startswith("Be brief.\n\n# Tools") and json.dumps(tool) in found[0]["content"]
+    assert found[1]["content"] == 'Hm.\n<tool_call>\n{"name": "f", "arguments": {"n": 1}}\n</tool_call>'
+    assert found[2] == {"role": "user", "content": "<tool_response>\none\n</tool_response>"}
+    assert for_template(history[:1], None, format_named("hermes"), source)[0] == history[:1]
+
+
+def test_conversations_without_tools_stay_as_they_are() -> None:
+    history = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    for name, template in TEMPLATES.items():
+        assert for_template(history, None, format_named(name), template) == (history, None)
