@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
@@ -62,7 +62,7 @@ class Published:
 
 def _type(name: str, shape: tuple[int, ...], tied: bool) -> Type:
     part = name.split(".")[-2]
-    if len(shape) == 1 or part in ("ssm_conv1d", "ffn_gate_inp"):
+    if len(shape) == 1 or part in ("ssm_conv1d", "ffn_gate_inp") or name.endswith(".bias"):
         return Type.F32
     block = int(name.split(".")[1]) if name.startswith("blk.") else 0
     type = Type.Q4_K
@@ -358,6 +358,146 @@ def _laguna() -> Published:
     return Published("Laguna-XS.2", "laguna", keys, tuple(tensors))
 
 
+def _llama_like(
+    name: str, architecture: str, layers: int, hidden: int, vocab: int, keys: dict[str, Value], parts: Mapping[str, Any]
+) -> Published:
+    """A model whose layers have the same parts, with RMS norms. Tied unless `parts` has an `output`."""
+    own = {part: shape for part, shape in parts.items() if part != "output"}
+    common: dict[str, Value] = {
+        "block_count": layers,
+        "embedding_length": hidden,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+    }
+    tensors = [*_outer(hidden, vocab, tied="output" not in parts)]
+    for layer in range(layers):
+        tensors += _named(layer, own)
+    return Published(name, architecture, {**common, **keys}, tuple(tensors))
+
+
+def _qwen25() -> Published:
+    hidden, heads, kv_heads, size, vocab = 3584, 28, 4, 128, 152064
+    parts = _attention(hidden, heads, kv_heads, size)
+    del parts["attn_q_norm"], parts["attn_k_norm"]
+    biases = {"attn_q.bias": (heads * size,), "attn_k.bias": (kv_heads * size,), "attn_v.bias": (kv_heads * size,)}
+    norms = {"attn_norm": (hidden,), "ffn_norm": (hidden,)}
+    keys: dict[str, Value] = {
+        "context_length": 32768,
+        "feed_forward_length": 18944,
+        "attention.head_count": heads,
+        "attention.head_count_kv": kv_heads,
+        "rope.freq_base": 1e6,
+        **_tokenizer("gpt2", "qwen2", ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]),
+    }
+    whole = {**norms, **parts, **biases, **_mlp(hidden, 18944), "output": (hidden, vocab)}
+    return _llama_like("Qwen2.5-7B", "qwen2", 28, hidden, vocab, keys, whole)
+
+
+def _gemma3() -> Published:
+    hidden, heads, kv_heads, size, vocab = 2560, 8, 4, 256, 262144
+    norms = ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")
+    keys: dict[str, Value] = {
+        "context_length": 131072,
+        "feed_forward_length": 10240,
+        "attention.head_count": heads,
+        "attention.head_count_kv": kv_heads,
+        "attention.key_length": size,
+        "attention.value_length": size,
+        "attention.sliding_window": 1024,
+        "rope.freq_base": 1e6,
+        "rope.scaling.type": "linear",
+        "rope.scaling.factor": 8.0,
+        **_tokenizer("gemma4", None, ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"]),
+    }
+    parts = {
+        **dict.fromkeys(norms, (hidden,)),
+        **_attention(hidden, heads, kv_heads, size),
+        **_mlp(hidden, 10240),
+    }
+    return _llama_like("Gemma3-4B", "gemma3", 34, hidden, vocab, keys, parts)
+
+
+def _gpt_oss() -> Published:
+    hidden, heads, kv_heads, size, width, experts, vocab = 2880, 64, 8, 64, 2880, 32, 201088
+    parts = _attention(hidden, heads, kv_heads, size)
+    del parts["attn_q_norm"], parts["attn_k_norm"]
+    keys: dict[str, Value] = {
+        "context_length": 131072,
+        "feed_forward_length": width,
+        "attention.head_count": heads,
+        "attention.head_count_kv": kv_heads,
+        "attention.key_length": size,
+        "attention.value_length": size,
+        "attention.sliding_window": 128,
+        "expert_count": experts,
+        "expert_used_count": 4,
+        "expert_feed_forward_length": width,
+        "rope.freq_base": 150000.0,
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 32.0,
+        "rope.scaling.original_context_length": 4096,
+        **_tokenizer("gpt2", "gpt-4o", ["<|return|>", "<|call|>", "<|end|>"]),
+    }
+    biased = {"attn_q": heads * size, "attn_k": kv_heads * size, "attn_v": kv_heads * size, "attn_output": hidden}
+    whole = {
+        "attn_norm": (hidden,),
+        "post_attention_norm": (hidden,),
+        "attn_sinks": (heads,),
+        **parts,
+        **{f"{part}.bias": (width,) for part, width in biased.items()},
+        **_experts(hidden, width, experts),
+        "ffn_gate_inp.bias": (experts,),
+        **{f"ffn_{part}_exps.bias": (width, experts) for part in ("gate", "up", "down")},
+        "output": (hidden, vocab),
+    }
+    return _llama_like("gpt-oss-20b", "gpt-oss", 24, hidden, vocab, keys, whole)
+
+
+def _deepseek_v2_lite() -> Published:
+    hidden, heads, vocab, rank, turned, plain, value = 2048, 16, 102400, 512, 64, 128, 128
+    keys: dict[str, Value] = {
+        "block_count": 27,
+        "embedding_length": hidden,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "context_length": 163840,
+        "feed_forward_length": 10944,
+        "attention.head_count": heads,
+        "attention.head_count_kv": 1,
+        "attention.key_length": rank + turned,
+        "attention.value_length": rank,
+        "attention.key_length_mla": plain + turned,
+        "attention.value_length_mla": value,
+        "attention.kv_lora_rank": rank,
+        "rope.dimension_count": turned,
+        "rope.freq_base": 1e4,
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 40.0,
+        "rope.scaling.original_context_length": 4096,
+        "rope.scaling.yarn_log_multiplier": 0.0707,
+        "leading_dense_block_count": 1,
+        "expert_count": 64,
+        "expert_used_count": 6,
+        "expert_feed_forward_length": 1408,
+        "expert_shared_count": 2,
+        "expert_weights_scale": 1.0,
+        **_tokenizer("gpt2", "deepseek-llm", ["<｜end▁of▁sentence｜>"]),
+    }
+    tensors = [*_outer(hidden, vocab, tied=False)]
+    for layer in range(27):
+        parts = {
+            "attn_norm": (hidden,),
+            "ffn_norm": (hidden,),
+            "attn_q": (hidden, heads * (plain + turned)),
+            "attn_kv_a_mqa": (hidden, rank + turned),
+            "attn_kv_a_norm": (rank,),
+            "attn_k_b": (plain, rank, heads),
+            "attn_v_b": (rank, value, heads),
+            "attn_output": (heads * value, hidden),
+        }
+        sparse = {**_experts(hidden, 1408, 64), **_mlp(hidden, 2 * 1408, "_shexp")}
+        tensors += _named(layer, {**parts, **(sparse if layer else _mlp(hidden, 10944))})
+    return Published("DeepSeek-V2-Lite", "deepseek2", keys, tuple(tensors))
+
+
 PUBLISHED = (
     _qwen35(
         "Qwen3.6-27B",
@@ -423,4 +563,8 @@ PUBLISHED = (
         context=262144,
     ).published(),
     _laguna(),
+    _qwen25(),
+    _gemma3(),
+    _gpt_oss(),
+    _deepseek_v2_lite(),
 )

@@ -26,6 +26,7 @@ class Card:
 
     name: DeviceName
     host: bool = False
+    packed: bool = True
     remote: bool = False
     kv_dtype: Any = field(default_factory=lambda: np.dtype(np.float16))
 
@@ -113,6 +114,25 @@ def laguna() -> int:
     return 2 * 100352 * 2048 + 2048 + mixers + 3 * 2048 * 8192 + 39 * sparse
 
 
+def qwen25() -> int:
+    # No head norms; biases.
+    mixer = attention(3584, 28, 4, 128) - 2 * 128 + (28 + 2 * 4) * 128
+    return 2 * 152064 * 3584 + 3584 + 28 * (mixer + 3 * 3584 * 18944)
+
+
+def gpt_oss() -> int:
+    mixer = attention(2880, 64, 8, 64) - 2 * 64 + (64 + 2 * 8) * 64 + 2880 + 64
+    experts = 2880 * 32 + 32 + 32 * 3 * (2880 * 2880 + 2880)
+    return 2 * 201088 * 2880 + 2880 + 24 * (mixer + experts)
+
+
+def deepseek_v2_lite() -> int:
+    cached = 2048 * 576 + 512
+    mixer = 2048 * 16 * 192 + cached + 16 * 512 * (128 + 128) + 16 * 128 * 2048 + 2 * 2048
+    sparse = 2048 * 64 + (64 + 2) * 3 * 2048 * 1408
+    return 2 * 102400 * 2048 + 2048 + 27 * mixer + 3 * 2048 * 10944 + 26 * sparse
+
+
 EXPECTED = {
     "Qwen3.6-27B": Expected(
         layers=64,
@@ -165,6 +185,36 @@ EXPECTED = {
         parameters=laguna(),
         tables=100352 * 2048,
     ),
+    "Qwen2.5-7B": Expected(
+        layers=28,
+        groups={None: Group(tuple(range(28)), 2 * 4 * 128, 32768)},
+        parameters=qwen25(),
+        tables=152064 * 3584,
+    ),
+    "Gemma3-4B": Expected(
+        layers=34,
+        groups={
+            1024: Group(others(6, 34), 2 * 4 * 256, 25 * 64),
+            None: Group(every(6, 34), 2 * 4 * 256, 131072),
+        },
+        parameters=262144 * 2560 + 2560 + 34 * (attention(2560, 8, 4, 256, norms=4) + 3 * 2560 * 10240),
+    ),
+    "gpt-oss-20b": Expected(
+        layers=24,
+        groups={
+            128: Group(tuple(range(0, 24, 2)), 2 * 8 * 64, 11 * 64),
+            None: Group(tuple(range(1, 24, 2)), 2 * 8 * 64, 131072),
+        },
+        parameters=gpt_oss(),
+        tables=201088 * 2880,
+    ),
+    # Latents of 512 values and a rotated key of 64, which all heads share: the values are the keys.
+    "DeepSeek-V2-Lite": Expected(
+        layers=27,
+        groups={None: Group(tuple(range(27)), 512 + 64, 163840)},
+        parameters=deepseek_v2_lite(),
+        tables=102400 * 2048,
+    ),
 }
 each = pytest.mark.parametrize("model", [m for m in PUBLISHED if m.architecture in FAMILIES], ids=lambda m: m.name)
 
@@ -197,6 +247,10 @@ def test_every_model_has_expected_sizes() -> None:
             "Gemma4-26B-A4B": 26,
             "Gemma4-31B": 31,
             "Laguna-XS.2": 33,
+            "Qwen2.5-7B": 7.6,
+            "Gemma3-4B": 3.9,
+            "gpt-oss-20b": 20.9,
+            "DeepSeek-V2-Lite": 15.7,
         },
         rel=0.04,
     )
@@ -349,6 +403,6 @@ def test_smaller_context_bounds_every_group(tmp_path: Path, capsys: pytest.Captu
     for model in PUBLISHED:
         if model.architecture in FAMILIES:
             facts = inspected(model, tmp_path, capsys, *flags)
-            # 16 pages hold 1000 positions; 12 and one more hold 512 + 256.
-            positions = {None: 1024, 1024: 1024, 512: 13 * 64}
+            # 16 pages hold 1000 positions; 12 and one more hold 512 + 256, 6 and one more 128 + 256.
+            positions = {None: 1024, 1024: 1024, 512: 13 * 64, 128: 7 * 64}
             assert [group["positions"] for group in facts["kv"]] == [positions[g["window"]] for g in facts["kv"]]
