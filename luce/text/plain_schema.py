@@ -485,5 +485,5 @@ _RULES: dict[str, _Rule] = {
     **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"), _Walk._count),
     **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), _Walk._bound),
     **dict.fromkeys(("properties", "patternProperties"), _Walk._named),
-    **dict.fromkeys(("anyOf", "oneOf", "allOf"), _Walk._arms),
+    **dict.fromkeys(("anyOf", "oneOf", "allOf", "prefixItems"), _Walk._arms),
 }

@@ -44,6 +44,7 @@ def plain(schema: Any, **options: bool) -> tuple[Any, tuple[str, ...]]:
         ({"maximum": 3, "exclusiveMaximum": False}, {"maximum": 3}),
         ({"items": [{"type": "null"}], "additionalItems": False}, {"prefixItems": [{"type": "null"}], "items": False}),
         ({"items": {"type": "null"}, "additionalItems": False}, {"items": {"type": "null"}}),
+        ({"prefixItems": [{"type": "null"}, {"title": "T"}]}, {"prefixItems": [{"type": "null"}, {}]}),
         # What allows everything.
         ({"uniqueItems": False, "propertyNames": {}, "required": []}, {}),
         ({"propertyNames": {"type": "string"}, "then": {}, "minContains": 2}, {}),
