@@ -240,7 +240,7 @@ def _expected(
     for expert in np.unique(ids):
         own = ids == expert
         each = [part[expert] for part in parts]
-        met = [seen(device, tensor.type.name, every[own]) for tensor in tensors]
+        met = [seen(device, tensor.type.name, every[own]) if device.host else every[own] for tensor in tensors]
         result[own] = np.concatenate([x @ w.T.astype(np.float64) for x, w in zip(met, each, strict=True)], axis=1)
         limits = [product_limit(every[own], w, fp16=half) for w, half in zip(each, fp16, strict=True)]
         limit[own] = np.concatenate(limits, axis=1)
