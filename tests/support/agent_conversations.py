@@ -35,12 +35,11 @@ class ClaudeConversation:
         return body
 
     def take(self, message: Json, result: str) -> None:
-        """The reply, whose calls all get a result."""
+        """The reply. Its calls get a result; to one without calls the user says it."""
         calls = [block for block in message["content"] if block["type"] == "tool_use"]
-        assert calls, message
         results = [{"tool_use_id": call["id"], "type": "tool_result", "content": result} for call in calls]
         self._messages += [
             {"role": "assistant", "content": message["content"]},
-            {"role": "user", "content": results},
+            {"role": "user", "content": results or [{"type": "text", "text": result}]},
         ]
         self._turn += 1
