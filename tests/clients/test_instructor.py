@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.claude_code import AGENT
 from tests.support.client_programs import Library, library
 from tests.support.http_server import running
 from tests.support.scripted_model import saying
@@ -53,7 +54,8 @@ def structured(url: str, mode: str) -> Json:
     import openai
     import pydantic
 
-    class City(pydantic.BaseModel):
+    # Further members, which a schema allows by default, have no end where a model says anything.
+    class City(pydantic.BaseModel, extra="forbid"):
         kind: Literal["town", "village"]
         port: bool
 
@@ -71,5 +73,12 @@ async def test_structured_output(instructor: Library, mode: str) -> None:
     # In the mode JSON the schema is in the prompt alone.
     wish = '{"kind": "town", "port": true}' if mode == "JSON" else "I would rather not."
     async with running(model={"context": 4096, "script": saying(wish)}) as here:
+        found = await instructor(structured, here.url, mode)
+    assert found["kind"] in ("town", "village") and isinstance(found["port"], bool)
+
+
+@pytest.mark.parametrize("mode", ["TOOLS", "TOOLS_STRICT"])
+async def test_structured_output_by_a_forced_call(instructor: Library, mode: str) -> None:
+    async with running(model={**AGENT, "context": 8192, "script": saying("I would rather not.")}) as here:
         found = await instructor(structured, here.url, mode)
     assert found["kind"] in ("town", "village") and isinstance(found["port"], bool)

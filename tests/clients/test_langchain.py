@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.claude_code import AGENT
 from tests.support.client_programs import Library, library
 from tests.support.http_server import running
+from tests.support.scripted_agent import call, playing
 from tests.support.scripted_model import REPLY, saying
 
 Json = dict[str, Any]
@@ -150,4 +152,53 @@ async def test_structured_output(langchain: Library, protocol: str, method: str)
     wish = '{"kind": "town", "port": true}' if method == "json_mode" else "I would rather not."
     async with running(model={"context": 4096, "script": saying(wish)}) as here:
         found = await langchain(structured, here.url, protocol, method)
+    assert found["kind"] in ("town", "village") and isinstance(found["port"], bool)
+
+
+def tool_loop(url: str, protocol: str) -> Json:
+    """A call of a bound tool, its result, and the reply that uses it."""
+    from langchain_anthropic import ChatAnthropic
+    from langchain_core.messages import HumanMessage
+    from langchain_core.tools import tool
+    from langchain_openai import ChatOpenAI
+
+    @tool
+    def add(a: int, b: int) -> int:
+        """Adds."""
+        return a + b
+
+    chat: Any
+    if protocol == "openai":
+        chat = ChatOpenAI(model="m", base_url=url + "/v1", api_key="none", temperature=0, max_retries=0)
+    else:
+        chat = ChatAnthropic(model="m", base_url=url, api_key="none", max_tokens=300, max_retries=0)
+    chat = chat.bind_tools([add])
+    messages: list[Any] = [HumanMessage("What is 19 + 23?")]
+    first = chat.invoke(messages)
+    (call,) = first.tool_calls
+    messages += [first, add.invoke(call)]
+    streamed = list(chat.stream(messages))
+    last = chat.invoke(messages)
+    return {
+        "name": call["name"],
+        "arguments": call["args"],
+        "text": last.text,
+        "streamed": "".join(chunk.text for chunk in streamed),
+        "cached": last.usage_metadata["input_token_details"]["cache_read"],
+    }
+
+
+@pytest.mark.parametrize("protocol", ["openai", "anthropic"])
+async def test_a_tool_loop(langchain: Library, protocol: str) -> None:
+    script = playing(call("add", {"a": 19, "b": 23}), "It is 42.")
+    async with running(model={**AGENT, "context": 8192, "script": script}) as here:
+        found = await langchain(tool_loop, here.url, protocol)
+    assert found.pop("cached") > 100
+    assert found == {"name": "add", "arguments": {"a": 19, "b": 23}, "text": "It is 42.", "streamed": "It is 42."}
+
+
+@pytest.mark.parametrize("protocol", ["openai", "anthropic"])
+async def test_structured_output_by_a_forced_call(langchain: Library, protocol: str) -> None:
+    async with running(model={**AGENT, "context": 8192, "script": saying("I would rather not.")}) as here:
+        found = await langchain(structured, here.url, protocol, "function_calling")
     assert found["kind"] in ("town", "village") and isinstance(found["port"], bool)

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.claude_code import AGENT
 from tests.support.client_programs import Library, library
 from tests.support.http_server import running
+from tests.support.scripted_agent import call, playing
 from tests.support.scripted_model import REPLY
 
 Json = dict[str, Any]
@@ -152,3 +154,51 @@ def structured(url: str, model: str, path: str) -> str:
 async def test_structured_output(litellm: Library, model: str, path: str) -> None:
     async with running() as here:
         assert await litellm(structured, here.url, model, path) in ("town", "village")
+
+
+def tool_loop(url: str, model: str, path: str) -> Json:
+    """A call, its result, and the reply that uses it."""
+    import json
+
+    import litellm
+
+    function = {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+    }
+
+    def complete(messages: list[Any]) -> Any:
+        return litellm.completion(
+            model=model,
+            api_base=url + path,
+            api_key="none",
+            messages=messages,
+            tools=[{"type": "function", "function": function}],
+            max_tokens=300,
+        ).choices[0]
+
+    messages: list[Any] = [{"role": "user", "content": "What is 19 + 23?"}]
+    first = complete(messages)
+    (call,) = first.message.tool_calls
+    numbers = json.loads(call.function.arguments)
+    result = {"role": "tool", "tool_call_id": call.id, "content": str(numbers["a"] + numbers["b"])}
+    last = complete([*messages, first.message.model_dump(), result])
+    return {
+        "finish": [first.finish_reason, last.finish_reason],
+        "name": call.function.name,
+        "numbers": numbers,
+        "text": last.message.content,
+    }
+
+
+@pytest.mark.parametrize("model, path", [("openai/m", "/v1"), ("anthropic/m", "")])
+async def test_a_tool_loop(litellm: Library, model: str, path: str) -> None:
+    script = playing(call("add", {"a": 19, "b": 23}), "It is 42.")
+    async with running(model={**AGENT, "context": 8192, "script": script}) as here:
+        assert await litellm(tool_loop, here.url, model, path) == {
+            "finish": ["tool_calls", "stop"],
+            "name": "add",
+            "numbers": {"a": 19, "b": 23},
+            "text": "It is 42.",
+        }

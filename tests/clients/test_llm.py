@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.claude_code import AGENT
 from tests.support.client_programs import Ended, Program, need
 from tests.support.http_server import Running, running
+from tests.support.scripted_agent import call, playing
 from tests.support.scripted_model import REPLY
 
 
@@ -69,3 +71,11 @@ async def test_a_schema(llm: Program) -> None:
             ),
         )
         assert isinstance(ended.json["port"], bool)
+
+
+async def test_a_tool_loop(llm: Program) -> None:
+    functions = "def add(a: int, b: int) -> int:\n    return a + b\n"
+    script = playing(call("add", {"a": 19, "b": 23}), "It is 42.")
+    async with running(api_key=("sesame",), model={**AGENT, "context": 8192, "script": script}) as here:
+        ended = await ask(llm, here, "--functions", functions, "--td")
+        assert ended.output == "It is 42.\n" and "add" in ended.errors and "42" in ended.errors

@@ -10,8 +10,10 @@ from typing import Any
 import openai
 import pytest
 
+from tests.support.claude_code import AGENT
 from tests.support.client_programs import Library, library
 from tests.support.http_server import Running, running
+from tests.support.scripted_agent import call, playing
 from tests.support.scripted_model import REPLY, saying
 
 Json = dict[str, Any]
@@ -367,3 +369,102 @@ async def test_structured_replies(threaded: Library) -> None:
         found = await threaded(parsed, here.url)
     assert found.pop("kind") in ("town", "village")
     assert found == {"same": True, "begins": "{", "events": True}
+
+
+def tool_loop(url: str, streamed: bool) -> Json:
+    """A call, its result, and the reply that uses it."""
+    import json
+
+    import openai
+
+    function = {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+    }
+    tools: Any = [{"type": "function", "function": function}]
+    messages: list[Any] = [{"role": "user", "content": "What is 19 + 23?"}]
+    pieces = 0
+    with openai.OpenAI(base_url=url + "/v1", api_key="none") as client:
+        if streamed:
+            with client.chat.completions.stream(model="m", messages=messages, tools=tools, temperature=0) as stream:
+                kinds = [event.type for event in stream]
+                choice = stream.get_final_completion().choices[0]
+            pieces = kinds.count("tool_calls.function.arguments.delta")
+        else:
+            choice = client.chat.completions.create(model="m", messages=messages, tools=tools, temperature=0).choices[0]  # type: ignore[assignment]
+        (call,) = choice.message.tool_calls or []
+        assert call.type == "function"
+        numbers = json.loads(call.function.arguments)
+        messages.append(choice.message.to_dict())
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": str(numbers["a"] + numbers["b"])})
+        last = client.chat.completions.create(model="m", messages=messages, tools=tools, temperature=0)
+        assert last.usage and last.usage.prompt_tokens_details
+        return {
+            "finish": [choice.finish_reason, last.choices[0].finish_reason],
+            "content": choice.message.content or None,
+            "name": call.function.name,
+            "numbers": numbers,
+            "pieces": pieces,
+            "text": last.choices[0].message.content,
+            "cached": last.usage.prompt_tokens_details.cached_tokens,
+        }
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+async def test_a_tool_loop(threaded: Library, streamed: bool) -> None:
+    script = playing(call("add", {"a": 19, "b": 23}), "It is 42.")
+    async with running(model={**AGENT, "context": 8192, "script": script}) as here:
+        found = await threaded(tool_loop, here.url, streamed)
+        assert found.pop("cached") > 100 and (found.pop("pieces") > 1) == streamed
+        assert found == {
+            "finish": ["tool_calls", "stop"],
+            "content": None,
+            "name": "add",
+            "numbers": {"a": 19, "b": 23},
+            "text": "It is 42.",
+        }
+
+
+def forced(url: str, choice: Any) -> list[Any]:
+    """Names and arguments of the calls that a request forces, and how the reply ended."""
+    import json
+
+    import openai
+
+    parameters = {
+        "type": "object",
+        "properties": {"kind": {"enum": ["town", "village"]}, "port": {"type": "boolean"}},
+        "required": ["kind", "port"],
+        "additionalProperties": False,
+    }
+    tools: Any = [
+        {"type": "function", "function": {"name": name, "parameters": parameters}} for name in ("city", "place")
+    ]
+    with openai.OpenAI(base_url=url + "/v1", api_key="none") as client:
+        reply = client.chat.completions.create(
+            model="m",
+            messages=[{"role": "user", "content": "hi"}],
+            tools=tools,
+            tool_choice=choice,
+            parallel_tool_calls=False,
+            temperature=0,
+        ).choices[0]
+        calls: Any = reply.message.tool_calls or []
+        return [[[c.function.name, json.loads(c.function.arguments)] for c in calls], reply.message.content]
+
+
+@pytest.mark.parametrize(
+    "choice",
+    ["none", "required", {"type": "function", "function": {"name": "place"}}],
+    ids=["none", "required", "named"],
+)
+async def test_tool_choice(threaded: Library, choice: Any) -> None:
+    async with running(model={**AGENT, "context": 8192, "script": saying("I would rather not.")}) as here:
+        calls, content = await threaded(forced, here.url, choice)
+    if choice == "none":
+        assert (calls, content) == ([], "I would rather not.")
+    else:
+        ((name, arguments),) = calls
+        assert name in (("city", "place") if choice == "required" else ("place",))
+        assert arguments["kind"] in ("town", "village") and isinstance(arguments["port"], bool)
