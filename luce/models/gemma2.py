@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from luce.models.gemma3 import gemma
-from luce.models.keys import Source, attention_heads, read_attention, read_rope, sliding_layers
+from luce.models.gemma3 import by_width, gemma
+from luce.models.keys import Source, read_attention, read_rope, sliding_layers
 from luce.models.spec import ModelSpec
 
 #: by the config of the 27B model, whose queries are scaled by its width; the files have no key for it
@@ -16,9 +16,7 @@ def spec(source: Source) -> ModelSpec:
     """The spec of a gemma2 file."""
     layers = source.stored_layers()
     whole = replace(read_attention(source, read_rope(source)), softcap=source.above("attn_logit_softcapping", 50.0))
-    if layers == _LAYERS_27B:
-        heads = attention_heads(source)
-        whole = replace(whole, scale=(source.positive("embedding_length") / heads.heads) ** -0.5)
+    whole = by_width(source, whole) if layers == _LAYERS_27B else whole
     sliding = replace(whole, window=source.positive("attention.sliding_window"))
     flags = sliding_layers(source, layers, 2)
     return replace(

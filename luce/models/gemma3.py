@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from luce.models.keys import Source, attention_heads, model, read_attention, read_rope, sliding_layers
+from luce.models.keys import Source, model, read_attention, read_rope, sliding_layers
 from luce.models.spec import Attention, Dialect, GatedMLP, Layer, MessageMarkers, ModelSpec, Rope
 
 #: by the config of the 27B model, whose queries are scaled by its width; the files have no key for it
@@ -17,15 +17,18 @@ _LAYERS_27B = 62
 def spec(source: Source) -> ModelSpec:
     """The spec of a gemma3 file."""
     layers = source.stored_layers()
-    heads = attention_heads(source)
     whole = replace(read_attention(source, read_rope(source, base=1e6)), qk_norm="head")
-    if layers == _LAYERS_27B:
-        whole = replace(whole, scale=(source.positive("embedding_length") / heads.heads) ** -0.5)
+    whole = by_width(source, whole) if layers == _LAYERS_27B else whole
     # The scaling of the context concerns the global layers.
-    near = Rope(dims=heads.head_dim, base=source.above("rope.freq_base_swa", 10000.0, least=1.0))
+    near = Rope(dims=whole.head_dim, base=source.above("rope.freq_base_swa", 10000.0, least=1.0))
     sliding = replace(whole, rope=near, window=source.positive("attention.sliding_window"))
     flags = sliding_layers(source, layers, 6)
     return gemma(source, "gemma3", [sliding if flag else whole for flag in flags])
+
+
+def by_width(source: Source, attention: Attention) -> Attention:
+    """With queries scaled by the stream's width divided by the heads."""
+    return replace(attention, scale=(source.positive("embedding_length") / attention.heads) ** -0.5)
 
 
 def gemma(source: Source, family: str, mixers: Sequence[Attention]) -> ModelSpec:
