@@ -24,6 +24,8 @@ _log = logging.getLogger("luce.http")
 # Seconds between looks at a client that has sent its last byte, and looks between two probes.
 _WATCH_SECONDS = 0.1
 _WATCHES_PER_PROBE = 100
+# A first line that is longer is aiohttp's to refuse.
+_LONGEST_LINE = 1 << 16
 # Clients skip it before the response.
 _INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 
@@ -47,6 +49,19 @@ class Connection(web.RequestHandler):
         self._half_closed = False
         self._watches = 0
         self._probe: asyncio.Task[None] | None = None
+        #: the connection's first line as far as it has come; None once it is whole
+        self._first_line: bytes | None = b""
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes of the client. A first line without a version is all of an HTTP/0.9 request: no head follows, for which
+        aiohttp would wait."""
+        super().data_received(data)
+        if self._first_line is None:
+            return
+        line, end, rest = (self._first_line + data).partition(b"\n")
+        self._first_line = None if end or len(line) > _LONGEST_LINE else line
+        if end and line.strip() and b" HTTP/" not in line and not rest and self.transport is not None:
+            super().data_received(b"\r\n")
 
     def begin(self, request: web.BaseRequest) -> None:
         """The handler of a request starts."""

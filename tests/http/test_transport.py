@@ -91,6 +91,7 @@ async def test_malformed_requests(name: str, capsys: pytest.CaptureFixture[str])
 
 REFUSED = {
     "HTTP/0.9": (b"GET /livez\r\n\r\n", 505, "http_version_not_supported"),
+    "HTTP/0.9 as it is": (b"GET /livez\r\n", 505, "http_version_not_supported"),
     "HTTP/0.9 named": (b"GET /livez HTTP/0.9\r\n\r\n", 505, "http_version_not_supported"),
     "CONNECT": (b"CONNECT evil.example:443 HTTP/1.1\r\nHost: evil.example\r\n\r\n" + SECRET, 501, "not_supported"),
     "websocket": (
