@@ -9,6 +9,7 @@ import pytest
 
 from luce.cli.main import main
 from luce.errors import UnsupportedError
+from luce.gguf.metadata import Metadata
 from luce.gguf.reader import open_gguf
 from luce.models.keys import Source
 from luce.models.registry import read_spec
@@ -36,6 +37,16 @@ def changed(directory: Path, name: str, key: str, value: int) -> Path:
         ("qwen35moe-a-F32", "qwen35moe.expert_count", 1 << 30, "tensor blk.0.ffn_gate_inp.weight has shape"),
         ("qwen35moe-a-F32", "qwen35moe.expert_used_count", 11, "qwen35moe.expert_used_count is 11 of 10 experts"),
         ("qwen35moe-a-F32", "qwen35moe.expert_feed_forward_length", 99, "tensor blk.0.ffn_up_exps.weight has shape"),
+        ("deepseek2-a-F32", "deepseek2.attention.kv_lora_rank", 40, "tensor blk.0.attn_kv_a_mqa.weight has shape"),
+        ("deepseek2-a-F32", "deepseek2.attention.q_lora_rank", 48, "tensor blk.0.attn_q_a.weight has shape"),
+        ("deepseek2-a-F32", "deepseek2.attention.value_length_mla", 16, "tensor blk.0.attn_v_b.weight has shape"),
+        ("deepseek2-a-F32", "deepseek2.expert_group_count", 3, "deepseek2.expert_group_used_count is 2 of 3 groups"),
+        ("deepseek2-a-F32", "deepseek2.rope.dimension_count", 48, "deepseek2.rope.dimension_count is 48, expected"),
+        ("starcoder2-a-F32", "starcoder2.feed_forward_length", 64, "tensor blk.0.ffn_up.weight has shape"),
+        ("phi3-a-F32", "phi3.feed_forward_length", 96, "tensor blk.0.ffn_up.weight has shape"),
+        ("phi3-a-F32", "phi3.attention.head_count_kv", 2, "tensor blk.0.attn_qkv.weight has shape"),
+        ("glm4moe-a-F32", "glm4moe.nextn_predict_layers", 3, "glm4moe.nextn_predict_layers is 3 of 3 layers"),
+        ("glm4moe-a-F32", "glm4moe.expert_gating_func", 4, "glm4moe.expert_gating_func is 4, expected one of 1, 2, 3"),
     ],
 )
 def test_counts_that_the_tensors_contradict(
@@ -55,3 +66,31 @@ def test_a_vocabulary_of_another_size_than_the_head(tmp_path: Path) -> None:
         tensors["token_embd.weight"] = tensors["output_norm.weight"]
         with pytest.raises(UnsupportedError, match=r"tensor output\.weight has shape"):
             read_spec(Source("x.gguf", file.metadata, tensors))
+
+
+@pytest.mark.parametrize(
+    ("name", "removed", "added", "message"),
+    [
+        (
+            "deepseek2-a-F32",
+            "deepseek2.attention.key_length_mla",
+            "",
+            "key_length_mla is missing: .* attn_kv_b undivided",
+        ),
+        ("qwen3next-a-F32", "", "blk.0.ssm_in.weight", "ssm_in undivided, as early converters wrote"),
+        ("phi3-a-F32", "rope_factors_short.weight", "", ""),
+    ],
+)
+def test_files_of_early_converters(name: str, removed: str, added: str, message: str) -> None:
+    with open_gguf(Reference(name).path) as file:
+        keys = {key: file.metadata[key] for key in file.metadata if key != removed}
+        tensors = {key: tensor for key, tensor in file.tensors.items() if key != removed}
+        tensors |= {added: tensors["output_norm.weight"]} if added else {}
+        source = Source("x.gguf", Metadata(keys, file.metadata.path), tensors)
+        if message:
+            with pytest.raises(UnsupportedError, match=message):
+                read_spec(source)
+        else:
+            # Without divisors for short contexts one set of frequencies holds for the whole trained length.
+            assert read_spec(source).context_length == 131072
+            assert Reference(name).spec.context_length == 4096
