@@ -48,7 +48,7 @@ def mtp_bytes(file: GGUFFile, spec: ModelSpec, device: Device, *, slots: int, co
     """Bytes of an MTPModel's weights and context."""
     own = f"blk.{len(spec.layers)}."
     infos = [info for name, info in file.tensors.items() if name.startswith(own) or name == "output_norm.weight"]
-    like = next(layer.mixer for layer in spec.layers if isinstance(layer.mixer, Attention))
+    like = next(layer.mixer for layer in reversed(spec.layers) if isinstance(layer.mixer, Attention))
     return placed_bytes(infos, device), slots * PageRing(context, CONTEXT_CHUNK).pages * KVPool.page_bytes(device, like)
 
 
@@ -63,9 +63,12 @@ class MTPModel:
     def __init__(
         self, file: GGUFFile, spec: ModelSpec, device: Device, *, slots: int, context: int, rows: Array
     ) -> None:
-        like = next((layer for layer in spec.layers if isinstance(layer.mixer, Attention)), None)
+        # Leading layers may differ from the one behind the last.
+        like = next((layer for layer in reversed(spec.layers) if isinstance(layer.mixer, Attention)), None)
         if not spec.skipped_layers or like is None:
             raise UnsupportedError(f"{file.paths[0]}: has no layer for multi-token prediction")
+        if isinstance(like.mixer, Attention) and like.mixer.latent is not None:
+            raise UnsupportedError(f"{file.paths[0]}: multi-token prediction by latent attention is not supported")
         self.device = device
         self._eps, hidden, index = spec.norm_eps, spec.hidden, len(spec.layers)
         self.context = Context([PageRing(context, CONTEXT_CHUNK)], slots)
