@@ -111,7 +111,8 @@ def test_layers_move_to_where_the_draft_is_not() -> None:
 def test_in_a_daemon() -> None:
     with ExitStack() as stack:
         here = planned(stack, FIT.target, str(FIT.path), [HostDevice()])
-        there = planned(stack, FIT.target, str(FIT.path), [HostDevice()], draft_ipc_bin=str(HERE))
+        settings = {"draft_ipc_bin": str(HERE), "cpu_weights": "float32"}
+        there = planned(stack, FIT.target, str(FIT.path), [HostDevice()], **settings)
         with open_gguf(FIT.target.path) as file:
             head = file.tensors["token_embd.weight" if FIT.target.spec.tied_head else "output.weight"]
             norm = file.tensors["output_norm.weight"]
