@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import threadpoolctl
+from gguf import GGMLQuantizationType
 from rich.console import Console
 from rich.table import Table
 
@@ -24,9 +25,11 @@ import luce
 from luce.cli.arguments import add_json
 from luce.cli.console import output
 from luce.errors import DeviceError
+from luce.ops.matmul import matmul
+from luce.ops.weight import RawTensor, upload_weight
 from luce.runtime import compiler, driver, kernels
+from luce.runtime.cpu import CpuDevice
 from luce.runtime.gpu import GpuDevice
-from luce.runtime.host import HostDevice
 from luce.runtime.open import VENDORS, Found, found
 
 _GIB = 1 << 30
@@ -159,17 +162,26 @@ def _build_all(device: GpuDevice, problems: list[str]) -> dict[str, Any]:
 
 
 def _host() -> dict[str, Any]:
-    device = HostDevice()
+    """The CPU, tried with a product of NumPy and one of compiled code on packed weights."""
+    device = CpuDevice()
     ones = np.ones((64, 64), np.float32)
-    works = bool((ones @ ones == 64).all())
+    problems = []
+    if not (ones @ ones == 64).all():
+        problems.append(f"NumPy {np.__version__} multiplies matrices incorrectly")
+    # Quant blocks of Q8_0: a scale of 1, and 32 ones.
+    block = np.concatenate([np.ones(1, np.float16).view(np.uint8), np.ones(32, np.uint8)])
+    weight = RawTensor("ones", np.tile(block, (64, 2)), GGMLQuantizationType.Q8_0, 64)
+    if not np.allclose(matmul(device, ones, upload_weight(device, [weight])), 64, rtol=1e-5):
+        problems.append(f"compiled code multiplies matrices incorrectly ({device.kernels.instructions})")
     memory = device.memory()
     return {
         "device": str(device.name),
+        "arch": device.kernels.instructions,
         **device.describe(),
         "free": memory.free,
         "total": memory.total,
-        "works": works,
-        "problems": [] if works else [f"NumPy {np.__version__} multiplies matrices incorrectly"],
+        "works": not problems,
+        "problems": problems,
     }
 
 

@@ -26,7 +26,7 @@ class CpuDevice(HostDevice):
         self.pool: Pool = _pool(thread_count(), self.kernels.scratch)
 
     def describe(self) -> dict[str, str | int]:
-        return {**super().describe(), "instructions": self.kernels.instructions, "threads": self.pool.threads}
+        return {**super().describe(), "threads": self.pool.threads}
 
 
 @cache
