@@ -123,7 +123,7 @@ class _Request:
     """Proposals that the drafter was asked for."""
 
     texts: tuple[tuple[Sequence, Draftable], ...]
-    #: sequences with forced tokens that the drafter was not asked for, with the most tokens that may be forced
+    #: sequences with forced tokens that the drafter was not asked for, with how many these are
     others: tuple[tuple[Sequence, int], ...]
     pending: PendingProposals
     #: when it was asked
@@ -213,20 +213,18 @@ class Speculator:
             # Steps without drafts are measured first.
             return failures
         texts, others = [], []
-        asks = self._asks()
+        asks, started = self._asks(), self._clock()
         for sequence in decoding:
             with failures.of(sequence):
                 text = self._draftable(sequence, budget) if asks and not sequence.ending else None
                 if text is not None:
                     texts.append(text)
-                elif (sequence.constraint is not None or sequence.ending) and (
-                    room := self._room(sequence, budget)
-                ) > 0:
-                    others.append((sequence, room))
+                elif forced := self._forced_tokens(sequence, budget):
+                    # What the last step verified is recorded after this, so that they are not noted yet.
+                    others.append((sequence, len(forced)))
         if not texts and not others:
             return failures
         self._idle = False
-        started = self._clock()
         pending: PendingProposals | None = list
         if texts:
             pending = self._attempt(lambda: self.drafter.propose([draftable for _, draftable in texts]))
@@ -256,13 +254,13 @@ class Speculator:
             self._answered = True
         asked = [] if proposals is None else zip(request.texts, proposals, strict=True)
         found = [(s, p, one.max_tokens) for (s, one), p in asked]
-        found += [(s, Proposal(), room) for s, room in request.others]
+        found += [(s, Proposal(), count) for s, count in request.others]
         # Some sequences may have ended since.
         alive = []
-        for sequence, proposal, room in found:
+        for sequence, proposal, most in found:
             if sequence in self._sequences:
                 with failures.of(sequence):
-                    alive.append((sequence, self._behind_forced(sequence, proposal, room)))
+                    alive.append((sequence, self._behind_forced(sequence, proposal, most)))
         seconds = self._clock() - request.started
         if request.texts:
             self._seconds += seconds
@@ -377,13 +375,21 @@ class Speculator:
         limit = sequence.paging.max_draft
         return min(rows, budget if limit is None else min(limit, budget))
 
+    def _forced_tokens(self, sequence: Sequence, most: int) -> tuple[int, ...]:
+        """Up to `most` tokens that come next whatever the model would choose: those that end the sequence's reasoning,
+        or that its grammar forces."""
+        constraint, ending = sequence.constraint, sequence.ending
+        room = self._room(sequence, most) if ending or constraint is not None else 0
+        if room <= 0 or ending or constraint is None:
+            return ending[: max(0, room)]
+        return tuple(constraint.forced(room, sequence.ends))
+
     def _behind_forced(self, sequence: Sequence, proposal: Proposal, most: int) -> Proposal:
-        """What is left of a proposal behind the tokens that come next whatever the model would choose, which are noted:
-        those that end the sequence's reasoning, or that its grammar forces."""
+        """What is left of a proposal behind the tokens that are forced, which are noted, without what the grammar
+        refuses."""
         known, constraint = self._sequences[sequence], sequence.constraint
-        known.forced, known.ends_reasoning = (), bool(sequence.ending)
-        if sequence.ending:
-            known.forced = sequence.ending[: self._room(sequence, most)]
+        known.forced, known.ends_reasoning = self._forced_tokens(sequence, most), bool(sequence.ending)
+        if known.ends_reasoning:
             return Proposal()
         if constraint is None:
             return proposal
@@ -395,7 +401,6 @@ class Speculator:
                 known.rates.update(proposal, [(node, False) for node in wrong], _SEQUENCE_WEIGHT)
                 self._rates.update(proposal, [(node, False) for node in wrong], _GLOBAL_WEIGHT)
                 proposal = part_of(proposal, [node for node, kept in enumerate(allowed) if kept])
-        known.forced = tuple(constraint.forced(self._room(sequence, most), sequence.ends))
         return behind(proposal, known.forced, most - len(known.forced))
 
     def _draftable(self, sequence: Sequence, budget: int) -> tuple[Sequence, Draftable] | None:

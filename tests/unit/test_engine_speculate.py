@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from luce.draft.drafter import Draftable, DrafterUnavailableError, PendingProposals, Proposal
 from luce.draft.ngram import NgramDrafter
+from luce.draft.no_drafter import NoDrafter
 from luce.engine.draft_budget import fair_shares
 from luce.engine.events import Event, Finished, FinishReason, Tokens
 from luce.engine.scheduler import ScheduledStep, Scheduler
@@ -423,6 +424,20 @@ def test_a_drafter_that_is_right_is_followed_as_far_as_it_goes(probabilities: bo
     timed = Timed(never, probabilities=probabilities, drafting=0.002)
     assert timed.rows[:3] == [1, 1, 1] and timed.rows.count(16) > 20
     assert len(timed.rows) < 45
+
+
+@pytest.mark.parametrize("forced", [(), (5, 6, 7)])
+def test_only_what_is_forced_is_proposed_without_a_drafter(forced: tuple[int, ...]) -> None:
+    class Forcing(Few):
+        def forced(self, most: int, ends: frozenset[int]) -> list[int]:
+            return list(forced[:most])
+
+    made = Speculator(NoDrafter(), vocab=97, max_step_rows=16, max_verify_rows=3, verify_width=3)
+    sequence = Sequence(prompt=np.array(PROMPT, np.int32), max_new_tokens=40, constraint=Forcing(97, *range(97)))
+    sequence.reply.append(4)
+    sequence.schedule.computed = len(PROMPT)
+    assert not made.propose([sequence]) and made.pending == bool(forced)
+    assert not made.receive() and sequence.draft.tokens == forced[:2]
 
 
 def test_a_drafter_that_loses_is_asked_as_rarely_where_a_grammar_holds() -> None:
