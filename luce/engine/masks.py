@@ -2,7 +2,9 @@
 
 A mask depends on tokens that are known before the step: the reply so far and its draft. So the threads begin when the
 step is scheduled, one task for each sequence, and whoever computes the step's output waits for them once the layers are
-queued. That thread has nothing else to do by then, and takes tasks that no other thread has begun.
+queued. That thread has nothing else to do by then, and takes tasks that no other thread has begun. It takes the task of
+a single sequence too: to wake another thread costs 50 us of the engine's time before the layers are queued, and as much
+again where the two threads want the interpreter at once.
 
 What goes wrong with one sequence's masks ends its reply alone: the step goes on, and the reply fails when its output is
 committed.
@@ -32,6 +34,8 @@ from luce.shard.timing import Durations, Histogram
 _PATIENCE = 40
 # Slow tasks of a reply that end it.
 _MAX_SLOW = 2
+# Rows of these kinds have a mask.
+_MASKED = (RowKind.FREE, RowKind.MADE)
 
 
 def default_threads() -> int:
@@ -82,10 +86,11 @@ class Masker:
             count += rows
         if not tasks:
             return None
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._threads, "luce-grammar")
         made = StepMasks(tasks, np.empty((count, self._words), np.uint32), self._limit, self._note)
-        made.start(self._pool, self._threads)
+        if len(tasks) > 1:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(self._threads, "luce-grammar")
+            made.start(self._pool, self._threads)
         return made
 
     def stats(self) -> MaskStats:
@@ -121,6 +126,8 @@ class _Task:
         #: whether the device masks these rows; the host masks rows of whole logits
         self.on_device = one.logits.stop == one.logits.start
         self.kinds: list[RowKind] = []
+        #: the kind of each row, and its mask if it has one
+        self.rows: list[tuple[RowKind, NDArray[np.uint32] | None]] = []
         self.error: Exception | None = None
         #: what the thread computed
         self.seconds = 0.0
@@ -182,9 +189,7 @@ class StepMasks(PendingMasks):
         self.wait()
         if task.error is not None:
             raise task.error
-        words = self._words[task.places.start : task.places.stop]
-        made = (RowKind.FREE, RowKind.MADE)
-        return [(kind, own if kind in made else None) for kind, own in zip(task.kinds, words, strict=True)]
+        return task.rows
 
     def _work(self) -> None:
         while True:
@@ -205,8 +210,13 @@ class StepMasks(PendingMasks):
         outputs: list[int] = []
         for task in self.tasks.values():
             self._judge(task)
-            if task.on_device and task.error is None:
-                masked = [row for row, kind in enumerate(task.kinds) if kind in (RowKind.FREE, RowKind.MADE)]
+            if task.error is not None:
+                continue
+            # The devices work meanwhile; when the step's output is there, they wait for the engine's thread.
+            own = self._words[task.places.start : task.places.stop]
+            task.rows = [(kind, w if kind in _MASKED else None) for kind, w in zip(task.kinds, own, strict=True)]
+            if task.on_device:
+                masked = [row for row, kind in enumerate(task.kinds) if kind in _MASKED]
                 chosen += [task.places[row] for row in masked]
                 outputs += [task.outputs[row] for row in masked]
         rows: Int32 = np.array(outputs, np.int32)

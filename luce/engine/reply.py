@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,14 +42,15 @@ def output_rows(scheduled: ScheduledSequence, output: Output, masks: StepMasks |
     ids, logits, candidates = output.ids[scheduled.ids].tolist(), output.logits[scheduled.logits], None
     if output.candidates is not None and own.stop > own.start:
         candidates = list(zip(output.candidates.ids[own], output.candidates.logits[own], strict=True))
-    rows = [
-        OutputRow(token, logits[row] if len(logits) else None, None if candidates is None else candidates[row])
+    known: list[tuple[RowKind | None, NDArray[np.uint32] | None]] = [(None, None)] * len(ids)
+    if masks is not None and (made := masks.of(scheduled)):
+        known[-len(made) :] = made
+    return [
+        OutputRow(
+            token, logits[row] if len(logits) else None, None if candidates is None else candidates[row], *known[row]
+        )
         for row, token in enumerate(ids)
     ]
-    known = [] if masks is None else masks.of(scheduled)
-    for row, (kind, mask) in enumerate(known, len(rows) - len(known)):
-        rows[row] = replace(rows[row], kind=kind, mask=mask)
-    return rows
 
 
 class Reply:

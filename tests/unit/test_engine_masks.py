@@ -340,6 +340,16 @@ def test_a_mask_that_never_comes_ends_that_reply_alone() -> None:
     assert plain.ids == backend.reply(PROMPTS[3], 30)
 
 
+@pytest.mark.parametrize("verify", [0, 16])
+def test_the_masks_of_one_sequence_wake_no_thread(verify: int) -> None:
+    own = Few(VOCAB, 65, 66)
+    backend = ScriptedBackend(vocab=VOCAB, verify=verify)
+    with engine(backend, eos=frozenset(), grammar_threads=2) as made:
+        reply, _ = submit(made, PROMPTS[0], constraint=own, max_tokens=20)
+        reply.finished()
+    assert own.threads == {"luce-engine"} and len(reply.ids) == 20
+
+
 def test_counters() -> None:
     backend = ScriptedBackend(vocab=VOCAB, verify=0)
     with engine(backend, eos=TOKENIZER.eos_ids) as made:
