@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _CACHED = 64
 _CACHED_BYTES = 256 << 20
-#: bytes that a grammar takes, measured: a part for itself, and a part for each byte of its text
+#: bytes that a grammar takes, estimated: a part for itself, and a part for each byte of its text
 _BASE_BYTES, _BYTES_PER_BYTE = 256 << 10, 100
 
 
