@@ -82,6 +82,11 @@ def _write(file: GGUFFile, spec: DFlashSpec, path: Path, type: GGMLQuantizationT
     for name, info in file.tensors.items():
         vector = info.rows == 1
         raw, stored = _as(file.raw(name), info.type, GGMLQuantizationType.F32 if vector else type)
+        if len(info.shape) > 2:
+            # Only the convolutions' base kernels: F32, as they are added to float32 coefficients.
+            floats = dequantize(file.raw(name), info.type)
+            writer.add_tensor(name, floats.reshape(*reversed(info.shape)))
+            continue
         if vector and stored == GGMLQuantizationType.F32:
             writer.add_tensor(name, raw.reshape(-1).view(np.float32))
         else:

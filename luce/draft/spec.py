@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from luce.draft.dflash.correction import SELECTOR_BEFORE
+from luce.draft.dflash.dialect import translated
 from luce.draft.dflash.drafter import DFlashDrafter
 from luce.draft.dflash.model import DFlashModel, draft_bytes
 from luce.draft.dflash.safetensors import is_checkpoint, open_checkpoint
@@ -94,7 +96,7 @@ def read_drafter(opened: contextlib.ExitStack, target: Target, draft: str, windo
     if draft == "mtp":
         return _mtp(target, window)
     path = Path(draft).expanduser()
-    file = opened.enter_context(open_checkpoint(path) if is_checkpoint(path) else open_gguf(path))
+    file = translated(opened.enter_context(open_checkpoint(path) if is_checkpoint(path) else open_gguf(path)))
     source = Source(str(path), file.metadata, file.tensors)
     if source.architecture in ARCHITECTURES:
         return _dflash(target, file, read_dflash(source, window=window))
@@ -108,6 +110,10 @@ def _dflash(target: Target, file: GGUFFile, spec: DFlashSpec) -> DrafterSpec:
     mask = _mask(target, spec)
     if spec.correction is not None and spec.correction.vocab != target.spec.vocab:
         head = spec.correction
+        if head.kind == "selector":
+            raise ModelError(
+                f"{spec.path}: tensor {SELECTOR_BEFORE} is for {head.vocab} tokens; the model has {target.spec.vocab}"
+            )
         _log.warning(
             "%s: its %s head is for %d tokens, but the model has %d: the draft runs without the head",
             spec.path,

@@ -9,6 +9,7 @@ allocates their weights, pages and recurrent states. Not here: page tables and s
     decoder_layer  the parts of a layer on the residual stream; embedding and head
     attention      grouped-query attention over KV pages; latent_attention over pages of latents
     short_conv     gated short convolution
+    dynamic_conv   grouped dynamic causal convolution around a part of a layer
     deltanet       gated DeltaNet
     mlp, moe       feed-forward parts
     norm           norms of rows

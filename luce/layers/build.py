@@ -21,6 +21,7 @@ from luce.layers.decoder_layer import (
     SandwichDecoderLayer,
 )
 from luce.layers.deltanet import DeltaNetLayer
+from luce.layers.dynamic_conv import DynamicConvLayer
 from luce.layers.latent_attention import LatentAttentionLayer, LatentWeights
 from luce.layers.mlp import GatedMLPLayer, PlainMLPLayer
 from luce.layers.moe import MoELayer
@@ -42,6 +43,7 @@ from luce.models import spec as models
 from luce.models.shapes import fused_gate_up
 from luce.models.spec import (
     Attention,
+    DynamicConv,
     GatedDeltaNet,
     GatedMLP,
     Latent,
@@ -169,7 +171,22 @@ class LayerBuilder:
             ffn_post_norm,
             spec.residual_scale,
             spec.parallel,
+            None if spec.conv is None else self._dynamic_convs(index, spec.conv),
         )
+
+    def _dynamic_convs(self, index: int, spec: DynamicConv) -> tuple[DynamicConvLayer, DynamicConvLayer]:
+        hidden = self._spec.hidden
+
+        def around(part: str) -> DynamicConvLayer:
+            return DynamicConvLayer(
+                self._device,
+                base=self.weights.filters(f"blk.{index}.{part}_conv_base", hidden, spec.taps, 2),
+                projection=self.weights.matrix(
+                    [tensor_name(index, f"{part}_conv_proj")], hidden, [2 * spec.taps * (hidden // spec.group)]
+                ),
+            )
+
+        return around("attn"), around("ffn")
 
     def _sandwich(self, index: int, spec: models.SandwichLayer) -> SandwichDecoderLayer:
         device, width = self._device, self._spec.per_layer

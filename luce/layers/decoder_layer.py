@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from luce.layers.attention import AttentionLayer
 from luce.layers.deltanet import DeltaNetLayer
+from luce.layers.dynamic_conv import DynamicConvLayer
 from luce.layers.latent_attention import LatentAttentionLayer
 from luce.layers.mlp import GatedMLPLayer, PlainMLPLayer
 from luce.layers.moe import MoELayer
@@ -69,9 +71,17 @@ class DecoderLayer:
     ffn_post_norm: Norm | None = None
     residual_scale: float = 1.0
     parallel: bool = False
+    #: around the mixer and around ffn
+    convs: tuple[DynamicConvLayer, DynamicConvLayer] | None = None
 
     def __call__(self, stream: Residual, step: DeviceStep) -> None:
         """Advance the stream by this layer."""
+        if self.convs is not None:
+            mixed = self._convolved(self.convs[0], stream, self.mixer_norm, step, lambda x: self.mixer(x, step))
+            stream.delta = self._behind(stream.device, mixed, self.mixer_post_norm)
+            inner = self._convolved(self.convs[1], stream, self.ffn_norm, step, self.ffn)
+            stream.delta = self._behind(stream.device, inner, self.ffn_post_norm)
+            return
         y = stream.read(self.mixer_norm, self.mixer.input_weight)
         mixed = self.mixer(y, step)
         if self.parallel:
@@ -81,6 +91,19 @@ class DecoderLayer:
         stream.delta = self._behind(stream.device, mixed, self.mixer_post_norm)
         inner = self.ffn(stream.read(self.ffn_norm, self.ffn.input_weight))
         stream.delta = self._behind(stream.device, inner, self.ffn_post_norm)
+
+    def _convolved(
+        self,
+        conv: DynamicConvLayer,
+        stream: Residual,
+        norm: Norm | None,
+        step: DeviceStep,
+        part: Callable[[Array], Array],
+    ) -> Array:
+        """A part between its two convolutions, whose coefficients both come from the normed stream."""
+        y = stream.read(norm, conv.input_weight)
+        coefficients = conv.coefficients(y)
+        return conv.finish(part(conv.prepare(y, coefficients, step)), coefficients, step)
 
     def _behind(self, device: Device, delta: Array, norm: Norm | None) -> Array:
         """What a part adds to the stream."""

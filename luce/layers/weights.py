@@ -120,9 +120,9 @@ class WeightLoader:
         """A GGUF [size] tensor as float32 [size]."""
         return self._floats(name, (size,))
 
-    def filters(self, name: str, taps: int, channels: int) -> Array:
-        """A GGUF [taps, channels] tensor as float32 [channels, taps]."""
-        return self._floats(name, (taps, channels)).reshape(channels, taps)
+    def filters(self, name: str, *shape: int) -> Array:
+        """A GGUF tensor of this shape, such as [taps, channels], as float32 with its dimensions reversed."""
+        return self._floats(name, shape).reshape(*reversed(shape))
 
     def _floats(self, name: str, shape: tuple[int, ...]) -> Array:
         values = self._host_floats(name, shape)

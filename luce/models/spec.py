@@ -219,6 +219,21 @@ class MoE:
 
 
 @dataclass(frozen=True)
+class DynamicConv:
+    """A grouped causal convolution over the rows of a block, around a part of a layer (DFlash2).
+
+    With x the part's normed input, c = P x of each row, and conv(s, u)[i] = sum over the taps t of (base[s, t] +
+    c[i, s, t], one value for each group of channels) * u[i - t], where u is 0 before the block: the part computes from
+    conv(0, x), and conv(1, its output) is added to the stream.
+    """
+
+    #: a row and the rows before it
+    taps: int
+    #: channels that share a coefficient; divides the width of the stream
+    group: int
+
+
+@dataclass(frozen=True)
 class Layer:
     """x += post(mixer(pre(x))); x += post(ffn(pre(x))), with four norms, of which some may be missing.
 
@@ -235,6 +250,8 @@ class Layer:
     residual_scale: float = 1.0
     #: x += mixer(y) + ffn(y) with y = mixer_norm(x) (Command R)
     parallel: bool = False
+    #: around the mixer, and another one around ffn; not with `parallel`
+    conv: DynamicConv | None = None
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ attention           attention over KV pages; attention_mma on tensor cores, kvty
 qkv, rope           query, key and value heads before attention; rotary angles
 deltanet            gated DeltaNet
 short_conv          gated short convolution
+dynamic_conv        grouped dynamic causal convolution
 norm, activation    norms; gates and the residual addition
 embedding, sample   token embedding; argmax and candidates
 features            hidden states that drafters read

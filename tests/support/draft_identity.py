@@ -19,6 +19,7 @@ from tests.support.reference import Reference
 #: the models that tools/train_tiny trains, and their prompts
 TINY = Path(__file__).resolve().parents[2] / "models" / "tiny"
 FIT = DraftReference("qwen35-a-draft-fit-F32")
+SECOND = DraftReference("qwen35-a-draft2-hf")
 BLOCKS = Reference("qwen35-b-Q4_K_M")
 
 
@@ -50,6 +51,8 @@ PAIRS = {
     "random draft": of(FIT.target, str(DraftReference("qwen35-a-draft-var-F32").path)),
     "fitted draft's trees": of(FIT.target, str(FIT.path), right=0.005, tree=True),
     "random draft's trees": of(FIT.target, str(DraftReference("qwen35-a-draft-var-F32").path), tree=True),
+    "DFlash2 draft": of(FIT.target, str(SECOND.path)),
+    "DFlash2 draft's trees": of(FIT.target, str(SECOND.path), tree=True),
     "bfloat16 draft": of(BLOCKS, str(DraftReference("qwen35-b-draft-BF16").path)),
     "mtp": of(BLOCKS, "mtp"),
 }

@@ -29,6 +29,8 @@ from tests.support.reference import DIRECTORY, Reference
 
 F32, F64 = NDArray[np.float32], NDArray[np.float64]
 DRAFTS = DIRECTORY / "dflash"
+#: the DFlash2 drafts, published checkpoints
+DRAFTS2 = DIRECTORY / "dflash2"
 
 
 def open_draft(path: Path) -> GGUFFile:
@@ -61,7 +63,7 @@ class DraftReference:
     @property
     def path(self) -> Path:
         """The GGUF file, or the checkpoint's directory."""
-        return DRAFTS / (self.name if self.name.endswith("-hf") else f"{self.name}.gguf")
+        return self._directory / (self.name if self.name.endswith("-hf") else f"{self.name}.gguf")
 
     @property
     def target(self) -> Reference:
@@ -69,21 +71,25 @@ class DraftReference:
         return Reference("qwen35-b-Q4_K_M" if "qwen35-b" in self.name else "qwen35-a-F32")
 
     @property
+    def _directory(self) -> Path:
+        return DRAFTS2 if "draft2" in self.name else DRAFTS
+
+    @property
     def _numbers(self) -> str:
-        return "qwen35-a-draft-F32" if self.name.endswith("-hf") else self.name
+        return f"{self.name.removesuffix('-hf')}-F32" if self.name.endswith("-hf") else self.name
 
     @cached_property
     def expected(self) -> dict[str, NDArray[Any]]:
         """The arrays that README.md of the reference drafts lists."""
-        with np.load(DRAFTS / f"{self._numbers}.npz") as arrays:
+        with np.load(self._directory / f"{self._numbers}.npz") as arrays:
             return dict(arrays)
 
     @property
     def limits(self) -> dict[str, Any]:
         """Limits of an implementation, by where its captured rows come from."""
-        tolerances: dict[str, Any] = json.loads((DRAFTS / "tolerances.json").read_text())
-        found: dict[str, Any] = tolerances.get(self._numbers, tolerances["qwen35-a-draft-F32"])
-        return found
+        tolerances: dict[str, Any] = json.loads((self._directory / "tolerances.json").read_text())
+        found: dict[str, Any] | None = tolerances.get(self._numbers, tolerances.get(self.name.removesuffix("-hf")))
+        return tolerances["qwen35-a-draft-F32"] if found is None else found
 
     @cached_property
     def table_and_head(self) -> tuple[F32, F32]:

@@ -171,6 +171,7 @@ SHARED_NAMES = {
     "dflash": "DFlash: its keys in a file, and its drafter",
     "drafter": "a drafter: the protocol and DFlash's",
     "errors": "the error tree, and its HTTP bodies",
+    "dynamic_conv": "the grouped dynamic convolution: the op and the layer",
     "features": "what a drafter reads of its target: the op and the layer",
     "fingerprint": "what tells files or models apart",
     "messages": "what server and daemon send: about layers, about drafters",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from gguf import GGMLQuantizationType as T
 from luce.draft.dflash.safetensors import open_checkpoint
 from luce.errors import FormatError, ModelError, UnsupportedError
 from luce.gguf.reader import open_gguf
-from tests.support.drafts import DRAFTS, matrix, spec_of
+from tests.support.drafts import DRAFTS, DRAFTS2, matrix, spec_of
 from tests.support.made_drafts import MadeDraft, brain, write_checkpoint
 from tools import convert_dflash
 
@@ -190,10 +191,42 @@ def test_correction_heads(kind: str, tmp_path: Path) -> None:
             np.testing.assert_array_equal(matrix(converted, name), matrix(expected, name))
 
 
+SECOND = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 6}
+
+
+@pytest.mark.parametrize("suffix", ["", ".weight"])
+@pytest.mark.parametrize("name", ["qwen35-a-draft2-hf", "qwen35-a-draft2-var-hf"])
+def test_dflash2(name: str, suffix: str, tmp_path: Path) -> None:
+    """Both reference checkpoints, bit for bit, also with the names of codebooks that transformers saves."""
+    source = tmp_path / "checkpoint"
+    shutil.copytree(DRAFTS2 / name, source)
+    raw = (source / "model.safetensors").read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    header = json.loads(raw[8 : 8 + length])
+    renamed = {key + (suffix if key.endswith("codebook") else ""): value for key, value in header.items()}
+    text = json.dumps(renamed).encode()
+    (source / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + length :])
+    assert convert_dflash.main([str(source), str(tmp_path / "out.gguf")]) == 0
+    with open_checkpoint(DRAFTS2 / name) as direct, open_gguf(tmp_path / "out.gguf") as made:
+        assert spec_of(made, source).correction == spec_of(direct, source).correction is not None
+        assert made.tensors.keys() == direct.tensors.keys()
+        for tensor, info in made.tensors.items():
+            assert info.shape == direct.tensors[tensor].shape
+            np.testing.assert_array_equal(matrix(made, tensor), matrix(direct, tensor))
+        assert made.tensors["blk.0.attn_conv_base"].type == T.F32
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["DFlash2DraftModel"]}, "architectures is"),
+        ({"architectures": ["DFlash3DraftModel"]}, "architectures is"),
+        ({"architectures": ["DFlash2DraftModel"]}, "dflash_config.conv_kernel_size is missing"),
+        ({"architectures": ["DFlash2DraftModel"], **SECOND, "selector_top_k": 0}, "selector_top_k is 0"),
+        ({"architectures": ["DFlash2DraftModel"], **SECOND, "projector_type": "x"}, "projector_type is 'x'"),
+        (
+            {"architectures": ["DFlash2DraftModel"], **SECOND, "dflash_config": {"target_layer_ids": [0, 1]}},
+            "dflash_config.mask_token_id is missing",
+        ),
         ({"conv_kernel_size": 4}, "conv_kernel_size is unknown"),
         ({"dflash_config": {"selector_rank": 8}}, "dflash_config.selector_rank is unknown"),
         ({"attention_bias": True}, "attention_bias is true"),

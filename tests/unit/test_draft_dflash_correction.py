@@ -21,7 +21,7 @@ from luce.layers.weights import WeightLoader
 from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
 from luce.runtime.step import Candidates
-from tests.support.drafts import DraftedText, spec_of
+from tests.support.drafts import DraftedText, DraftReference, open_draft, spec_of
 from tests.support.made_drafts import MadeDraft
 from tests.support.proposals import recorded
 from tests.support.reference import Reference
@@ -125,6 +125,8 @@ def check_blocks(name: str, device: Device, path: Path) -> None:
 
 def test_what_is_no_candidate_keeps_its_part() -> None:
     class Doubling:
+        keeps_mass = False
+
         def begin(self, texts: int) -> NDArray[np.float32]:
             return np.zeros((texts, 0), np.float32)
 
@@ -255,3 +257,11 @@ def test_sizes_are_those_of_the_load(tmp_path: Path) -> None:
                 file, spec, HostDevice(), np.zeros((1, 128), np.float32), np.zeros(64, np.float32)
             ).model
             assert draft_bytes(file, spec, HostDevice(), slots=1, context=4096) == (model.weights, model.state)
+
+
+def test_sizes_of_a_draft_with_a_selector() -> None:
+    reference = DraftReference("qwen35-a-draft2-hf")
+    with open_draft(reference.path) as file:
+        spec = spec_of(file, reference.path)
+        model = DraftedText(file, spec, HostDevice(), np.zeros((1, 192), np.float32), np.zeros(64, np.float32)).model
+        assert draft_bytes(file, spec, HostDevice(), slots=1, context=4096) == (model.weights, model.state)

@@ -139,8 +139,8 @@ def test_the_fusing_matrix_wins(tmp_path: Path, caplog: pytest.LogCaptureFixture
         ({"dflash__input_embedding_scale": np.nan}, "dflash.input_embedding_scale is nan"),
         ({"dflash__output_multiplier": 0.0}, "dflash.output_multiplier is 0"),
         ({"final_logit_softcapping": -30.0}, "final_logit_softcapping is -30"),
-        ({"dflash__conv_kernel_size": 4}, "dflash.conv_kernel_size is unknown"),
-        ({"dflash__selector_rank": 4}, "dflash.selector_rank is unknown"),
+        ({"dflash__conv_kernel_size": 4}, "dflash.conv_group_size' is missing"),
+        ({"dflash__selector_rank": 4}, "dflash.conv_kernel_size' is missing"),
         ({"attention__value_scale": 2.0}, "attention.value_scale is unknown"),
     ],
 )

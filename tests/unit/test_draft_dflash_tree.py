@@ -23,7 +23,7 @@ def texts_of(nodes: list[Node]) -> list[tuple[int, ...]]:
     """The ranks of each node's path."""
     texts: list[tuple[int, ...]] = []
     for node in nodes:
-        texts.append((*(texts[node.parent] if node.parent >= 0 else ()), node.rank))
+        texts.append((*(texts[node.parent] if node.parent >= 0 else ()), node.candidate))
         assert len(texts[-1]) == node.depth + 1
     return texts
 
@@ -50,7 +50,7 @@ def made_scores(draw: st.DrawFn) -> Scores:
 
 @given(made_scores(), st.integers(0, 24))
 def test_they_are_the_likeliest_of_all(scores: Scores, budget: int) -> None:
-    nodes = likeliest(scores, budget)
+    nodes = likeliest(scores[:, None], budget)
     texts = texts_of(nodes)
     all_texts = [(text, score) for text, score in every_text(scores) if np.isfinite(score)]
     # Among equals the shorter first, then the likelier last token.
@@ -65,13 +65,13 @@ def test_they_are_the_likeliest_of_all(scores: Scores, budget: int) -> None:
 @given(made_scores(), st.integers(0, 12), st.integers(0, 12))
 def test_a_smaller_budget_gives_the_first_ones(scores: Scores, one: int, other: int) -> None:
     least = min(one, other)
-    assert likeliest(scores, one)[:least] == likeliest(scores, other)[:least]
+    assert likeliest(scores[:, None], one)[:least] == likeliest(scores[:, None], other)[:least]
 
 
 @pytest.mark.parametrize("budget", [0, 1, 3, 9])
 def test_one_candidate_makes_a_pipeline(budget: int) -> None:
     scores = np.log(np.full((5, 1), 0.7))
-    assert likeliest(scores, budget) == [Node(i, 0, i - 1) for i in range(min(budget, 5))]
+    assert likeliest(scores[:, None], budget) == [Node(i, 0, i - 1) for i in range(min(budget, 5))]
 
 
 @pytest.mark.parametrize(("scale", "softcap"), [(1.0, 0.0), (0.5, 0.0), (1.0, 5.0), (2.0, 30.0)])
@@ -96,3 +96,17 @@ def test_what_is_certain_has_no_chance_above_one(scale: float, softcap: float) -
     top = Candidates(ids[:, None], best.view(np.float32)[:, None], norms.view(np.float32))
     found = np.exp(log_probabilities(top, scale=scale, softcap=softcap))
     assert (found <= 1).all() and found.min() > 0.99
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_pairwise_tree_is_that_of_all_paths(seed: int) -> None:
+    positions, k = 3, 4
+    logits = np.random.default_rng(seed).standard_normal((positions, k, k)) * 2
+    scores = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True)) - 0.1
+    scores[0] = scores[0, 0]
+    reached = {}
+    for length in range(1, positions + 1):
+        for text in itertools.product(range(k), repeat=length):
+            reached[text] = sum(float(scores[i, text[i - 1] if i else 0, b]) for i, b in enumerate(text))
+    nodes = likeliest(scores, 20)
+    assert texts_of(nodes) == sorted(reached, key=lambda text: -reached[text])[:20]

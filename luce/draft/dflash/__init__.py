@@ -7,6 +7,7 @@ the parts that all drafters share (luce.draft). luce.draft.spec opens it; it cal
     model        the draft's layers on one device and its forward
     spec         a DFlash draft as data, from GGUF metadata
     safetensors  a published checkpoint seen as such a file
+    dialect      a GGUF file in llama.cpp's dialect seen as such a file
     correction   heads that correct a block's tokens one by one
-    tree         pure: the likeliest tree of tokens, from one distribution per position
+    tree         pure: the likeliest tree of tokens, from the distributions at each position
 """

@@ -7,6 +7,7 @@ place.
 
     Domino   h <- GRU(embedding of the token before, h);  bias = W2 silu(W1 [z ; h] + b1) + b2
     DSpark   bias = w2 w1[token before];  P(likeliest is right) = sigmoid(weight . [z (; w1[token before])] + bias)
+    selector bias = S (A[token before] * W z), for the K likeliest tokens alone, which keep their mass (DFlash2)
 
 z is the draft's row, the input of the target's head. The GRU's gates are in PyTorch's order: reset, update, new.
 """
@@ -28,14 +29,18 @@ from luce.ops.matmul import matmul
 from luce.ops.weight import Weight
 from luce.runtime.device import Array, Device
 from luce.runtime.host import HostDevice
-from luce.runtime.step import Int32
+from luce.runtime.step import MAX_CANDIDATES, Int32
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 
 DOMINO, DSPARK = "dflash.domino.", "dflash.dspark."
+#: tensors of the selector: W [R, hidden], A and S [vocab, R]
+SELECTOR_HIDDEN, SELECTOR_BEFORE, SELECTOR_NEXT = (
+    f"selector_{name}.weight" for name in ("hidden", "predecessor", "successor")
+)
 #: tensors on the draft's device; of the others a few rows are looked up, on the host
-MULTIPLIED = frozenset({f"{DOMINO}gru.weight_ih", f"{DOMINO}gru.weight_hh", f"{DOMINO}head.w1"})
+MULTIPLIED = frozenset({f"{DOMINO}gru.weight_ih", f"{DOMINO}gru.weight_hh", f"{DOMINO}head.w1", SELECTOR_HIDDEN})
 
 #: rows of the target's embedding for int32 [n]: float32 [n, hidden] on the draft's device
 Embed = Callable[[Int32], Array]
@@ -45,20 +50,37 @@ Embed = Callable[[Int32], Array]
 class CorrectionSpec:
     """A head as data."""
 
-    #: domino or dspark
+    #: domino, dspark or selector
     kind: str
     #: size of the vocabulary
     vocab: int
-    #: width of Domino's GRU state, or DSpark's rank
+    #: width of Domino's GRU state, or the rank of DSpark or the selector
     width: int
     #: rows of Domino's W1
     inner: int = 0
     #: columns of DSpark's confidence matrix, 0 for none
     confidence: int = 0
+    #: candidates of a row
+    top: int = MAX_CANDIDATES
 
 
 class Correction(Protocol):
     """A head; its state is float32 [texts, n] on the host."""
+
+    #: candidates of a row
+    top: int
+    #: the candidates together keep their probability; otherwise the other tokens keep theirs before all are normed
+    keeps_mass: bool
+
+    def read(self, rows: Array) -> Array:
+        """What `step` reads of the rows z, all of them at once, on the draft's device: float32 [n, hidden] -> float32
+        [n, width]."""
+
+    def lattice(self, seed: int, z: F32, ids: Int32) -> F32 | None:
+        """The biases of each position's candidates behind each candidate of the position before, or behind the seed at
+        position 0: z float32 [positions, width], ids int32 [positions, k] -> float32 [positions, k, k], the candidate
+        before first. None if a bias depends on more than the token before.
+        """
 
     def begin(self, texts: int) -> F32:
         """The state before the first position."""
@@ -66,9 +88,9 @@ class Correction(Protocol):
     def step(self, state: F32, before: Int32, z: F32, ids: Int32, embedded: Embed) -> tuple[F32, F32, F32 | None]:
         """One position of several texts, with the tokens before it.
 
-        before int32 [texts], z float32 [texts, hidden], ids int32 [texts, k] -> the next state, the biases of `ids`
-        float32 [texts, k], and the probability that the likeliest token is right, float32 [texts], if the head computes
-        it.
+        before int32 [texts], z float32 [texts, width] as of `read`, ids int32 [texts, k] -> the next state, the biases
+        of `ids` float32 [texts, k], and the probability that the likeliest token is right, float32 [texts], if the head
+        computes it.
         """
 
 
@@ -78,8 +100,12 @@ def open_correction(
     """The head in a draft's file. `weights` takes the matrices that rows are multiplied with to the draft's device.
     Raises UnsupportedError naming the tensor that is missing or of another shape."""
     tables = WeightLoader(file, HostDevice())
-    made = _Domino if spec.kind == "domino" else _DSpark
-    head = made(spec, hidden, weights, tables, device)
+    kinds: dict[str, type[_Domino | _DSpark | _Selector]] = {
+        "domino": _Domino,
+        "dspark": _DSpark,
+        "selector": _Selector,
+    }
+    head = kinds[spec.kind](spec, hidden, weights, tables, device)
     weights.used |= tables.used
     return head
 
@@ -89,26 +115,49 @@ def corrected(
 ) -> tuple[Int32, F64, F64 | None]:
     """Blocks corrected by a head; the biases of each position depend on the likeliest tokens before it.
 
-    seeds int32 [texts]; z float32 [texts, positions, hidden]; ids int32 and scores float64 [texts, positions, k]:
-    candidates and their log probabilities by the draft alone -> both corrected, the likeliest first, and the
-    probability that the likeliest is right, float64 [texts, positions], if the head computes it.
+    seeds int32 [texts]; z float32 [texts, positions, width] as of `read`; ids int32 and scores float64 [texts,
+    positions, k]: candidates and their log probabilities by the draft alone -> both corrected, the likeliest first, the
+    lower id first among equals, and the probability that the likeliest is right, float64 [texts, positions], if the
+    head computes it.
     """
     ids, scores, confidence = ids.copy(), scores.copy(), np.ones(ids.shape[:2])
     before, state, own_confidence = seeds, head.begin(len(seeds)), None
     for position in range(ids.shape[1]):
-        own, mass = ids[:, position], np.exp(scores[:, position])
+        own = ids[:, position]
         state, bias, own_confidence = head.step(state, before, z[:, position], own, embedded)
-        # Tokens that are not candidates keep their probability.
-        others = np.maximum(0.0, 1 - mass.sum(axis=1, keepdims=True))
-        biased = scores[:, position] + bias
-        biased -= np.log(np.exp(biased).sum(axis=1, keepdims=True) + others)
-        order = np.argsort(-biased, axis=1, kind="stable")
+        biased = _normed(head, scores[:, position], bias)
+        order = np.lexsort((own, -biased))
         ids[:, position] = np.take_along_axis(own, order, axis=1)
         scores[:, position] = np.take_along_axis(biased, order, axis=1)
         before = ids[:, position, 0]
         if own_confidence is not None:
             confidence[:, position] = own_confidence
     return ids, scores, None if own_confidence is None else confidence
+
+
+def lattice_scores(head: Correction, seed: int, z: F32, ids: Int32, scores: F64) -> F64 | None:
+    """The log probabilities of a text's candidates behind each candidate of the position before, as
+    luce.draft.dflash.tree.likeliest takes them: float64 [positions, k, k]. None if the head has no such biases.
+
+    z float32 [positions, width] as of Correction.read; ids int32 and scores float64 [positions, k].
+    """
+    biases = head.lattice(seed, z, ids)
+    return None if biases is None else _normed(head, scores[:, None], biases)
+
+
+def _normed(head: Correction, scores: F64, bias: F32) -> F64:
+    """Log probabilities of candidates (last axis) with biases."""
+    mass = np.exp(scores).sum(axis=-1, keepdims=True)
+    biased: F64 = scores + bias
+    if head.keeps_mass:
+        # The largest one is taken out: edges may be larger than what exp holds.
+        biased = biased - biased.max(axis=-1, keepdims=True)
+        biased += np.log(mass / np.exp(biased).sum(axis=-1, keepdims=True))
+        return biased
+    # Tokens that are not candidates keep their probability.
+    others = np.maximum(0.0, 1 - mass)
+    biased -= np.log(np.exp(biased).sum(axis=-1, keepdims=True) + others)
+    return biased
 
 
 def _rows(table: Weight, ids: Int32) -> F32:
@@ -120,10 +169,26 @@ def _rows(table: Weight, ids: Int32) -> F32:
 _HOST = HostDevice()
 
 
-class _Domino:
+class _ReadsRows:
+    """Of heads that read z as it is."""
+
+    keeps_mass = False
+
+    def __init__(self, spec: CorrectionSpec) -> None:
+        self.top = spec.top
+
+    def read(self, rows: Array) -> Array:
+        return rows
+
+    def lattice(self, seed: int, z: F32, ids: Int32) -> F32 | None:
+        return None
+
+
+class _Domino(_ReadsRows):
     def __init__(
         self, spec: CorrectionSpec, hidden: int, weights: WeightLoader, tables: WeightLoader, device: Device
     ) -> None:
+        super().__init__(spec)
         width, gates = spec.width, 3 * spec.width
         self._device = device
         self._input = weights.matrix([f"{DOMINO}gru.weight_ih"], hidden, [gates])
@@ -154,10 +219,11 @@ class _Domino:
         return found
 
 
-class _DSpark:
+class _DSpark(_ReadsRows):
     def __init__(
         self, spec: CorrectionSpec, hidden: int, weights: WeightLoader, tables: WeightLoader, device: Device
     ) -> None:
+        super().__init__(spec)
         self._w1, self._w2 = (tables.table(f"{DSPARK}markov.{name}", spec.width, spec.vocab) for name in ("w1", "w2"))
         self._confidence: F32 | None = None
         if spec.confidence:
@@ -174,3 +240,32 @@ class _DSpark:
             return state, bias, None
         seen = np.concatenate((z, first), axis=1)[:, : len(self._confidence)]
         return state, bias, host_sigmoid(seen @ self._confidence + self._bias)
+
+
+class _Selector:
+    keeps_mass = True
+
+    def __init__(
+        self, spec: CorrectionSpec, hidden: int, weights: WeightLoader, tables: WeightLoader, device: Device
+    ) -> None:
+        self.top = spec.top
+        self._device = device
+        self._hidden = weights.matrix([SELECTOR_HIDDEN], hidden, [spec.width])
+        self._before, self._next = (
+            tables.table(name, spec.width, spec.vocab) for name in (SELECTOR_BEFORE, SELECTOR_NEXT)
+        )
+
+    def read(self, rows: Array) -> Array:
+        return matmul(self._device, rows, self._hidden)
+
+    def lattice(self, seed: int, z: F32, ids: Int32) -> F32 | None:
+        before = np.concatenate((np.full_like(ids[:1], seed), ids[:-1]))
+        first = _rows(self._before, before) * z[:, None]
+        return np.asarray(np.matmul(first, _rows(self._next, ids).swapaxes(1, 2)), np.float32)
+
+    def begin(self, texts: int) -> F32:
+        return np.empty((texts, 0), np.float32)
+
+    def step(self, state: F32, before: Int32, z: F32, ids: Int32, embedded: Embed) -> tuple[F32, F32, F32 | None]:
+        first = _rows(self._before, before) * z
+        return state, np.einsum("tkr,tr->tk", _rows(self._next, ids), first), None

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-from luce.draft.dflash.correction import corrected
+from luce.draft.dflash.correction import F64, corrected, lattice_scores
 from luce.draft.dflash.model import DFlashModel
 from luce.draft.dflash.tree import likeliest
 from luce.draft.drafter import Draftable, PendingProposals, Proposal
@@ -46,9 +45,10 @@ class DFlashDrafter(FeatureDrafter):
         seeds = np.array([asked[index].tokens[-1] for index in ready], np.int32)
         rows = self._model.draft_block(slots, self._head.embed(seeds))
         correction, spec = self._model.correction, self._spec
-        z = None if correction is None else self._head.device.fetch(rows)
+        read = None if correction is None else self._head.device.fetch(correction.read(rows))
         # A proposal that is not a tree takes the likeliest token of each position.
-        top = MAX_CANDIDATES if correction is not None or any(one.max_depth for one in asked) else 1
+        top = MAX_CANDIDATES if any(one.max_depth for one in asked) else 1
+        top = top if correction is None else correction.top
         pending = self._head.project(rows, top=top, scale=spec.logit_scale, softcap=spec.logit_softcap)
 
         def wait() -> list[Proposal]:
@@ -57,15 +57,22 @@ class DFlashDrafter(FeatureDrafter):
             texts = (len(ready), self.block, -1)
             scores = log_probabilities(best, scale=spec.logit_scale, softcap=spec.logit_softcap).reshape(texts)
             ids, confidence = best.ids.reshape(texts), None
-            if correction is not None and z is not None:
-                ids, scores, confidence = corrected(
-                    correction, seeds, z().reshape(texts), ids, scores, self._head.embed
-                )
+            pairwise: dict[int, tuple[Int32, F64]] = {}
+            if correction is not None and read is not None:
+                z = read().reshape(texts)
+                for row, index in enumerate(ready):
+                    pairs = None
+                    if asked[index].max_depth:
+                        pairs = lattice_scores(correction, int(seeds[row]), z[row], ids[row], scores[row])
+                    if pairs is not None:
+                        pairwise[row] = ids[row], pairs
+                ids, scores, confidence = corrected(correction, seeds, z, ids, scores, self._head.embed)
             for row, index in enumerate(ready):
                 one = asked[index]
                 own = row, slice(min(self.block, one.max_depth or one.max_tokens))
                 if one.max_depth:
-                    proposals[index] = _tree(ids[own], scores[own], one.max_tokens)
+                    candidates, pairs = pairwise.get(row, (ids[row], scores[row][:, None]))
+                    proposals[index] = _tree(candidates[own[1]], pairs[own[1]], one.max_tokens)
                 else:
                     probabilities = np.exp(scores[own][:, 0]) if confidence is None else confidence[own]
                     proposals[index] = Proposal(ids[own][:, 0].tolist(), probabilities.tolist())
@@ -85,11 +92,13 @@ class DFlashDrafter(FeatureDrafter):
         self._model.append_context([part.slot for part in parts], counts, self.window.ring_rows(parts))
 
 
-def _tree(ids: Int32, scores: NDArray[np.float64], budget: int) -> Proposal:
-    """The `budget` likeliest texts: ids and scores [positions, k] of each position's likeliest tokens."""
+def _tree(ids: Int32, scores: F64, budget: int) -> Proposal:
+    """The `budget` likeliest texts: ids [positions, k] of each position's likeliest tokens, scores as `likeliest` takes
+    them."""
     nodes = likeliest(scores, budget)
+    before = [nodes[node.parent].candidate if node.parent >= 0 and scores.shape[1] > 1 else 0 for node in nodes]
     return Proposal(
-        [int(ids[node.depth, node.rank]) for node in nodes],
-        [float(np.exp(scores[node.depth, node.rank])) for node in nodes],
+        [int(ids[node.depth, node.candidate]) for node in nodes],
+        [float(np.exp(scores[node.depth, row, node.candidate])) for node, row in zip(nodes, before, strict=True)],
         [node.parent for node in nodes],
     )

@@ -204,7 +204,7 @@ def _needed(file: GGUFFile, spec: DFlashSpec) -> Mapping[str, TensorInfo]:
 
 
 def _of_head(name: str) -> bool:
-    return name.startswith((DOMINO, DSPARK))
+    return name.startswith((DOMINO, DSPARK, "selector_"))
 
 
 def _rings(spec: DFlashSpec, context: int) -> list[PageRing]:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from gguf import GGMLQuantizationType
 
-from luce.draft.dflash.correction import DOMINO, DSPARK
+from luce.draft.dflash.correction import DOMINO, DSPARK, SELECTOR_BEFORE, SELECTOR_HIDDEN, SELECTOR_NEXT
 from luce.draft.dflash.spec import (
     CAPTURE_NORM,
     FINAL_NORM,
@@ -42,8 +42,8 @@ _TYPES = {
     "BF16": (GGMLQuantizationType.BF16, 2),
 }
 _ARCHITECTURE = "dflash-draft"
-#: `architectures` of published checkpoints, and of those of transformers' own class
-_PUBLISHED, _NATIVE = "DFlashDraftModel", "MuseGlimmerAssistantModel"
+#: `architectures` of published checkpoints, of both generations, and of those of transformers' own class
+_PUBLISHED, _DFLASH2, _NATIVE = "DFlashDraftModel", "DFlash2DraftModel", "MuseGlimmerAssistantModel"
 
 _WHOLE = {
     "fc.weight": FUSION[0],
@@ -53,6 +53,11 @@ _WHOLE = {
     "norm.weight": FINAL_NORM,
     "mask_embedding": MASK_EMBEDDING,
     "mask_embedding.weight": MASK_EMBEDDING,
+    "candidate_selector.hidden_projection.weight": SELECTOR_HIDDEN,
+    "candidate_selector.predecessor_codebook": SELECTOR_BEFORE,
+    "candidate_selector.predecessor_codebook.weight": SELECTOR_BEFORE,
+    "candidate_selector.successor_codebook": SELECTOR_NEXT,
+    "candidate_selector.successor_codebook.weight": SELECTOR_NEXT,
 }
 _LAYER = {
     "input_layernorm": "attn_norm",
@@ -68,7 +73,11 @@ _LAYER = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "attention_conv.kernel_projection": "attn_conv_proj",
+    "mlp_conv.kernel_projection": "ffn_conv_proj",
 }
+#: of a layer, without .weight in either file
+_BARE = {"attention_conv.base_kernel": "attn_conv_base", "mlp_conv.base_kernel": "ffn_conv_base"}
 #: tensors of correction heads, whose sizes are in no key
 _HEADS = {
     "domino_start": f"{DOMINO}start",
@@ -99,6 +108,9 @@ _INTEGERS = {
     "num_key_value_heads": "attention.head_count_kv",
 }
 _DFLASH_INTEGERS = {"block_size": "dflash.block_size", "mask_token_id": "dflash.mask_token_id"}
+_DFLASH2_INTEGERS = {
+    name: f"dflash.{name}" for name in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+}
 _DFLASH_NUMBERS = {
     "input_embedding_scale": "dflash.input_embedding_scale",
     "output_multiplier": "dflash.output_multiplier",
@@ -149,6 +161,7 @@ _OTHERWISE_READ = frozenset(
     }
 )
 _DFLASH_READ = frozenset({"causal", "context_kv_layer_norm", "target_layer_ids", *_DFLASH_INTEGERS, *_DFLASH_NUMBERS})
+_DFLASH2_READ = frozenset({"projector_type", *_DFLASH2_INTEGERS})
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -243,7 +256,7 @@ def _tensor(path: Path, name: str, entry: Any, base: int, size: int, part: int) 
         raise FormatError(f"{where} lacks a valid shape and data_offsets")
     assert isinstance(shape, list) and isinstance(offsets, list)
     type_, width = _TYPES[dtype]
-    if not 1 <= len(shape) <= 2 or 0 in shape or len(offsets) != 2:
+    if not 1 <= len(shape) <= 3 or 0 in shape or len(offsets) != 2:
         raise FormatError(f"{where} has shape {shape} and data_offsets {offsets}")
     begin, end = offsets
     if end - begin != math.prod(shape) * width or base + end > size:
@@ -266,6 +279,9 @@ def _name(path: Path, name: str) -> str:
     index, _, part = rest.partition(".")
     if layers == "layers" and index.isdecimal() and suffix == "weight" and part in _LAYER:
         return f"blk.{int(index)}.{_LAYER[part]}.weight"
+    bare = own.split(".", 2)
+    if layers == "layers" and len(bare) == 3 and bare[1].isdecimal() and bare[2] in _BARE:
+        return f"blk.{int(bare[1])}.{_BARE[bare[2]]}"
     raise UnsupportedError(f"{path}: tensor {name[:80]!r} is unknown: the draft may depend on it")
 
 
@@ -302,11 +318,14 @@ class _Config:
     def keys(self) -> dict[str, Value]:
         """Raises UnsupportedError naming the key that is unknown, or whose value is not supported."""
         architectures = self._top.get("architectures") or [_PUBLISHED]
-        if not isinstance(architectures, list) or architectures[0] not in (_PUBLISHED, _NATIVE):
-            raise self._refuse("architectures", f"is {architectures}, expected {_PUBLISHED} or {_NATIVE}")
+        if not isinstance(architectures, list) or architectures[0] not in (_PUBLISHED, _DFLASH2, _NATIVE):
+            raise self._refuse("architectures", f"is {architectures}, expected {_PUBLISHED}, {_DFLASH2} or {_NATIVE}")
         self._native = architectures[0] == _NATIVE
-        self._unknown(self._top, _IGNORED | _OTHERWISE_READ, "")
-        self._unknown(self._own, _DFLASH_READ, "dflash_config.")
+        second = _DFLASH2_READ if architectures[0] == _DFLASH2 else frozenset[str]()
+        self._unknown(self._top, _IGNORED | _OTHERWISE_READ | second, "")
+        self._unknown(self._own, _DFLASH_READ | second, "dflash_config.")
+        if second:
+            self._second()
         for name, key in _INTEGERS.items():
             self._put(key, self._integer(name, self._top.get(name)))
         for name, key in _DFLASH_INTEGERS.items():
@@ -324,6 +343,22 @@ class _Config:
         norm = self._flag("context_kv_layer_norm", self._either("context_kv_layer_norm"))
         self._put("dflash.context_kv_layer_norm", None if norm is None else int(norm))
         return self._keys
+
+    def _second(self) -> None:
+        """The keys of DFlash2, which has no mask and no captured layers by default."""
+        kind = self._either("projector_type")
+        if kind not in (None, "dflash2"):
+            raise self._refuse("projector_type", f"is {kind!r}, expected dflash2")
+        for name, key in _DFLASH2_INTEGERS.items():
+            value = self._integer(name, self._either(name))
+            if value is None:
+                raise self._refuse(f"dflash_config.{name}", "is missing")
+            if value < 1:
+                raise self._refuse(f"dflash_config.{name}", f"is {value}, expected at least 1")
+            self._put(key, value)
+        for name in ("mask_token_id", "target_layer_ids"):
+            if self._either(name) is None:
+                raise self._refuse(f"dflash_config.{name}", "is missing")
 
     def _attention(self) -> None:
         head_dim = self._integer("head_dim", self._top.get("head_dim"))

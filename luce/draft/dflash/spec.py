@@ -13,18 +13,19 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from luce.draft.dflash.correction import DOMINO, DSPARK, CorrectionSpec
+from luce.draft.dflash.correction import DOMINO, DSPARK, SELECTOR_BEFORE, CorrectionSpec
 from luce.errors import ModelError, UnsupportedError
 from luce.gguf.metadata import shown
 from luce.models.dflash import ARCHITECTURES, IGNORED_KEYS
 from luce.models.keys import Source, attention_heads, rope_dims
-from luce.models.spec import Attention, GatedMLP, Layer, ModelSpec, Rope, Yarn
+from luce.models.spec import Attention, DynamicConv, GatedMLP, Layer, ModelSpec, Rope, Yarn
+from luce.runtime.step import MAX_CANDIDATES
 
 _log = logging.getLogger(__name__)
 
 # Far above real drafts; they bound the memory that a hostile file makes us allocate.
 _MOST_LAYERS, _MOST_HIDDEN, _MOST_FFN, _MOST_HEADS, _MOST_HEAD_DIM = 1024, 131072, 524288, 1024, 1024
-_MOST_BLOCK, _MOST_CAPTURES, _MOST_VOCAB = 64, 8, 1 << 24
+_MOST_BLOCK, _MOST_CAPTURES, _MOST_VOCAB, _MOST_TAPS = 64, 8, 1 << 24, 4
 
 #: names in files of the tensors outside layers, the usual one first
 FUSION = ("dflash.fc.weight", "dflash_fc.weight")
@@ -34,6 +35,10 @@ CAPTURE_NORM_BARE = "dflash_aux_hidden_norm.{}"
 FINAL_NORM = "output_norm.weight"
 MASK_EMBEDDING = "dflash.mask_embedding.weight"
 
+#: the keys of DFlash2: a file has all of them, or none above 0
+_DFLASH2 = tuple(
+    f"dflash.{name}" for name in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+)
 _READ = frozenset(
     {
         "context_length",
@@ -70,6 +75,7 @@ _READ = frozenset(
         *(f"{DOMINO}{name}" for name in ("enabled", "gru_hidden_dim", "emb_dim", "vocab_size")),
         *(f"{DSPARK}{name}" for name in ("enabled", "markov_rank", "vocab_size", "confidence_dim")),
         f"{DSPARK}confidence.enabled",
+        *_DFLASH2,
     }
 )
 
@@ -171,7 +177,7 @@ def read_dflash(source: Source, *, window: int = 0) -> DFlashSpec:
     causal = source.metadata.boolean(source.key("attention.causal"), default=None)
     context_length = source.positive("context_length")
     ffn = GatedMLP(_bounded(source, "feed_forward_length", _MOST_FFN))
-    gate = _gate(source, layers, attention)
+    gate, block, conv = _gate(source, layers, attention), _block(source), _conv(source, hidden)
     specs = tuple(
         Layer(
             mixer=attention(
@@ -182,6 +188,7 @@ def read_dflash(source: Source, *, window: int = 0) -> DFlashSpec:
             ),
             ffn=ffn,
             ffn_norm=_either(source, layer, "ffn_norm", "post_attention_norm"),
+            conv=conv,
         )
         for layer in range(layers)
     )
@@ -192,6 +199,8 @@ def read_dflash(source: Source, *, window: int = 0) -> DFlashSpec:
     based = source.key("dflash.backbone_rotary_base") in source.metadata
     mask = source.integer("dflash.mask_token_id", -1)
     vocab = source.integer("vocab_size", 0)
+    if conv is not None and conv.taps > block:
+        raise source.refuse("dflash.conv_kernel_size", f"is {conv.taps}, more than the {block} rows of a block")
     if vocab and mask >= vocab:
         raise source.refuse("dflash.mask_token_id", f"is {mask}, but the vocabulary has {vocab} tokens")
     return DFlashSpec(
@@ -201,7 +210,7 @@ def read_dflash(source: Source, *, window: int = 0) -> DFlashSpec:
         context_length=context_length,
         norm_eps=source.above("attention.layer_norm_rms_epsilon"),
         layers=specs,
-        block=_block(source),
+        block=block,
         mask_token=None if mask < 0 else mask,
         captures=_captures(source, count),
         count=count,
@@ -213,7 +222,7 @@ def read_dflash(source: Source, *, window: int = 0) -> DFlashSpec:
         embedding_scale=source.above("dflash.input_embedding_scale", 1.0),
         logit_scale=source.above("dflash.output_multiplier", 1.0),
         logit_softcap=_softcap(source),
-        correction=_correction(source, hidden),
+        correction=_correction(source, hidden) if conv is None else _selector(source, vocab),
     )
 
 
@@ -244,6 +253,34 @@ def _correction(source: Source, hidden: int) -> CorrectionSpec | None:
             expected = f"expected {hidden} or {hidden + rank}"
             raise source.refuse(f"{DSPARK}confidence_dim", f"is {confidence}, {expected}")
     return CorrectionSpec("dspark", _bounded(source, f"{DSPARK}vocab_size", _MOST_VOCAB), rank, confidence=confidence)
+
+
+def _conv(source: Source, hidden: int) -> DynamicConv | None:
+    """The convolutions of a DFlash2 draft; None for a draft of the first generation."""
+    if not any(source.integer(name, 0) for name in _DFLASH2):
+        return None
+    taps, group = source.positive("dflash.conv_kernel_size"), source.positive("dflash.conv_group_size")
+    if taps > _MOST_TAPS:
+        raise source.refuse("dflash.conv_kernel_size", f"is {taps}, more than {_MOST_TAPS}")
+    if hidden % group:
+        raise source.refuse("dflash.conv_group_size", f"is {group}, which does not divide the hidden size {hidden}")
+    return DynamicConv(taps, group)
+
+
+def _selector(source: Source, vocab: int) -> CorrectionSpec:
+    for name in (f"{DOMINO}enabled", f"{DSPARK}enabled"):
+        if source.integer(name, 0):
+            raise source.refuse(
+                name, "is set, but a DFlash2 draft has a selector: a draft can have one correction head"
+            )
+    rank, top = _bounded(source, "dflash.selector_rank", _MOST_HIDDEN), source.positive("dflash.selector_top_k")
+    table = source.tensors.get(SELECTOR_BEFORE)
+    if table is None:
+        raise UnsupportedError(f"{source.path}: tensor {SELECTOR_BEFORE} is missing")
+    rows = vocab or table.rows
+    if top > min(MAX_CANDIDATES, rows):
+        raise source.refuse("dflash.selector_top_k", f"is {top}, more than {min(MAX_CANDIDATES, rows)}")
+    return CorrectionSpec("selector", rows, rank, top=top)
 
 
 def _bounded(source: Source, name: str, most: int) -> int:
