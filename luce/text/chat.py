@@ -234,9 +234,10 @@ class ChatFormat:
         if self.template is None:
             raise RequestError("the model file has no chat template; use /v1/completions or --chat-template")
         plain = _merged([_plain(message, i) for i, message in enumerate(messages)])
-        plain, tools = for_template(plain, tools, self.calls, self.template.source)
+        # Before calls become text, in templates that have no place for them.
         if continues and (plain[-1].get("role") != "assistant" or plain[-1].get("tool_calls")):
             raise _not_continued("the last message must be an assistant's, without tool calls")
+        plain, tools = for_template(plain, tools, self.calls, self.template.source)
         # Before the template gets it: the conversation as JSON is one call, which stops all other threads. Templates
         # write a user's words as they are, but for the whitespace around them.
         for message in plain:

@@ -75,11 +75,11 @@ DOCUMENTED["seed-coder"] = (
     False,
 )
 DOCUMENTED["deepseek-coder"] = ([r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", BASIC, r"\p{N}"], False)
-# The letters of the published list have case; all others of the alphabet below that have case are in it.
+# The letters of the published list have case; of the alphabet below that have case, all but 𝒳 are in it.
 DOCUMENTED["deepseek-llm"] = (
     [
         r"[\r\n]",
-        r"\s?[\p{Lu}\p{Ll}\p{Lt}]+",
+        r"\s?(?:(?!𝒳)[\p{Lu}\p{Ll}\p{Lt}])+",
         "\\s?[!-/:-~！-／：-～‘-‟\u3000-。]+",
         r"\s+\Z",
         BASIC,
