@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.support.claude_code import AGENT
-from tests.support.client_programs import Library, library
+from tests.support.client_programs import Library, library, recorded
 from tests.support.http_server import running
 from tests.support.scripted_agent import call, playing
 from tests.support.scripted_model import REPLY, saying
@@ -202,3 +203,39 @@ async def test_structured_output_by_a_forced_call(langchain: Library, protocol: 
     async with running(model={**AGENT, "context": 8192, "script": saying("I would rather not.")}) as here:
         found = await langchain(structured, here.url, protocol, "function_calling")
     assert found["kind"] in ("town", "village") and isinstance(found["port"], bool)
+
+
+def by_responses(url: str) -> Json:
+    """ChatOpenAI on /v1/responses: text, stream, and a loop with a bound tool."""
+    from langchain_core.messages import HumanMessage
+    from langchain_core.tools import tool
+    from langchain_openai import ChatOpenAI
+
+    @tool
+    def add(a: int, b: int) -> int:
+        """Adds."""
+        return a + b
+
+    chat: Any = ChatOpenAI(
+        model="m", base_url=url + "/v1", api_key="none", temperature=0, max_retries=0, use_responses_api=True
+    ).bind_tools([add])
+    messages: list[Any] = [HumanMessage("What is 19 + 23?")]
+    first = chat.invoke(messages)
+    (call,) = first.tool_calls
+    messages += [first, add.invoke(call)]
+    last = chat.invoke(messages)
+    return {
+        "arguments": call["args"],
+        "text": last.text,
+        "streamed": "".join(chunk.text for chunk in chat.stream(messages)),
+        "cached": last.usage_metadata["input_token_details"]["cache_read"] > 100,
+    }
+
+
+async def test_chat_openai_on_responses(langchain: Library) -> None:
+    script = playing(call("add", {"a": 19, "b": 23}), "It is 42.")
+    async with running(model={**AGENT, "context": 8192, "script": script}) as here:
+        with recorded() as bodies:
+            found = await langchain(by_responses, here.url)
+    assert found == {"arguments": {"a": 19, "b": 23}, "text": "It is 42.", "streamed": "It is 42.", "cached": True}
+    assert all("input" in json.loads(body) for body in bodies)

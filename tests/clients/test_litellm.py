@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.support.claude_code import AGENT
-from tests.support.client_programs import Library, library
+from tests.support.client_programs import Library, library, recorded
 from tests.support.http_server import running
 from tests.support.scripted_agent import call, playing
 from tests.support.scripted_model import REPLY
@@ -202,3 +203,21 @@ async def test_a_tool_loop(litellm: Library, model: str, path: str) -> None:
             "numbers": {"a": 19, "b": 23},
             "text": "It is 42.",
         }
+
+
+def responses(url: str) -> list[str]:
+    """A response, and the same as a stream."""
+    import litellm
+
+    ask: Json = {"model": "openai/m", "input": "hi", "api_base": url + "/v1", "api_key": "none", "max_retries": 0}
+    whole: Any = litellm.responses(**ask)
+    events: Any = litellm.responses(**ask, stream=True)
+    pieces = [event.delta for event in events if event.type == "response.output_text.delta"]
+    return [whole.output[0].content[0].text, "".join(pieces)]
+
+
+async def test_responses(litellm: Library) -> None:
+    async with running() as here:
+        with recorded() as bodies:
+            assert await litellm(responses, here.url) == [REPLY, REPLY]
+    assert all("input" in json.loads(body) for body in bodies)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.support.agent_conversations import ClaudeConversation
+from tests.support import messages_stream, responses_stream
+from tests.support.agent_conversations import ClaudeConversation, CodexConversation
 from tests.support.claude_code import AGENT, LARGE
+from tests.support.codex import shell
 from tests.support.http_server import running
-from tests.support.messages_stream import joined, streamed
 from tests.support.scripted_agent import call, playing
 
 Json = dict[str, Any]
@@ -26,11 +27,27 @@ async def test_claude_code_reads_only_what_is_new() -> None:
     async with running(**LARGE, model={**AGENT, "script": playing(*replies)}) as here:
         known = 0
         for i in range(TURNS):
-            message = joined(await streamed(here, conversation.body()))
+            message = messages_stream.joined(await messages_stream.streamed(here, conversation.body()))
             usage = message["usage"]
             # All of the last prompt and its reply is there, but for the reply's last token, which no step has read.
             assert usage["cache_read_input_tokens"] >= known - 1, i
             assert prompt(usage) > known and message["stop_reason"] == "tool_use"
             known = prompt(usage) + usage["output_tokens"]
             conversation.take(message, f"wrote file {i}")
+        assert known > 10_000
+
+
+async def test_codex_reads_only_what_is_new() -> None:
+    conversation = CodexConversation()
+    replies = [shell(f"printf {'x' * (i % 5)} > {i}.txt") for i in range(TURNS)]
+    async with running(**LARGE, model={**AGENT, "script": playing(*replies)}) as here:
+        known = 0
+        for i in range(TURNS):
+            response = responses_stream.joined(await responses_stream.streamed(here, conversation.body()))
+            usage = response["usage"]
+            assert usage["input_tokens_details"]["cached_tokens"] >= known - 1, i
+            assert usage["input_tokens"] > known
+            assert [item["type"] for item in response["output"]] == ["function_call"]
+            known = usage["input_tokens"] + usage["output_tokens"]
+            conversation.take(response, f"wrote file {i}")
         assert known > 10_000

@@ -43,3 +43,31 @@ class ClaudeConversation:
             {"role": "user", "content": results or [{"type": "text", "text": result}]},
         ]
         self._turn += 1
+
+
+class CodexConversation:
+    """Codex's: the same tools and instructions in each request, and the items of each reply as they came, with an id of
+    the client's own at each output."""
+
+    path = "/v1/responses"
+
+    def __init__(self, **fields: Any) -> None:
+        """`fields` replace those of the recording."""
+        first, _ = json.loads((RECORDED / "codex.json").read_text())
+        self._first = {**first, **fields}
+        self._turn = 0
+
+    def body(self) -> Json:
+        """The next request."""
+        return copy.deepcopy(self._first)
+
+    def take(self, response: Json, result: str) -> None:
+        """The reply. Its calls get a result; to one without calls the user says it."""
+        calls = [item for item in response["output"] if item["type"] == "function_call"]
+        outputs = [
+            {"type": "function_call_output", "id": f"{self._turn}", "call_id": call["call_id"], "output": result}
+            for call in calls
+        ]
+        said = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": result}]}
+        self._first["input"] += [*response["output"], *(outputs or [said])]
+        self._turn += 1

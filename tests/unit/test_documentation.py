@@ -28,7 +28,7 @@ from luce.kvcache.disk.stats import DiskStats
 from luce.models.registry import FAMILIES
 from luce.ops.weight import KERNEL_TYPES
 from luce.remote import messages
-from luce.server import messages_request, schema
+from luce.server import messages_request, responses_request, schema
 from luce.server.native_request import InfillRequest, NativeRequest
 from tests.support.http_server import running
 
@@ -222,6 +222,7 @@ async def test_json_that_pages_name_is_what_the_server_sends() -> None:
 REQUESTS = {
     "Chat completions": (schema.ChatRequest,),
     "Completions": (schema.CompletionRequest,),
+    "Responses": (responses_request.ResponsesRequest,),
     "Messages": (messages_request.MessagesRequest,),
     "Completion and infill": (NativeRequest, InfillRequest),
     "Tokens": (schema.DetokenizeRequest,),
