@@ -10,7 +10,7 @@ from luce.models.calls import Bare, Calls, Tagged
 from luce.text.call_cursor import Cursor, MalformedCallError, Reads
 from luce.text.json_reader import json_text
 from luce.text.marks import Marks, quoted
-from luce.text.parameter_types import Schema, decides_early, parameter_types, typed
+from luce.text.parameter_types import ParameterTypes, Schema, decides_early, typed
 from luce.text.reasoning import overlap
 
 # Names of parameters are longer nowhere; a text without the marker behind it would be held back for ever.
@@ -93,13 +93,16 @@ class ArgumentsWriter:
 
 
 class TaggedReader:
-    """Reads parameters that stand between tags."""
+    """Reads parameters that stand between tags. `types`: the types of a parameter, of the schema of all."""
 
-    def __init__(self, cursor: Cursor, calls: Calls, marks: Marks, writer: ArgumentsWriter) -> None:
+    def __init__(
+        self, cursor: Cursor, calls: Calls, marks: Marks, writer: ArgumentsWriter, types: ParameterTypes
+    ) -> None:
         assert isinstance(calls.arguments, Tagged)
         self._cursor = cursor
         self._marks = marks
         self._writer = writer
+        self._types = types
         self._tags = calls.arguments
         text = self._tags.key[1] + self._tags.value[0]
         #: a line feed in front of a value, and one behind it, belong to the format
@@ -123,7 +126,7 @@ class TaggedReader:
             key = yield from cursor.until([tags.key[1].strip()], lambda have: len(have) <= _LONGEST_KEY)
             yield from cursor.expect(tags.key[1])
             name = self._marks.spelled(key)
-            types = parameter_types(schema, name)
+            types = self._types(schema, name)
             if tags.typed is not None:
                 types = frozenset({"string"}) if (yield from self._is_string(tags.typed)) else frozenset({"json"})
             yield from cursor.expect(tags.value[0])

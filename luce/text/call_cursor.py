@@ -37,11 +37,14 @@ class Cursor:
         self.text = ""
         #: offset of what is read next
         self.at = 0
+        #: characters before `text`, which were dropped
+        self.dropped = 0
         #: there is no further text
         self.ended = False
 
     def commit(self) -> None:
         """Drop the text that was read: it will not be read again."""
+        self.dropped += self.at
         self.text, self.at = self.text[self.at :], 0
 
     def more(self) -> Reads[None]:

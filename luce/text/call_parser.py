@@ -6,13 +6,14 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from luce.models.calls import Bare, Calls, Json, Tagged
 from luce.text.call_arguments import ArgumentsWriter, BareReader, TaggedReader
 from luce.text.call_cursor import Cursor, EndOfReplyError, MalformedCallError, Reads
 from luce.text.json_reader import json_text
 from luce.text.marks import Marks
-from luce.text.parameter_types import Schema
+from luce.text.parameter_types import ParameterTypes, Schema, parameter_types
 from luce.text.reasoning import overlap
 from luce.text.reply_parser import CallArguments, CallEnded, CallStarted, Part, TextPart
 
@@ -23,6 +24,17 @@ _NAME = re.compile(r"[\w.:/-]{0,128}")
 _ARGUMENTS = ("arguments", "parameters")
 #: further keys that models write before the name
 _BESIDE = ("id", "type")
+
+
+class Stretch(NamedTuple):
+    """Where whole calls stand in a marked text: from the trigger to the close of the last one, or of the section."""
+
+    begin: int
+    end: int
+    #: the numbers of its calls
+    calls: range
+    #: the end is that of the section around all calls
+    section: bool
 
 
 @dataclass(frozen=True)
@@ -42,12 +54,16 @@ class CallParser:
     soon as its name is whole, and its arguments come piece by piece. What is no call comes as text, all of it. A call
     that has started and goes wrong ends with valid JSON, and what is left of it is text.
 
-    `tools`: the schema of the parameters of each tool, by name; None: every name is a tool's.
+    `tools`: the schema of the parameters of each tool, by name; None: every name is a tool's. `types`: how a schema
+    gives the types of parameters between tags.
     """
 
-    def __init__(self, marks: Marks, tools: Mapping[str, Schema | None] | None) -> None:
+    def __init__(
+        self, marks: Marks, tools: Mapping[str, Schema | None] | None, types: ParameterTypes = parameter_types
+    ) -> None:
         self._marks = marks
         self._tools = tools
+        self._types = types
         self._variants: dict[str, list[Calls]] = {}
         for calls in (marks.calls, *marks.calls.accepts):
             self._variants.setdefault(calls.trigger, []).append(calls)
@@ -60,6 +76,10 @@ class CallParser:
         self.calls = 0
         #: calls that came as text, and calls that ended before they were whole
         self.bad_calls = self.cut_calls = 0
+        #: the stretches of whole calls, each of one trigger behind the shorter ones that begin it
+        self.stretches: list[Stretch] = []
+        #: offset of the trigger that is read, and the number of the first call behind it
+        self._section_begin = (0, 0)
         # The call that is read has started; arguments of it went out; what makes them whole when the call is cut.
         self._started = self._whole = False
         self._finish: Callable[[], None] = self._give_empty
@@ -164,6 +184,7 @@ class CallParser:
         """The calls behind a trigger, in the dialect that reads them; if none does, the trigger is text."""
         cursor = self._cursor
         begin = cursor.at
+        self._section_begin = (cursor.dropped + at, self.calls)
         for calls in self._variants[trigger]:
             cursor.at = at
             try:
@@ -189,6 +210,7 @@ class CallParser:
         try:
             if (yield from cursor.accept(calls.section[1])):
                 cursor.commit()
+                self._add_stretch(section=True)
                 return False
             begin = cursor.at
             if calls.between.strip():
@@ -214,15 +236,18 @@ class CallParser:
             yield from self._named(calls)
         # The arguments are whole, so the call stands, also without its end.
         words = calls.call[1].split()
-        closed = not words
+        closed = whole = not words
         try:
             for first in range(len(words)):
                 closed = closed or (yield from cursor.accept(" ".join(words[first:])))
+                whole = whole or (closed and not first)
         except EndOfReplyError:
             cursor.at, closed = len(cursor.text), True
         if not closed and isinstance(calls.arguments, Tagged):
             raise MalformedCallError
         self._end()
+        if whole:
+            self._add_stretch(section=False)
 
     def _named(self, calls: Calls) -> Reads[None]:
         """A call whose name stands outside of its arguments."""
@@ -248,7 +273,7 @@ class CallParser:
         self._finish = writer.finish
         schema = None if self._tools is None else self._tools[name]
         if isinstance(arguments, Tagged):
-            yield from TaggedReader(cursor, calls, self._marks, writer).read(schema)
+            yield from TaggedReader(cursor, calls, self._marks, writer, self._types).read(schema)
         else:
             yield from BareReader(cursor, calls, self._marks, writer).read()
 
@@ -359,6 +384,10 @@ class CallParser:
         self.calls += 1
         self._started, self._fresh = False, True
         self._cursor.commit()
+
+    def _add_stretch(self, *, section: bool) -> None:
+        begin, first = self._section_begin
+        self.stretches.append(Stretch(begin, self._cursor.dropped, range(first, self.calls), section))
 
     def _end_cut(self, problem: Exception) -> None:
         """End a call that went wrong behind its start. What is left of its text is text, unless the reply has ended."""

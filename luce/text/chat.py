@@ -13,6 +13,7 @@ from luce.errors import ContextError, RequestError, UnavailableError
 from luce.models.spec import Dialect
 from luce.models.tool_formats import choose_calls
 from luce.text.boundaries import Boundaries
+from luce.text.call_memory import CallMemory, Known
 from luce.text.call_parser import CallableTools, CallParser
 from luce.text.marks import Marks
 from luce.text.output import ReplyText
@@ -71,8 +72,17 @@ class ChatFormat:
             None if template is None else template.source, dialect.calls, tool_format
         )
         self._call_marks = Marks(self.calls, tokenizer)
+        #: texts that begin calls and are no control tokens: clients may write them
+        self._triggers = tuple(
+            dict.fromkeys(
+                calls.trigger
+                for calls in (self.calls, *self.calls.accepts)
+                if all(token is None for token, _ in tokenizer.control.cut(calls.trigger))
+            )
+        )
         #: the ids of the texts of replies
         self.memory = TokenMemory(tokenizer)
+        self._call_memory = CallMemory(self._call_marks, tokenizer, self.memory)
 
     def text(
         self,
@@ -112,7 +122,7 @@ class ChatFormat:
         that the reply continues it; `add_generation_prompt` must be False.
 
         Texts that `remember` has seen get the ids that they had there, also where the template adds line feeds to
-        them.
+        them, and past calls those of calls that mean the same.
         """
         text, marks = self._render(
             messages, tools, kwargs, opens=add_generation_prompt, continues=continue_final_message, limit=limit
@@ -121,13 +131,41 @@ class ChatFormat:
         if not marks:
             tokenizer.refuse_long(text, limit)
         ids: list[int] = []
-        for token, piece in tokenizer.special.cut(text):
+        at = 0
+        for known in self._known_calls(messages, tools, text, marks, limit):
+            self._add_ids(ids, text[at : known.begin], marks, limit)
+            ids += known.ids
+            at = known.end
+        self._add_ids(ids, text[at:], marks, limit)
+        return tokenizer.with_bos(ids)
+
+    def _known_calls(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Message] | None,
+        text: str,
+        marks: Mapping[int, str],
+        limit: PromptLimit,
+    ) -> Iterator[Known]:
+        """The known calls of a rendered conversation that has calls."""
+        limit.check(0)
+        if not tools or not _has_calls(messages):
+            return iter(())
+        functions = [tool["function"] for tool in tools if isinstance(tool.get("function"), Mapping)]
+        schemas = {str(function.get("name")): function.get("parameters") for function in functions}
+        return self._call_memory.find(text, marks, schemas)
+
+    def _add_ids(self, ids: list[int], text: str, marks: Mapping[int, str], limit: PromptLimit) -> None:
+        """Add the ids of a part of a rendered text."""
+        # A client's trigger is what it was without tools: one that is visible text stays a token.
+        triggers = {mark: control for mark, control in marks.items() if control in self._triggers}
+        text = text.translate(triggers) if triggers else text
+        for token, piece in self._tokenizer.special.cut(text):
             limit.check(len(ids))
             if token is not None:
                 ids.append(token)
             else:
                 ids += self._encoded(piece.translate(marks) if marks else piece, limit, len(ids))
-        return tokenizer.with_bos(ids)
 
     @property
     def reasons(self) -> bool:
@@ -135,9 +173,9 @@ class ChatFormat:
         markers, source = self._reasoning, "" if self.template is None else self.template.source
         return markers is not None and any(text.strip() in source for text in (markers.open, markers.close))
 
-    def remember(self, prompt: Sequence[int], reply: Sequence[int]) -> Texts:
+    def remember(self, prompt: Sequence[int], reply: Sequence[int], tools: CallableTools | None = None) -> Texts:
         """Remember the ids of a reply, and those between the prompt's last special token and the reply, for later
-        prompts that contain their text.
+        prompts that contain their text; those of its calls of `tools` too, for prompts with calls that mean the same.
 
         Returns the remembered texts, with their positions in prompt and reply.
         """
@@ -145,7 +183,11 @@ class ChatFormat:
         while opening and not self._tokenizer.is_special(prompt[opening - 1]):
             opening -= 1
         found = self.memory.remember([*prompt[opening:], *reply])
-        return tuple((digest, opening + begin, opening + end) for digest, begin, end in found)
+        texts = tuple((digest, opening + begin, opening + end) for digest, begin, end in found)
+        if tools is None:
+            return texts
+        calls = self._call_memory.remember(reply, tools.schemas, self.splitter(prompt, calls=True))
+        return texts + tuple((digest, len(prompt) + begin, len(prompt) + end) for digest, begin, end in calls)
 
     def boundaries(self, prompt: Sequence[int]) -> tuple[int, ...]:
         """Lengths at which prompts that begin like this one are likely to diverge from it, ascending."""
@@ -182,7 +224,7 @@ class ChatFormat:
         return ReplyText(
             self._tokenizer,
             stops,
-            (lambda reply: self.remember(prompt, reply)) if remember else None,
+            (lambda reply: self.remember(prompt, reply, tools)) if remember else None,
             marks=None if tools is None else self._call_marks,
             complete=None if single is None else complete,
         )
@@ -237,6 +279,7 @@ class ChatFormat:
         # Before calls become text, in templates that have no place for them.
         if continues and (plain[-1].get("role") != "assistant" or plain[-1].get("tool_calls")):
             raise _not_continued("the last message must be an assistant's, without tool calls")
+        plain, tools, triggers = self._without_triggers(plain, tools)
         plain, tools = for_template(plain, tools, self.calls, self.template.source)
         # Before the template gets it: the conversation as JSON is one call, which stops all other threads. Templates
         # write a user's words as they are, but for the whitespace around them.
@@ -244,6 +287,36 @@ class ChatFormat:
             if message.get("role") == "user" and isinstance(message["content"], str):
                 self._tokenizer.refuse_long(message["content"].strip(), limit)
         variables = {**kwargs, "tools": tools, "add_generation_prompt": opens}
+        text, marks = self._render_folded(plain, variables, limit, continues=continues)
+        return text, marks | triggers
+
+    def _without_triggers(
+        self, messages: list[dict[str, Any]], tools: Sequence[Message] | None
+    ) -> tuple[list[dict[str, Any]], Sequence[Message] | None, dict[int, str]]:
+        """The conversation, if it has calls, with marks for the triggers in it, and the trigger of each mark (a code
+        point): only calls of messages, which the template writes, are looked up in the memory of calls."""
+        assert self.template is not None
+        marks: dict[str, str] = {}
+        if tools and _has_calls(messages):
+            try:
+                free = _Unused({"messages": messages, "tools": tools}, self.template.source)
+            except RecursionError:
+                return messages, tools, {}
+            found = [text for text in self._triggers if any(text in string for string in free.strings)]
+            marks = {text: free.take() for text in found}
+        if not marks:
+            return messages, tools, {}
+        kept = ("tool_calls", "function_call")
+        masked = [
+            {key: value if key in kept else _replaced(value, marks) for key, value in message.items()}
+            for message in messages
+        ]
+        return masked, _replaced(tools, marks), {ord(mark): text for text, mark in marks.items()}
+
+    def _render_folded(
+        self, plain: list[dict[str, Any]], variables: Mapping[str, Any], limit: PromptLimit, *, continues: bool
+    ) -> tuple[str, dict[int, str]]:
+        """The rendered text, with system messages where the template takes them."""
         try:
             return self._render_plain(plain, variables, limit, continues=continues)
         except (ContextError, UnavailableError):
@@ -327,6 +400,21 @@ class _Unused:
         if found is None:
             raise RequestError("the messages hold control tokens and every private-use character")
         return found
+
+
+def _has_calls(messages: Sequence[Message]) -> bool:
+    return any(message.get("tool_calls") or message.get("function_call") for message in messages)
+
+
+def _replaced(value: Any, marks: Mapping[str, str]) -> Any:
+    """A JSON value with marks for texts in its strings, but for the keys of objects."""
+    if isinstance(value, str):
+        for text, mark in marks.items():
+            value = value.replace(text, mark)
+        return value
+    if isinstance(value, Mapping):
+        return {key: _replaced(item, marks) for key, item in value.items()}
+    return [_replaced(item, marks) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _private(text: str) -> set[str]:

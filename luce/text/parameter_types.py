@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from luce.text.json_reader import json_text
 from luce.text.marks import quoted
 
 Schema = Mapping[str, Any]
+#: the types that a parameter has, by the schema of all parameters and its name
+ParameterTypes = Callable[[Schema | None, str], frozenset[str]]
 
 # References and unions of a schema that are followed.
 _DEPTH = 16
+_CONTAINERS = frozenset({"object", "array"})
 _PYTHON = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 
 
@@ -21,6 +24,15 @@ def parameter_types(schema: Schema | None, parameter: str) -> frozenset[str]:
     properties = schema.get("properties")
     found = properties.get(parameter) if isinstance(properties, Mapping) else None
     return frozenset(_types(found, schema, _DEPTH)) if isinstance(found, Mapping) else frozenset()
+
+
+def certain_types(schema: Schema | None, parameter: str) -> frozenset[str]:
+    """The types as of parameter_types, but a scalar that may be a string is one: the texts `True` and `true` of such a
+    parameter are two values, although `typed` reads both as a boolean."""
+    found = parameter_types(schema, parameter)
+    if found and "string" not in found:
+        return found
+    return ((found or _CONTAINERS) & _CONTAINERS) | {"string"}
 
 
 def decides_early(types: frozenset[str], first: str) -> bool:

@@ -29,6 +29,7 @@ class TokenMemory:
         #: looks up the ids of a text of an earlier run by its digest
         self.look_up: Callable[[str], Sequence[int] | None] = lambda digest: None
         self._lock = threading.Lock()
+        #: by the digest of a text, or of what else is known by one
         self._known: OrderedDict[str, tuple[int, ...]] = OrderedDict()
         self._size = 0
 
@@ -40,8 +41,9 @@ class TokenMemory:
             begin, end = end, end + len(tokens)
             text = "" if special else self._text(tokens)
             if text and "\ufffd" not in text:
-                self._add(text, tokens)
-                found.append((_digest(text), begin, end))
+                digest = _digest(text)
+                self.add(digest, tokens)
+                found.append((digest, begin, end))
         return tuple(found)
 
     def forget(self) -> None:
@@ -52,26 +54,31 @@ class TokenMemory:
 
     def recall(self, text: str) -> tuple[int, ...] | None:
         """The ids of a text, None if it is unknown."""
+        return self.find(_digest(text), lambda tokens: self._text(tokens) == text)
+
+    def find(self, digest: str, is_right: Callable[[Sequence[int]], bool]) -> tuple[int, ...] | None:
+        """The ids that a digest stands for, None if it is unknown. `is_right` tests ids of an earlier run."""
         with self._lock:
-            found = self._known.get(text)
+            found = self._known.get(digest)
             if found is not None:
-                self._known.move_to_end(text)
+                self._known.move_to_end(digest)
                 return found
-        tokens = tuple(self.look_up(_digest(text)) or ())
+        tokens = tuple(self.look_up(digest) or ())
         # Stored ids may be wrong.
-        if not tokens or self._text(tokens) != text:
+        if not tokens or not is_right(tokens):
             return None
-        self._add(text, tokens)
+        self.add(digest, tokens)
         return tokens
 
     def _text(self, tokens: Sequence[int]) -> str:
         decoder = Detokenizer(self._tokenizer)
         return "".join([decoder.push(token) for token in tokens]) + decoder.flush()
 
-    def _add(self, text: str, tokens: tuple[int, ...]) -> None:
+    def add(self, digest: str, tokens: tuple[int, ...]) -> None:
+        """Remember the ids that a digest stands for."""
         with self._lock:
-            self._size += len(tokens) - len(self._known.pop(text, ()))
-            self._known[text] = tokens
+            self._size += len(tokens) - len(self._known.pop(digest, ()))
+            self._known[digest] = tokens
             while self._size > self._capacity:
                 self._size -= len(self._known.popitem(last=False)[1])
 

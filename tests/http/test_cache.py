@@ -46,7 +46,7 @@ async def test_a_purge_forgets_everything() -> None:
 async def test_private_requests_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     remembered: list[Sequence[int]] = []
     async with running() as here:
-        monkeypatch.setattr(here.model.chat, "remember", lambda prompt, reply: remembered.append(reply) or ())
+        monkeypatch.setattr(here.model.chat, "remember", lambda prompt, reply, tools: remembered.append(reply) or ())
         for _ in range(2):
             reply = await here.chat(LONG, prefix_cache={"scope": "off"})
             assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == 0

@@ -340,3 +340,47 @@ async def test_tools_calls_and_results_reach_a_model_whose_template_has_no_place
         results = "<tool_response>\nnoon\n</tool_response>\n<tool_response>\nrain\n</tool_response>"
         assert f"<|im_start|>user\n{results}<|im_end|>" in text
         assert functions(await whole(here, messages=history)) == [("time", {})]
+
+
+async def test_the_next_turn_reads_a_call_from_the_cache_however_it_is_written() -> None:
+    said = '<tool_call>{"arguments":{ "days":2.0,"city" : "\\u004fslo"},  "name":"weather"}</tool_call>'
+    async with running(model=speaking(said)) as here:
+        _, first, _ = await here.post(CHAT, ask())
+        (past,) = first["choices"][0]["message"]["tool_calls"]
+        assert json.loads(past["function"]["arguments"]) == {"city": "Oslo", "days": 2}
+        past["function"]["arguments"] = json.dumps({"city": "Oslo", "days": 2})
+        result = {"role": "tool", "tool_call_id": past["id"], "content": "rain"}
+        _, second, _ = await here.post(
+            CHAT, ask(messages=[USER, {"role": "assistant", "tool_calls": [past]}, result], max_tokens=1)
+        )
+        # All but the token that ends the message, which no step has computed.
+        cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached >= first["usage"]["total_tokens"] - 1
+
+    async with running(model=speaking(said)) as here:
+        tools = [{"name": "weather", "input_schema": {"type": "object", "properties": {}}}]
+        body: dict[str, Any] = {"max_tokens": 200, "temperature": 0, "tools": tools, "messages": [USER]}
+        status, first, _ = await here.post("/v1/messages", body)
+        assert status == 200, first
+        (use,) = first["content"]
+        use["input"] = {"city": "Oslo", "days": 2}
+        results = [{"type": "tool_result", "tool_use_id": use["id"], "content": "rain"}]
+        body["messages"] = [USER, {"role": "assistant", "content": [use]}, {"role": "user", "content": results}]
+        status, second, _ = await here.post("/v1/messages", body)
+        assert status == 200, second
+        usage = first["usage"]
+        length = usage["input_tokens"] + usage.get("cache_read_input_tokens", 0) + usage["output_tokens"]
+        assert second["usage"]["cache_read_input_tokens"] >= length - 1
+
+
+async def test_a_client_s_text_that_is_a_past_call_stays_as_the_client_wrote_it() -> None:
+    said = '<tool_call>{"arguments":{},"name":"time"}</tool_call>'
+    asked = {"role": "user", "content": "What is " + call("time", {}) + "?"}
+    chat = agent_chat()
+    prompt = await asyncio.to_thread(chat.prompt, [asked], tools=TOOLS)
+    async with running(model=speaking(said)) as here:
+        _, first, _ = await here.post(CHAT, ask(messages=[asked]))
+        past = first["choices"][0]["message"]["tool_calls"]
+        messages = [asked, {"role": "assistant", "tool_calls": past}]
+        later = await asyncio.to_thread(chat.prompt, messages, tools=TOOLS)
+        assert later[: len(prompt) + len(said)] == [*prompt, *said.encode()]
