@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
 import pytest
 
 from tests.support.claude_code import AGENT
-from tests.support.client_programs import Library, library
+from tests.support.client_programs import Library
 from tests.support.http_server import Running, running
 from tests.support.scripted_agent import call, playing
 from tests.support.scripted_model import REPLY, saying
@@ -20,17 +18,6 @@ Json = dict[str, Any]
 
 HI = [{"role": "user", "content": "hi"}]
 REASONED = {"script": saying("Hm, well.</think>\n\nYes.", marker="<|im_start|>assistant\n<think>\n")}
-
-
-@pytest.fixture(scope="module", params=["openai2", "openai3"])
-def threaded(request: pytest.FixtureRequest) -> Iterator[Library]:
-    """The client without asyncio, in a process of its own: version 2, and this environment's version 3."""
-    if request.param == "openai2":
-        with library("openai2", "openai 2") as found:
-            yield found
-    else:
-        with contextlib.closing(Library(sys.executable)) as found:
-            yield found
 
 
 @pytest.fixture
