@@ -17,6 +17,8 @@ _BOUNDS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum
 #: what models write for JSON's words, having read them in templates that print Python's
 _PYTHON = (("boolean", "True"), ("boolean", "False"), ("null", "None"))
 _NULL = '"null" | "None"'
+#: keywords of an object that the rules of its properties follow
+_OF_OBJECTS = frozenset(("type", "properties", "required", "additionalProperties", "$defs"))
 _ALL = frozenset(("object", "array", "string", "number", "integer", "boolean", "null"))
 
 
@@ -42,6 +44,11 @@ class ArgumentRules(ABC):
         if schema is False:
             return {"enum": []}
         return schema if isinstance(schema, dict) else {}
+
+    def _check_object(self, schema: _Json, path: str) -> None:
+        """Refuse a strict object with keywords that rules of its properties do not enforce."""
+        for key in sorted(schema.keys() - _OF_OBJECTS) if self._strict else ():
+            raise _unenforced(f"{path}.{key}", key)
 
     def _properties(self, schema: _Json) -> tuple[list[tuple[str, Any]], int]:
         """The properties that may come, the required ones first, and how many those are."""
@@ -103,11 +110,9 @@ class TaggedRules(ArgumentRules):
 
     def arguments(self) -> str:
         """As in ArgumentRules."""
+        self._check_object(self._schema, "")
         known, required = self._properties(self._schema)
-        items = [
-            self._rules.rule(self._parameter(name, self._value(inner, f".properties.{name}"), inner))
-            for name, inner in known
-        ]
+        items = [self._rules.rule(self._parameter(name, inner)) for name, inner in known]
         ordered = self._rules.any_order(items, required)
         extra = self._schema.get("additionalProperties", True)
         if extra is False:
@@ -123,14 +128,31 @@ class TaggedRules(ArgumentRules):
         )
         return f"{ordered} {further}*" if items else f"{further}*"
 
-    def _parameter(self, name: str, value: str, schema: Any) -> str:
-        dialect = self._dialect
-        opening = self._rules.literal(dialect.key[1] + self._typed(self._kinds(schema)) + dialect.value[0])
-        return f"{self._rules.literal(dialect.key[0])} {text_rule(name)} {opening} {value}"
+    def _parameter(self, name: str, schema: Any) -> str:
+        """A parameter and its value, which the attribute, if the dialect has one, calls a string or not."""
+        kinds, path = self._kinds(schema), f".properties.{name}"
+        begin = f"{self._rules.literal(self._dialect.key[0])} {text_rule(name)}"
+        if self._dialect.typed is None or "string" not in kinds or kinds == {"string"}:
+            return f"{begin} {self._opening(kinds)} {self._value(schema, path)}"
+        # What the attribute calls no string is JSON, as the schema has it.
+        other = f"{self._rules.rule(json_rule(self._whole(schema)))} {self._rules.literal(self._dialect.value[1])}"
+        string = self._value(self._strings(schema), path)
+        return f"{begin} ({self._opening(frozenset({'string'}))} {string} | {self._opening(frozenset())} {other})"
+
+    def _strings(self, schema: Any) -> _Json:
+        """The schema without values that are no strings."""
+        target = self._target(schema)
+        values = _values(target)
+        return target if values is None else {"enum": [value for value in values if isinstance(value, str)]}
 
     def _typed(self, kinds: frozenset[str]) -> str:
         """The attribute that says whether the value is a string."""
         return "" if self._dialect.typed is None else self._dialect.typed % ("true" if "string" in kinds else "false")
+
+    def _opening(self, kinds: frozenset[str]) -> str:
+        """What stands between a parameter's name and its value."""
+        dialect = self._dialect
+        return self._rules.literal(dialect.key[1] + self._typed(kinds) + dialect.value[0])
 
     def _value(self, schema: Any, path: str) -> str:
         """A value and the tag behind it."""
@@ -142,7 +164,9 @@ class TaggedRules(ArgumentRules):
             return f"({' | '.join(forms)}) {rules.literal(end)}"
         values = _values(target)
         if values is not None:
-            texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
+            texts = [
+                value if isinstance(value, str) else json.dumps(value) for value in values if _kind(value) in kinds
+            ]
             return f"({' | '.join(map(text_rule, texts))}) {rules.literal(end)}"
         if self._strict and kinds != {"string"}:
             raise SchemaError(
@@ -168,6 +192,7 @@ class BareRules(ArgumentRules):
 
     def arguments(self) -> str:
         """As in ArgumentRules."""
+        self._check_object(self._schema, "")
         return self._object(self._schema, "")
 
     def _value(self, schema: Any, path: str) -> str:
@@ -180,7 +205,8 @@ class BareRules(ArgumentRules):
         schema = self._target(schema)
         values = _values(schema)
         if values is not None:
-            return self._rules.rule(" | ".join(map(self._written, values)))
+            of_type = [value for value in values if _kind(value) in self._kinds(schema)]
+            return self._rules.rule(" | ".join(map(self._written, of_type)))
         for key in ("anyOf", "oneOf"):
             if schema.keys() == {key}:
                 return self._rules.rule(

@@ -304,3 +304,37 @@ def test_recorded_tools_of_claude_code_compile_for_every_dialect() -> None:
         relaxed = compiled(name, wanted(name, *tools)).relaxed
         # A length beyond the limit.
         assert [path.partition("]")[2] for path in relaxed] == [".input_schema.properties.script.maxLength"]
+
+
+def test_an_attribute_of_the_type_goes_with_the_value() -> None:
+    parameters = {"type": "object", "properties": {"v": {"enum": ["null", "x", None, 7]}}, "required": ["v"]}
+    tools = (CallableTool("t", parameters),)
+    grammar = compiled("deepseek_v32", wanted("deepseek_v32", *tools, required=True))
+    tokenizer = byte_tokenizer("deepseek_v32")
+    values: list[Any] = ["null", "x", None, 7]
+    for value in values:
+        assert accepts(tokenizer, grammar.constraint(), text_of("deepseek_v32", [("t", {"v": value})])), value
+    text = text_of("deepseek_v32", [("t", {"v": None})])
+    assert not accepts(
+        tokenizer, grammar.constraint(), text.replace('string="false"', 'string="true"').replace("null", "7")
+    )
+    assert not accepts(tokenizer, grammar.constraint(), text.replace("null", "x"))
+
+
+@pytest.mark.parametrize("name", ["qwen_xml", "gemma4"])
+def test_a_strict_object_with_more_than_properties_is_refused(name: str) -> None:
+    more = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": False}
+    for keyword, value in (("allOf", [{"required": ["a"]}]), ("minProperties", 1), ("anyOf", [{"required": ["a"]}])):
+        tools = (CallableTool("t", more | {keyword: value}, strict=True, param="tools[0].parameters"),)
+        with pytest.raises(RequestError) as caught:
+            compiled(name, wanted(name, *tools))
+        assert caught.value.param == f"tools[0].parameters.{keyword}"
+
+
+@pytest.mark.parametrize("name", ["qwen_xml", "gemma4"])
+def test_values_of_an_enum_have_its_type(name: str) -> None:
+    parameters = {"type": "object", "properties": {"v": {"type": "string", "enum": ["a", 1]}}, "required": ["v"]}
+    grammar = compiled(name, wanted(name, CallableTool("t", parameters), required=True))
+    tokenizer = byte_tokenizer(name)
+    assert accepts(tokenizer, grammar.constraint(), text_of(name, [("t", {"v": "a"})]))
+    assert not accepts(tokenizer, grammar.constraint(), text_of(name, [("t", {"v": 1})]))
