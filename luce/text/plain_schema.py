@@ -9,14 +9,12 @@ from urllib.parse import unquote
 
 from luce.text import schema_limits
 from luce.text.schema_arms import check_arms, exclusive
+from luce.text.schema_bounds import bound_integers, close_bounds, number_bounds
 from luce.text.schema_limits import SchemaError, too_complex
 from luce.text.schema_pattern import has_lookaround, rust_pattern
 
 _Json = dict[str, Any]
 
-#: Integers have 19 digits at most; without bounds, a model whose favourites are digits writes them to the limit. The
-#: largest double below 2**63: the library computes bounds in doubles.
-_LARGEST_INTEGER = 2**63 - 1024
 _TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 #: formats of strings that the library enforces
 _FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
@@ -229,9 +227,11 @@ class _Walk:
         self._check_required(made, path)
         if "properties" in made:
             schema_limits.check_properties(f"{path}.properties", made["properties"], made.get("required", []))
-        _number_bounds(made)
+        number_bounds(made)
+        if kinds and "integer" not in kinds:
+            close_bounds(made)
         if "integer" in kinds and "number" not in kinds and not {"enum", "const"} & made.keys():
-            _bound_integers(made)
+            bound_integers(made)
         if "oneOf" in made:
             self._choices.append((made, f"{path}.oneOf"))
         for key in ("anyOf", "oneOf", "allOf"):
@@ -449,25 +449,6 @@ def _beyond_64_bits(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _number_bounds(made: _Json) -> None:
-    """Make numbers of draft 4's exclusive bounds, which are flags of the others."""
-    for flag, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
-        if isinstance(made.get(flag), bool):
-            exclusive_bound = made.pop(flag)
-            if exclusive_bound and bound in made:
-                made[flag] = made.pop(bound)
-
-
-def _bound_integers(made: _Json) -> None:
-    """Give integers the bounds that they lack."""
-    low = max((made[key] for key in ("minimum", "exclusiveMinimum") if key in made), default=None)
-    high = min((made[key] for key in ("maximum", "exclusiveMaximum") if key in made), default=None)
-    if low is None and (high is None or high > -_LARGEST_INTEGER):
-        made["minimum"] = -_LARGEST_INTEGER
-    if high is None and (low is None or low < _LARGEST_INTEGER):
-        made["maximum"] = _LARGEST_INTEGER
 
 
 _Rule = Callable[[_Walk, _Json, str, Any, _At], None]

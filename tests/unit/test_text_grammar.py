@@ -234,3 +234,27 @@ def test_a_copy_goes_its_own_way(made: Callable[[], Constraint]) -> None:
     assert allowed(other) != allowed(constraint)
     push(other, more)
     assert allowed(other) == allowed(constraint)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "taken", "refused"),
+    [
+        ({"exclusiveMinimum": 0, "exclusiveMaximum": 0.25}, ("0.1", "0.01"), ("0", "0.0", "0.25", "-0.1")),
+        ({"exclusiveMinimum": 1, "maximum": 1.25}, ("1.1", "1.25"), ("1", "1.0", "1.3")),
+        ({"minimum": -0.25, "exclusiveMaximum": 0}, ("-0.1", "-0.25"), ("0", "-0", "0.1")),
+        ({"exclusiveMinimum": -1.25, "exclusiveMaximum": -1}, ("-1.1",), ("-1", "-1.0", "-1.25")),
+        ({"minimum": 0.5, "exclusiveMaximum": 1}, ("0.5", "0.75"), ("1", "1.0", "0")),
+    ],
+)
+def test_exclusive_bounds_are_excluded(
+    bounds: dict[str, float], taken: tuple[str, ...], refused: tuple[str, ...]
+) -> None:
+    def accepts(text: str) -> bool:
+        constraint = made({"type": "array", "items": {"type": "number", **bounds}, "minItems": 1, "maxItems": 1})
+        for token in TOKENIZER.encode(f"[{text}]", specials=False):
+            if token not in allowed(constraint):
+                return False
+            constraint.push(token)
+        return True
+
+    assert all(map(accepts, taken)) and not any(map(accepts, refused))
