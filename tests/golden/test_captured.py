@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from luce.layers.features import FeatureRing
 from luce.remote.rpc import Requests
-from luce.runtime.cpu import CpuDevice
 from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
 from luce.runtime.step import Output, Step
@@ -174,9 +173,9 @@ def test_what_a_daemon_captures_is_there_with_the_output(
     # Done may come much later: nothing of a decode step may wait for it.
     reference = Reference("qwen35-b-Q4_K_M")
     prompt = reference.expected["prompt_long"][:60]
-    here = CpuDevice()
+    here = HostDevice()
     ring = make_ring(here, reference)
-    alone = make_driver(reference, [here, CpuDevice(1)], ring=ring, verify_rows=16, microbatch=16)
+    alone = make_driver(reference, [here, HostDevice(1)], ring=ring, verify_rows=16, microbatch=16)
     sequence = alone.start()
     alone.feed((sequence, prompt[:40]))
     for token in prompt[40:, None]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from luce.runtime.cpu import CpuDevice
+from luce.runtime.host import HostDevice
 from tests.support.daemons import HERE, devices, key_file, listener, with_flags
 from tests.support.make_driver import MakeDriver
 from tests.support.placements import placement_results
@@ -20,7 +20,7 @@ PLACEMENTS: dict[str, tuple[str, dict[str, object]]] = {
     "a daemon of two devices": ("cpu:0,cpu:1,cpu:2", {}),
 }
 #: the same steps in one process: NumPy's products of 64 rows have other bits than those of 135
-LOCAL = [CpuDevice(0), CpuDevice(1)]
+LOCAL = [HostDevice(0), HostDevice(1)]
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_a_daemon_between_two_local_devices(make_driver: MakeDriver) -> None:
     reference = Reference("gemma4-e-Q4_0")
     expected = placement_results(make_driver(reference, LOCAL, microbatch=64), reference)
     with devices("cpu:0,cpu:1") as opened:
-        driver = make_driver(reference, [*opened, CpuDevice(2)], microbatch=64)
+        driver = make_driver(reference, [*opened, HostDevice(2)], microbatch=64)
         assert (placement_results(driver, reference) == expected).all()
         driver.backend.close()
 
@@ -74,8 +74,7 @@ def test_activations_in_messages(placement: str, make_driver: MakeDriver) -> Non
 
 @pytest.mark.parametrize(("kind", "most"), [("f16", 0.005), ("bf16", 0.03)])
 def test_activations_in_16_bits(kind: str, most: float, make_driver: MakeDriver) -> None:
-    # Of float weights: bytes would amplify what is rounded.
-    reference = Reference("gemma4-e-F32")
+    reference = Reference("gemma4-e-Q4_0")
     expected = placement_results(make_driver(reference, LOCAL, microbatch=64), reference)
     names, settings = PLACEMENTS["three daemons"]
     with devices(names, **settings, shard_transport="stream", shard_activations=kind) as opened:
