@@ -32,7 +32,7 @@ def devices(names: str, **settings: object) -> Iterator[list[Device]]:
     """Devices of a placement whose daemons run this interpreter: by default all but the first."""
     fields = {"target_shard_ipc_bin": (("", HERE),), "shard_start_timeout": 60.0, **settings}
     with ExitStack() as stack:
-        opened = open_placement(Config(target_devices=tuple(names.split(",")), **fields))
+        opened = open_placement(Config(target_devices=tuple(names.split(",")), **{"cpu_weights": "float32", **fields}))
         for device in opened:
             stack.callback(device.close)
         yield opened
