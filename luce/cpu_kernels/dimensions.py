@@ -4,6 +4,8 @@ from __future__ import annotations
 
 #: lanes of a vector: rows that they do not divide are NumPy's
 LANES = 16
+#: bytes of 32 columns of a quantised row (quantised_rows.py)
+RECORD = 96
 #: rows of a KV page, as luce.runtime.step.PAGE
 PAGE = 64
 #: most elements of a head, and most query heads of a KV head, that compiled attention takes

@@ -14,18 +14,20 @@ from __future__ import annotations
 from gguf import GGMLQuantizationType
 from numba import int32
 
+from luce.cpu_kernels.dimensions import RECORD
 from luce.cpu_kernels.jit import compiled, inlined
-from luce.cpu_kernels.quantised_rows import RECORD, SCALE, SCALED, SUMS
+from luce.cpu_kernels.quantised_rows import FINER, REST, SCALE, SCALED, SUMS
 from luce.cpu_kernels.unpack import MINIMUMS, SCALES, SLICE, UNPACKED_BYTES, unpack
 from luce.cpu_kernels.vector_rows import (
     add_products,
     add_rows,
     add_scaled,
-    begin_rows,
     dot_rows,
     load_rows,
+    raise_rows,
     store_rows,
     store_totals,
+    zero_ints,
     zero_rows,
 )
 from luce.cpu_kernels.vectors import (
@@ -63,19 +65,24 @@ def _add_slice(count, totals, unpacked, x, stride, columns, offset, wide, minimu
     for record in range(columns // 32):
         at, words = x + record * RECORD, unpacked + record * 512
         if wide:
-            products = begin_rows(sums, at + SUMS + 8, stride, int32(-offset))
+            products = zero_ints(sums)
             for k in range(8):
                 products = dot_rows(products, load_ints(words + k * 64), at + k * 4, stride)
+            products = raise_rows(products, int32(FINER), at + SUMS + 8, stride, int32(-offset))
+            for k in range(8):
+                products = dot_rows(products, load_ints(words + k * 64), at + REST + k * 4, stride)
             sums = add_rows(sums, products, load_floats(unpacked + SCALES + record * 64), at + SCALE, stride)
             if minimums:
                 sums = add_scaled(sums, load_floats(unpacked + MINIMUMS + record * 64), at + SCALED + 8, stride)
         else:
             for half in range(2):
                 group = record * 2 + half
-                products = begin_rows(sums, at + SUMS + half * 4, stride, int32(-offset))
-                for k in range(4):
-                    place = half * 4 + k
-                    products = dot_rows(products, load_ints(words + place * 64), at + place * 4, stride)
+                products = zero_ints(sums)
+                for k in range(half * 4, half * 4 + 4):
+                    products = dot_rows(products, load_ints(words + k * 64), at + k * 4, stride)
+                products = raise_rows(products, int32(FINER), at + SUMS + half * 4, stride, int32(-offset))
+                for k in range(half * 4, half * 4 + 4):
+                    products = dot_rows(products, load_ints(words + k * 64), at + REST + k * 4, stride)
                 sums = add_rows(sums, products, load_floats(unpacked + SCALES + group * 64), at + SCALE, stride)
                 if minimums:
                     minimum = load_floats(unpacked + MINIMUMS + group * 64)

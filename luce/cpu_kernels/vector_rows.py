@@ -70,20 +70,31 @@ def store_rows(typing: Any, rows: Any, address: Any) -> Any:
 
 
 @intrinsic
-def begin_rows(typing: Any, rows: Any, address: Any, stride: Any, factor: Any) -> Any:
-    """Ints for as many rows as `rows` has: `factor` times the int32 at `address`, in all lanes; rows are `stride`
-    apart."""
+def zero_ints(typing: Any, rows: Any) -> Any:
+    """Zeros, ints, for as many rows as `rows` has."""
     kind = Rows(INTS, rows.count)
 
     def make(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _, address, stride, factor = args
-        found = ir.Constant(ir.ArrayType(INT_LANES, kind.count), ir.Undefined)
-        for row in range(kind.count):
-            value = load(builder, _row(builder, address, stride, row), I32, align=4)
-            found = builder.insert_value(found, splat_value(builder, builder.mul(value, factor)), row)
-        return found
+        return ir.Constant(ir.ArrayType(INT_LANES, kind.count), [[0] * LANES] * kind.count)
 
-    return kind(rows, types.int64, types.int64, types.int32), make
+    return kind(rows), make
+
+
+@intrinsic
+def raise_rows(typing: Any, sums: Any, multiple: Any, address: Any, stride: Any, factor: Any) -> Any:
+    """sums * multiple + factor * the int32 at `address` of a row, in all lanes; rows are `stride` apart."""
+
+    def make(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        sums, multiple, address, stride, factor = args
+        times = splat_value(builder, multiple)
+        for row in range(sums.type.count):
+            value = load(builder, _row(builder, address, stride, row), I32, align=4)
+            more = splat_value(builder, builder.mul(value, factor))
+            own = builder.add(builder.mul(builder.extract_value(sums, row), times), more)
+            sums = builder.insert_value(sums, own, row)
+        return sums
+
+    return sums(sums, types.int32, types.int64, types.int64, types.int32), make
 
 
 @intrinsic

@@ -12,6 +12,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from numpy.typing import NDArray
 
+from luce.cpu_kernels.dimensions import RECORD
 from luce.ops.weight import Weight, WeightPart
 from luce.runtime.device import Array
 
@@ -85,7 +86,7 @@ class _Rows:
     def quantised(self) -> Array:
         """int8 [n, bytes] (luce/cpu_kernels/quantised_rows.py)."""
         if self._quantised is None:
-            self._quantised = self._device.empty((len(self._x), self._cols // 32 * 64), np.int8)
+            self._quantised = self._device.empty((len(self._x), self._cols // 32 * RECORD), np.int8)
             self._device.kernels.quantise_rows(self._x, self._quantised)
         return self._quantised
 
