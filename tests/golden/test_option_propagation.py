@@ -19,6 +19,13 @@ CHECKS = {name: check for table in TABLES for name, check in table.items()}
 ELSEWHERE = {
     "shard_env": "tests/process/test_shard_crash.py::test_variables_of_a_daemon",
     "prompt_weights": "tests/golden/test_split_gpu.py::test_unpacked_weights_change_no_bits",
+    "think_max_tokens": "tests/http/test_reasoning_budgets.py::test_settings_of_the_server",
+    "hard_limit_reply_budget": "tests/http/test_reasoning_budgets.py::test_settings_of_the_server",
+    "effort": "tests/http/test_reasoning_budgets.py::test_settings_of_the_server",
+    "tool_grammar": "tests/http/test_tool_grammar.py::test_a_strict_tool_is_held_from_its_trigger_on",
+    "grammar_seconds": "tests/http/test_structured_output_load.py::"
+    "test_a_schema_that_takes_too_long_is_refused_and_those_behind_it_are_told",
+    "strict_schemas": "tests/http/test_structured_output_load.py::test_details_say_what_was_left_out",
     "drain_seconds": "tests/process/test_serve.py::test_requests_beyond_the_drain_time_end_with_their_text",
     "shard_key_file": "tests/process/test_shard_network.py::test_another_key",
 }

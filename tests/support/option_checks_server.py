@@ -110,19 +110,28 @@ def _masks(name: str, patch: Patch, path: Path, log: Log) -> None:
             pass
 
     patch.setattr("luce.engine.masks.ThreadPoolExecutor", pool)
-    settings = {"grammar_threads": 3} if name == "grammar_threads" else {"grammar_mask_ms": 1}
+    settings = {"grammar_threads": 3, "parallel": 2} if name == "grammar_threads" else {"grammar_mask_ms": 1}
     with load(**DAEMON, **settings) as model:
-        own = Few(model.spec.vocab, 3, 4, hook=(lambda: None) if name == "grammar_threads" else slow)
 
         def submit(sink: EventSink) -> SequenceHandle:
-            params, output = SamplingParams(max_tokens=5), model.reply_text()
+            own = Few(model.spec.vocab, 3, 4, hook=(lambda: None) if name == "grammar_threads" else slow)
+            params, output = SamplingParams(max_tokens=40), model.reply_text()
             return model.engine.submit(PROMPT, params, output=output, on_event=sink, constraint=own)
 
         if name == "grammar_threads":
-            assert {token.id for token in Generation(submit, None)} <= {3, 4} and sizes == [3]
+            # The masks of one sequence need no thread.
+            both = [Generation(submit, None) for _ in range(2)]
+            assert all({token.id for token in one} <= {3, 4} for one in both) and sizes == [3]
         else:
             with pytest.raises(GrammarLimitError, match=r"^masks take more than 1 ms \(--grammar-mask-ms\)$"):
                 list(Generation(submit, None))
+
+
+@checks("tool_format")
+def _tool_format(patch: Patch, path: Path, log: Log) -> None:
+    for name in ("hermes", "qwen_xml"):
+        with load(**DAEMON, tool_format=name) as model:
+            assert model.chat.calls.format == name
 
 
 @checks("max_queue_seconds", "timeout")
