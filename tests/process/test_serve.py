@@ -118,7 +118,14 @@ def serve(tmp_path: Path) -> Iterator[Any]:
             process = subprocess.Popen(
                 [*lead, *verb],
                 cwd=ROOT,
-                env={"PATH": os.environ["PATH"], "HOME": str(tmp_path), "NOTIFY_SOCKET": notify.getsockname(), **env},
+                env={
+                    "PATH": os.environ["PATH"],
+                    "HOME": str(tmp_path),
+                    "NOTIFY_SOCKET": notify.getsockname(),
+                    # A new home would compile the CPU's kernels for each test.
+                    "LUCE_CPU_WEIGHTS": "float32",
+                    **env,
+                },
                 stderr=subprocess.PIPE,
                 text=True,
                 pass_fds=[] if inherit is None else [inherit.fileno()],
