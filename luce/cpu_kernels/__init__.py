@@ -1,14 +1,16 @@
 """Kernels of the CPU, compiled at run time by numba: products on packed weights, and the threads that run them.
 
-    vectors   vectors of 16 lanes in compiled code, by the instructions of this CPU
-    unpack    16 rows of a quant block to bytes, scales and minimums
-    rows      rows of activations as int8
-    product   products of quantised or float rows with 16 weight rows at a time
-    threads   threads that share a kernel's parts
-    attention, heads, elementwise: attention of few rows, and what is around products
-    jit       decorators of compiled functions, and the folder that keeps their machine code
-    sizes     sizes that compiled code and its callers share
-    compiler  all kernels, with what their callers need to know
+    catalogue       all kernels, with what their callers need to know
+    product         products of quantised or float rows with 16 weight rows at a time
+    unpack          16 weight rows of a quant block to bytes, scales and minimums
+    quantised_rows  rows of activations as two int8 for each value
+    attention       attention of few rows; heads and elementwise: what is around products and attention
+    vectors         vectors of 16 lanes in compiled code; vector_rows: one for each of several rows of x
+    lowering        the LLVM instructions behind vectors
+    thread_pool     threads that share a kernel's parts
+    jit             decorators of compiled functions, and the folder that keeps their machine code
+    dimensions      sizes that compiled code and its callers share
 
-Not here: which product a weight gets (ops). Called by ops; numba is imported when a packed weight is first loaded.
+Not here: which product a weight gets (ops). Called by ops and runtime; numba is imported when a device with packed
+weights opens.
 """

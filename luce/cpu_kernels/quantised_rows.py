@@ -22,7 +22,6 @@ from luce.cpu_kernels.dimensions import RECORD
 from luce.cpu_kernels.jit import compiled_as
 from luce.cpu_kernels.vectors import as_float
 
-COLUMNS = 32
 REST, SCALE, SUMS, SCALED = 32, 64, 68, 80
 #: steps of the second int8 in one of the first
 FINER = 254

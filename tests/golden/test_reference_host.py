@@ -7,7 +7,15 @@ import pytest
 
 from luce.runtime.host import HostDevice
 from luce.shard.sizes import activation_bytes
-from tests.support.golden_checks import TREES, check_batched, check_greedy_tokens, check_logits_in_chunks, check_tree
+from tests.support.golden_checks import (
+    TREES,
+    check_batched,
+    check_greedy_tokens,
+    check_logits_in_chunks,
+    check_restored,
+    check_shards,
+    check_tree,
+)
 from tests.support.make_driver import MakeDriver
 from tests.support.reference import Reference, references
 
@@ -68,31 +76,12 @@ def test_residual_stream(reference: Reference, make_driver: MakeDriver) -> None:
 
 @each_file
 def test_shards_change_nothing(reference: Reference, make_driver: MakeDriver) -> None:
-    prompt = reference.expected["prompt_long"]
-    results = []
     layers = len(reference.spec.layers)
-    for count in sorted({min(count, layers) for count in (1, 2, 3, 4, layers)}):
-        driver = make_driver(reference, [HostDevice(i) for i in range(count)])
-        sequence, other = driver.start(), driver.start()
-        parts = [driver.feed((sequence, part))[0] for part in (prompt[:100], prompt[100:-2])]
-        driver.feed((other, prompt[:9]))
-        parts += [driver.feed((other, prompt[:1]), (sequence, token))[1] for token in prompt[-2:, None]]
-        results.append(np.concatenate(parts))
-    for result in results[1:]:
-        assert (results[0] == result).all()
+    counts = sorted({min(count, layers) for count in (1, 2, 3, 4, layers)})
+    check_shards(reference, (make_driver(reference, [HostDevice(i) for i in range(count)]) for count in counts))
 
 
 @each_file
 def test_save_and_restore(reference: Reference, make_driver: MakeDriver) -> None:
     # One shard per layer: every block that lends keys and values has mirrors elsewhere.
-    driver = make_driver(reference, [HostDevice(i) for i in range(len(reference.spec.layers))])
-    prompt = reference.expected["prompt_long"]
-    sequence = driver.start()
-    driver.feed((sequence, prompt[:90]))
-    kept, saved = driver.keep(sequence), driver.save(sequence)
-    expected = driver.feed((sequence, prompt[90:]))[0]
-    for back, what in ((driver.restore, saved), (driver.resume, kept)):
-        other = driver.start()
-        driver.feed((other, prompt[5:95]))
-        back(other, what)
-        assert (driver.feed((other, prompt[90:]))[0] == expected).all()
+    check_restored(reference, make_driver(reference, [HostDevice(i) for i in range(len(reference.spec.layers))]))

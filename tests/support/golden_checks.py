@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -222,3 +222,31 @@ def check_masks(driver: Driver, prompt: NDArray[np.int32], times: int = 3) -> No
         assert np.array_equal(some.candidates.logits, np.take_along_axis(expected[top], order, axis=1))
     plain = backend.forward(replace(step, output_rows=rows, needs_logits=np.zeros(6, np.bool_)))
     assert np.array_equal(plain.ids, everything.ids)
+
+
+def check_shards(reference: Reference, drivers: Iterable[Driver]) -> None:
+    """Logits of a prompt in chunks, and of tokens beside another sequence, have the same bits in each driver."""
+    prompt = reference.expected["prompt_long"]
+    results = []
+    for driver in drivers:
+        sequence, other = driver.start(), driver.start()
+        parts = [driver.feed((sequence, part))[0] for part in (prompt[:100], prompt[100:-2])]
+        driver.feed((other, prompt[:9]))
+        parts += [driver.feed((other, prompt[:1]), (sequence, token))[1] for token in prompt[-2:, None]]
+        results.append(np.concatenate(parts))
+    for result in results[1:]:
+        assert (results[0] == result).all()
+
+
+def check_restored(reference: Reference, driver: Driver) -> None:
+    """A sequence goes on with the same bits from saved state, and from its pages where they are."""
+    prompt = reference.expected["prompt_long"]
+    sequence = driver.start()
+    driver.feed((sequence, prompt[:90]))
+    kept, saved = driver.keep(sequence), driver.save(sequence)
+    expected = driver.feed((sequence, prompt[90:]))[0]
+    for back, what in ((driver.restore, saved), (driver.resume, kept)):
+        other = driver.start()
+        driver.feed((other, prompt[5:95]))
+        back(other, what)
+        assert (driver.feed((other, prompt[90:]))[0] == expected).all()
