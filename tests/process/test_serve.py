@@ -410,5 +410,7 @@ def test_a_fatal_signal_is_in_the_log(serve: Any) -> None:
     child.notified("READY=1")
     child.process.send_signal(signal.SIGBUS)
     child.wait()
-    assert child.process.returncode == -signal.SIGBUS
-    assert any("Fatal Python error: Bus error" in line for line in child.lines)
+    # Python's dump of a thread that ends meanwhile can itself be a SIGSEGV.
+    assert child.process.returncode in (-signal.SIGBUS, -signal.SIGSEGV)
+    # Two writes: a line of the log can come between.
+    assert "Fatal Python error: " in child.log and "Bus error\n" in child.log

@@ -63,6 +63,7 @@ def _norm(device: Device) -> None:
     op_checks_norm.check_quantised_norm(device, 3, 992, adding=True, group=128)
     op_checks_norm.check_add_rms_norm(device, 2, 8203)
     op_checks_norm.check_head_rms_norm(device, 2, 5, 80)
+    op_checks_norm.check_layer_norm(device, 4, 1000, biased=True)
 
 
 def _attention(device: Device) -> None:
@@ -133,6 +134,7 @@ def _moe(device: Device) -> None:
     op_checks_moe.check_random_routes(device, 4, 4, "all")
     op_checks_moe.check_ties(device, 256, 8, "gemma4")
     op_checks_moe.check_nan(device, 70, 4)
+    op_checks_moe.check_grouped(device, "two best", 4, 8, 256, 8, 3, biased=True)
     many = op_checks_moe.random_ids(150, 8, 40)
     op_checks_moe.check_product(device, [("Q8_0", 2)], many, experts=40, cols=32)
     op_checks_moe.check_combine(device, 2, 3, 300)
@@ -186,6 +188,7 @@ HARMLESS = (
     ("qkv.cu", "LUCE_LANES >= d) break;"),
     ("qkv.cu", "LUCE_LANES < 2 * turned) own["),
     ("moe.cu", "LUCE_LANES >= experts) break;"),
+    ("moe.cu", "LUCE_LANES);\n        if (lane == winner)"),  # there are at most 32 groups
     ("attention.cu", "luce_sync();\n    return true;"),  # add_keys begins with another one
 )
 SWAPPED = "luce_shfl(value, luce_lane() ^ mask ^ (luce_lane() / 2 == 3))"

@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from luce.errors import BackendError
 from luce.kvcache.disk.deadline import Deadline
 from luce.kvcache.disk.directory import Directory
+from luce.kvcache.disk.fingerprint import Fingerprint
 from luce.kvcache.disk.manifest import LAYOUT
 from luce.kvcache.disk.part import DamagedError
 from luce.kvcache.disk.store import Store
@@ -261,3 +263,20 @@ def test_a_damaged_page_is_not_resumed_in_part(tmp_path: Path) -> None:
     with rig(tmp_path) as r:
         assert r.ask(prompt, 5) == (r.backend.reply(prompt, 5), 0)
         assert tier(r).stats.damaged == 1
+
+
+def test_a_model_that_is_closed_while_it_is_identified_is_no_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    identifying, closed = threading.Event(), threading.Event()
+
+    def identify() -> Fingerprint:
+        identifying.set()
+        assert closed.wait(60)
+        raise ValueError("model.gguf: is read after it was closed")
+
+    with rig(tmp_path, known=False, identify=identify) as r:
+        assert identifying.wait(60)
+    closed.set()
+    tier(r).wait_opened(60)
+    assert not caplog.records

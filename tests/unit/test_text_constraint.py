@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -106,6 +106,14 @@ def called() -> Constraint:
     return COMPILER.grammar(f'start: <[{OPENS}]> "ab" /[0-9]+/ <[{CLOSES}]>', triggers=frozenset({OPENS}), once=True)
 
 
+def comes(state: Constraint, token: int) -> bool:
+    """Whether a token may come. Where the text is forced, the mask has only the token in which the tokenizer writes it;
+    a draft may have others with the same text."""
+    if token == END:
+        return token in bits(state.mask(NONE))
+    return state.open or token in bits(state.mask(NONE)) or (bool(state.forced(1, NONE)) and state.allows(token))
+
+
 def random_draft(
     state: Constraint, random: np.random.Generator, favourite: int
 ) -> tuple[list[int], list[int], list[Constraint | None]]:
@@ -122,7 +130,7 @@ def random_draft(
             allowed = bits(above.mask(NONE))
             if random.random() < 0.9:
                 token = favourite if above.open and random.random() < 0.5 else int(random.choice(sorted(allowed)))
-            if token != END and (above.open or token in allowed):
+            if token != END and comes(above, token):
                 behind = above.copy()
                 behind.push(token)
                 behind = None if behind.over else behind
@@ -134,6 +142,7 @@ def random_draft(
 
 @pytest.mark.parametrize("make", [of_schema, triggered, called])
 @given(seed=st.integers(0, 2**32))
+@example(seed=1848789)  # with `called`: "a", where the mask has only the token "ab"
 @settings(deadline=None, max_examples=40)
 def test_a_draft_leaves_the_state_as_it_is(make: Callable[[], Constraint], seed: int) -> None:
     constraint, random = make(), np.random.default_rng(seed)
@@ -161,7 +170,7 @@ def test_a_draft_leaves_the_state_as_it_is(make: Callable[[], Constraint], seed:
             if above is None:
                 assert not valid[node]
             else:
-                assert valid[node] == (above.open or tokens[node] in bits(above.mask(NONE)))
+                assert valid[node] == comes(above, tokens[node])
         allowed = sorted(bits(constraint.mask(NONE)))
         token = favourite if constraint.open and random.random() < 0.5 else int(random.choice(allowed))
         if token == END:

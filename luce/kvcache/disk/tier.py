@@ -77,6 +77,7 @@ class DiskTier:
         self._store: Store | None = None
         self._opened = threading.Event()
         self._started = time.monotonic()
+        self._closed = False
         #: the last snapshot that was begun
         self._writer: Writer | None = None
         #: decodes tensors of snapshots ahead of the devices
@@ -157,6 +158,7 @@ class DiskTier:
 
     def close(self, seconds: float) -> None:
         """Stop; wait up to `seconds` for the tasks of the writing thread."""
+        self._closed = True
         # Identifying the model may take minutes: it is not waited for if there is nothing to write.
         idle = not self.waiting and not self._opened.is_set()
         self._writing.close(0.0 if idle else seconds + LEAST_SECONDS)
@@ -284,7 +286,9 @@ class DiskTier:
         except Exception as error:
             advice = "--kv-cache-dir names another directory, or off"
             known = isinstance(error, OSError | LuceError)
-            _log.warning("prompts are not cached across restarts: %s (%s)", error, advice, exc_info=not known)
+            # The model's file is closed soon after the tier, also where `identify` still reads it.
+            if not self._closed:
+                _log.warning("prompts are not cached across restarts: %s (%s)", error, advice, exc_info=not known)
         self._opened.set()
         self.wake()
 
