@@ -32,6 +32,7 @@ def test_daemons_change_nothing(reference: Reference, placement: tuple[str, str]
     if len(gpus) <= placement[0].count("G") - 1:
         pytest.skip(f"needs {placement[0].count('G')} GPUs, {len(gpus)} found")
     names, kinds = (text.replace("G", gpus[0].kind) for text in placement)
+    names = reference.among(names)
     # The daemons of `devices` hold float32 weights, too.
     here = open_placement(Config(target_devices=tuple(names.split(",")), cpu_weights="float32"))
     driver = make_driver(reference, here, microbatch=64)
