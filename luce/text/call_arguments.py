@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from luce.models.calls import Bare, Calls, Tagged
-from luce.text.call_cursor import Cursor, MalformedCallError, Reads
+from luce.text.call_cursor import Cursor, MalformedCallError, Reads, coming
 from luce.text.json_reader import json_text
 from luce.text.marks import Marks, quoted
-from luce.text.parameter_types import ParameterTypes, Schema, decides_early, typed
+from luce.text.parameter_types import Parameter, ParameterOf, Schema, decides_early, names_in, typed
 from luce.text.reasoning import overlap
 
 # Names of parameters are longer nowhere; a text without the marker behind it would be held back for ever.
@@ -93,16 +93,17 @@ class ArgumentsWriter:
 
 
 class TaggedReader:
-    """Reads parameters that stand between tags. `types`: the types of a parameter, of the schema of all."""
+    """Reads parameters that stand between tags. `parameter_of`: what a parameter's value may be, by the schema of
+    all."""
 
     def __init__(
-        self, cursor: Cursor, calls: Calls, marks: Marks, writer: ArgumentsWriter, types: ParameterTypes
+        self, cursor: Cursor, calls: Calls, marks: Marks, writer: ArgumentsWriter, parameter_of: ParameterOf
     ) -> None:
         assert isinstance(calls.arguments, Tagged)
         self._cursor = cursor
         self._marks = marks
         self._writer = writer
-        self._types = types
+        self._parameter_of = parameter_of
         self._tags = calls.arguments
         text = self._tags.key[1] + self._tags.value[0]
         #: a line feed in front of a value, and one behind it, belong to the format
@@ -120,19 +121,29 @@ class TaggedReader:
 
     def read(self, schema: Schema | None) -> Reads[None]:
         """All parameters."""
-        cursor, tags = self._cursor, self._tags
+        cursor, tags, close = self._cursor, self._tags, self._tags.key[1].strip()
+        odd = [name + close for name in names_in(schema) if not self._is_plain(name)]
         self._writer.open("{")
         while (yield from cursor.accept(tags.key[0])):
-            key = yield from cursor.until([tags.key[1].strip()], lambda have: len(have) <= _LONGEST_KEY)
+            if known := (yield from cursor.one_of(odd)):
+                name = known.removesuffix(close)
+                cursor.at -= len(close)
+            else:
+                key = yield from cursor.until([close], lambda have: len(have) <= _LONGEST_KEY)
+                name = self._marks.spelled(key)
             yield from cursor.expect(tags.key[1])
-            name = self._marks.spelled(key)
-            types = self._types(schema, name)
+            parameter = self._parameter_of(schema, name)
             if tags.typed is not None:
-                types = frozenset({"string"}) if (yield from self._is_string(tags.typed)) else frozenset({"json"})
+                is_string = yield from self._is_string(tags.typed)
+                parameter = Parameter(frozenset({"string" if is_string else "json"}))
             yield from cursor.expect(tags.value[0])
             self._writer.key(name)
-            yield from self._value(types)
+            yield from self._value(parameter)
         self._writer.close()
+
+    def _is_plain(self, name: str) -> bool:
+        """Whether a name is read where the tag's end comes next."""
+        return name == name.strip() and len(name) <= _LONGEST_KEY and self._tags.key[1].strip() not in name
 
     def _is_string(self, attribute: str) -> Reads[bool]:
         if (yield from self._cursor.accept(attribute.replace("%s", "true"))):
@@ -140,7 +151,7 @@ class TaggedReader:
         yield from self._cursor.expect(attribute.replace("%s", "false"))
         return False
 
-    def _value(self, types: frozenset[str]) -> Reads[None]:
+    def _value(self, parameter: Parameter) -> Reads[None]:
         cursor, writer, spelled = self._cursor, self._writer, self._marks.spelled
         while cursor.at == len(cursor.text):
             yield from cursor.more()
@@ -148,13 +159,13 @@ class TaggedReader:
             cursor.at += 1
             while cursor.at == len(cursor.text):
                 yield from cursor.more()
-        if not decides_early(types, cursor.text[cursor.at]):
+        if not decides_early(parameter.types, cursor.text[cursor.at]):
             while True:
                 end, after = self._find_end()
                 if after != _UNKNOWN:
                     break
                 yield from cursor.more()
-            writer.value(typed(spelled(cursor.text[cursor.at : end]), types))
+            writer.value(typed(spelled(cursor.text[cursor.at : end]), parameter))
             cursor.at = after
             cursor.commit()
             return
@@ -212,9 +223,11 @@ class TaggedReader:
 
 
 class BareReader:
-    """Reads an object with bare keys, whose strings stand between tokens."""
+    """Reads an object with bare keys, whose strings stand between tokens. `schema`: that of the arguments."""
 
-    def __init__(self, cursor: Cursor, calls: Calls, marks: Marks, writer: ArgumentsWriter) -> None:
+    def __init__(
+        self, cursor: Cursor, calls: Calls, marks: Marks, writer: ArgumentsWriter, schema: Schema | None
+    ) -> None:
         assert isinstance(calls.arguments, Bare)
         self._cursor = cursor
         self._marks = marks
@@ -225,6 +238,9 @@ class BareReader:
         #: a key with what follows it, or what may become one
         self._key = re.compile(rf"(?:{quote}|\")?([^\s:=,{{}}\[\]\"]+?)(?:{quote}|\")?\s*[:=]")
         self._key_begun = re.compile(rf"(?:{quote}|\")?[^\s:=,{{}}\[\]]{{0,{_LONGEST_KEY}}}\s*")
+        plain = re.compile(rf"[^\s:=,{{}}\[\]\"]{{1,{_LONGEST_KEY}}}")
+        #: the keys of the schema, with what follows them, that are not told from other text without it
+        self._odd_keys = [f"{name}:" for name in names_in(schema) if not plain.fullmatch(name)]
         self._value_begins = re.compile(rf"{quote}|[-0-9tfnTFN\[{{\"]")
         self._scalar_ends = re.compile(rf"[,}}\])]|{quote}|{re.escape(self._close)}")
 
@@ -236,7 +252,7 @@ class BareReader:
             raise MalformedCallError
         cursor.at += 1
         self._writer.open("{")
-        while (yield from cursor.peek()) != _BRACKETS[bracket]:
+        while not (yield from self._ends(_BRACKETS[bracket])):
             self._writer.key((yield from self._name()))
             yield from self._value(depth, in_list=False)
             if not (yield from cursor.accept(",")):
@@ -257,16 +273,49 @@ class BareReader:
         yield from cursor.expect("]")
         self._writer.close()
 
+    def _ends(self, bracket: str) -> Reads[bool]:
+        """Whether the object ends here."""
+        cursor = self._cursor
+        while (end := self._odd_key_at(cursor.at)[0]) == _UNKNOWN and not cursor.ended:
+            yield
+        begin = cursor.at
+        if end < 0 and (yield from cursor.peek()) == bracket:
+            return True
+        cursor.at = begin
+        return False
+
     def _name(self) -> Reads[str]:
         cursor = self._cursor
         while True:
-            yield from cursor.peek()
-            if found := self._key.match(cursor.text, cursor.at):
-                cursor.at = found.end()
-                return self._marks.spelled(found[1])
-            if not self._key_begun.fullmatch(cursor.text, cursor.at):
+            end, name = self._key_at(cursor.at)
+            if end == _TEXT:
                 raise MalformedCallError
+            if end != _UNKNOWN:
+                cursor.at = end
+                return name
             yield from cursor.more()
+
+    def _key_at(self, at: int) -> tuple[int, str]:
+        """Where the text behind a key and its colon ends, and the key; _TEXT for that if no key stands here, _UNKNOWN
+        if further text must tell."""
+        end, name = self._odd_key_at(at)
+        if end >= 0 or (end == _UNKNOWN and not self._cursor.ended):
+            return end, name
+        text, at = self._cursor.text, _skip(self._cursor.text, at)
+        if found := self._key.match(text, at):
+            return found.end(), self._marks.spelled(found[1])
+        return _UNKNOWN if end == _UNKNOWN or self._key_begun.fullmatch(text, at) else _TEXT, ""
+
+    def _odd_key_at(self, at: int) -> tuple[int, str]:
+        """As _key_at, of the keys that only the schema tells. They may begin with white space, or as an object ends."""
+        text = self._cursor.text
+        for begin in dict.fromkeys((at, _skip(text, at))):
+            found = coming(text, begin, self._odd_keys)
+            if found:
+                return begin + len(found), found[:-1]
+            if found is None:
+                return _UNKNOWN, ""
+        return _TEXT, ""
 
     def _value(self, depth: int, *, in_list: bool) -> Reads[None]:
         cursor = self._cursor
@@ -318,14 +367,15 @@ class BareReader:
             return at
         if text[behind] != ",":
             return _TEXT
-        behind = _skip(text, behind + 1)
+        comma, behind = behind, _skip(text, behind + 1)
         if behind == len(text):
             return at if ended else _UNKNOWN
         if in_list:
             return at if self._value_begins.match(text, behind) else _TEXT
-        if self._key.match(text, behind):
-            return at
-        return _UNKNOWN if self._key_begun.fullmatch(text, behind) and not ended else _TEXT
+        end, _ = self._key_at(comma + 1)
+        if end == _UNKNOWN:
+            return _TEXT if ended else _UNKNOWN
+        return _TEXT if end == _TEXT else at
 
     def _scalar(self, in_list: bool) -> Reads[None]:
         """A number or a literal, or a string without its first quote."""

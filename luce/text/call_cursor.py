@@ -30,6 +30,17 @@ class EndOfReplyError(Exception):
     """The reply ends before what is read is complete."""
 
 
+def coming(text: str, at: int, known: Sequence[str]) -> str | None:
+    """The first of the `known` texts that stands at an offset; "" if none does, None if further text must tell."""
+    rest = text[at : at + max(map(len, known), default=0)]
+    for one in known:
+        if rest.startswith(one):
+            return one
+        if one.startswith(rest):
+            return None
+    return ""
+
+
 class Cursor:
     """A place in a marked text. Offsets are valid until `commit`."""
 
@@ -101,6 +112,13 @@ class Cursor:
                 self.at = min(found)
                 return have
             yield from self.more()
+
+    def one_of(self, known: Sequence[str]) -> Reads[str]:
+        """Pass over the first of the `known` texts that comes next, and return it; "" if none does."""
+        while (found := coming(self.text, self.at, known)) is None and not self.ended:
+            yield
+        self.at += len(found or "")
+        return found or ""
 
     def json_value(self, out: Callable[[str], None] | None = None) -> Reads[str]:
         """A JSON value as text. An object or a list is given to `out` piece by piece, if there is one.

@@ -20,7 +20,7 @@ from luce.models.calls import Json
 from luce.text.call_parser import CallParser, Stretch
 from luce.text.detokenizer import Detokenizer
 from luce.text.marks import Marks
-from luce.text.parameter_types import Schema, certain_types
+from luce.text.parameter_types import Schema, certain_parameter_of
 from luce.text.reasoning import ReasoningSplitter
 from luce.text.reply_parser import CallArguments, CallStarted
 from luce.text.token_memory import TokenMemory
@@ -92,7 +92,7 @@ class CallMemory:
 
     def _stretches(self, text: str, schemas: Schemas, marks: Mapping[int, str]) -> Iterator[tuple[Stretch, str]]:
         """The stretches of a marked text, with digests of their meanings."""
-        parser = CallParser(self._marks, schemas, certain_types)
+        parser = CallParser(self._marks, schemas, certain_parameter_of)
         names: dict[int, tuple[str, str]] = {}
         arguments: dict[int, str] = {}
         for part in [*parser.push(text), *parser.flush()]:

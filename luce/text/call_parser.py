@@ -13,7 +13,7 @@ from luce.text.call_arguments import ArgumentsWriter, BareReader, TaggedReader
 from luce.text.call_cursor import Cursor, EndOfReplyError, MalformedCallError, Reads
 from luce.text.json_reader import json_text
 from luce.text.marks import Marks
-from luce.text.parameter_types import ParameterTypes, Schema, parameter_types
+from luce.text.parameter_types import ParameterOf, Schema, parameter_of
 from luce.text.reasoning import overlap
 from luce.text.reply_parser import CallArguments, CallEnded, CallStarted, Part, TextPart
 
@@ -54,16 +54,16 @@ class CallParser:
     soon as its name is whole, and its arguments come piece by piece. What is no call comes as text, all of it. A call
     that has started and goes wrong ends with valid JSON, and what is left of it is text.
 
-    `tools`: the schema of the parameters of each tool, by name; None: every name is a tool's. `types`: how a schema
-    gives the types of parameters between tags.
+    `tools`: the schema of the parameters of each tool, by name; None: every name is a tool's. `parameter_of`: what a
+    schema says of parameters between tags.
     """
 
     def __init__(
-        self, marks: Marks, tools: Mapping[str, Schema | None] | None, types: ParameterTypes = parameter_types
+        self, marks: Marks, tools: Mapping[str, Schema | None] | None, parameter_of: ParameterOf = parameter_of
     ) -> None:
         self._marks = marks
         self._tools = tools
-        self._types = types
+        self._parameter_of = parameter_of
         self._variants: dict[str, list[Calls]] = {}
         for calls in (marks.calls, *marks.calls.accepts):
             self._variants.setdefault(calls.trigger, []).append(calls)
@@ -273,9 +273,9 @@ class CallParser:
         self._finish = writer.finish
         schema = None if self._tools is None else self._tools[name]
         if isinstance(arguments, Tagged):
-            yield from TaggedReader(cursor, calls, self._marks, writer, self._types).read(schema)
+            yield from TaggedReader(cursor, calls, self._marks, writer, self._parameter_of).read(schema)
         else:
-            yield from BareReader(cursor, calls, self._marks, writer).read()
+            yield from BareReader(cursor, calls, self._marks, writer, schema).read()
 
     def _object(self, fields: tuple[str, str]) -> Reads[None]:
         """A call that is one object, its members in any order."""

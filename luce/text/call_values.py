@@ -9,6 +9,7 @@ from typing import Any
 
 from luce.models.calls import Bare, Tagged
 from luce.text.lark import ANY, Rules, json_rule, text_rule
+from luce.text.parameter_types import written
 from luce.text.plain_schema import PlainSchema
 from luce.text.schema_limits import SchemaError
 
@@ -19,6 +20,12 @@ _PYTHON = (("boolean", "True"), ("boolean", "False"), ("null", "None"))
 _NULL = '"null" | "None"'
 #: keywords of an object that the rules of its properties follow
 _OF_OBJECTS = frozenset(("type", "properties", "required", "additionalProperties", "$defs"))
+#: keywords that the rules of values follow
+_OF_VALUES = frozenset(("type", "enum", "const"))
+#: keywords whose schemas are beside that of a type
+_COMBINED = frozenset(("anyOf", "oneOf", "allOf", "$ref"))
+#: keywords of values inside of others that no rule follows
+_NOT_BARE = frozenset(("patternProperties", "minProperties", "maxProperties", "multipleOf"))
 _ALL = frozenset(("object", "array", "string", "number", "integer", "boolean", "null"))
 
 
@@ -47,8 +54,7 @@ class ArgumentRules(ABC):
 
     def _check_object(self, schema: _Json, path: str) -> None:
         """Refuse a strict object with keywords that rules of its properties do not enforce."""
-        for key in sorted(schema.keys() - _OF_OBJECTS) if self._strict else ():
-            raise _unenforced(f"{path}.{key}", key)
+        self._refuse(schema, frozenset(schema) - _OF_OBJECTS, path)
 
     def _properties(self, schema: _Json) -> tuple[list[tuple[str, Any]], int]:
         """The properties that may come, the required ones first, and how many those are."""
@@ -75,13 +81,23 @@ class ArgumentRules(ABC):
                 found &= self._kinds(arm, depth + 1)
         return found
 
+    def _of_type(self, values: list[Any], schema: _Json, path: str) -> list[Any]:
+        """The values of a schema with `const` or `enum` that have one of its types."""
+        beside = frozenset(("enum",)) if "const" in schema else frozenset()
+        self._refuse(schema, (frozenset(schema) - _OF_VALUES) | beside, path)
+        kinds = self._kinds(schema)
+        return [value for value in values if _kind(value) in kinds]
+
+    def _refuse(self, schema: _Json, keywords: frozenset[str], path: str) -> None:
+        """Refuse a strict schema with one of these keywords."""
+        for key in sorted(schema.keys() & keywords) if self._strict else ():
+            raise _unenforced(f"{path}.{key}", key)
+
     def _content(self, schema: _Json, path: str) -> str:
         """A terminal's body for a string without quotation marks."""
+        self._refuse(schema, _COMBINED | {"pattern", "format"}, path)
         if not self._strict:
             return f"/{ANY}*/"
-        for key in ("pattern", "format"):
-            if key in schema:
-                raise _unenforced(f"{path}.{key}", key)
         low, high = schema.get("minLength", 0), schema.get("maxLength", "")
         return f"/{ANY}{{{low},{high}}}/" if low or high != "" else f"/{ANY}*/"
 
@@ -164,14 +180,14 @@ class TaggedRules(ArgumentRules):
             return f"({' | '.join(forms)}) {rules.literal(end)}"
         values = _values(target)
         if values is not None:
-            texts = [
-                value if isinstance(value, str) else json.dumps(value) for value in values if _kind(value) in kinds
-            ]
-            return f"({' | '.join(map(text_rule, texts))}) {rules.literal(end)}"
+            of_type = self._of_type(values, target, path)
+            texts = [text_rule(written(value, of_type)) for value in of_type]
+            return f"({' | '.join(texts)}) {rules.literal(end)}"
         if self._strict and kinds != {"string"}:
-            raise SchemaError(
-                path, "a union with strings cannot be enforced in this model's calls", "unsupported_schema"
-            )
+            raise _unenforced(path, "a union with strings")
+        if kinds == {"string"} and target.keys() == {"anyOf"}:
+            arms = (self._value(arm, f"{path}.anyOf[{i}]") for i, arm in enumerate(target["anyOf"]))
+            return f"({' | '.join(arms)})"
         return rules.until(end, self._content(target, path))
 
     def _whole(self, schema: Any) -> _Json:
@@ -205,19 +221,15 @@ class BareRules(ArgumentRules):
         schema = self._target(schema)
         values = _values(schema)
         if values is not None:
-            of_type = [value for value in values if _kind(value) in self._kinds(schema)]
-            return self._rules.rule(" | ".join(map(self._written, of_type)))
-        for key in ("anyOf", "oneOf"):
-            if schema.keys() == {key}:
-                return self._rules.rule(
-                    " | ".join(self._value(arm, f"{path}.{key}[{i}]") for i, arm in enumerate(schema[key]))
-                )
+            return self._rules.rule(" | ".join(map(self._written, self._of_type(values, schema, path))))
+        if schema.keys() == {"anyOf"}:
+            arms = (self._value(arm, f"{path}.anyOf[{i}]") for i, arm in enumerate(schema["anyOf"]))
+            return self._rules.rule(" | ".join(arms))
         if "type" not in schema:
             if self._strict and schema:
                 raise _unenforced(path, "this schema")
             return self._anything()
-        if self._strict and schema.keys() & {"anyOf", "oneOf", "allOf", "$ref", "patternProperties", "multipleOf"}:
-            raise _unenforced(path, "this schema")
+        self._refuse(schema, _COMBINED | _NOT_BARE, path)
         kinds = schema["type"]
         kinds = [kinds] if isinstance(kinds, str) else kinds
         return self._rules.rule(" | ".join(self._typed(kind, schema, path) for kind in kinds))
@@ -255,8 +267,7 @@ class BareRules(ArgumentRules):
         return self._rules.rule(f'"{{" ({pair} ("," {pair})*)? "}}"')
 
     def _array(self, schema: _Json, path: str) -> str:
-        if self._strict and "prefixItems" in schema:
-            raise _unenforced(f"{path}.prefixItems", "prefixItems")
+        self._refuse(schema, frozenset(("prefixItems",)), path)
         items = True if "prefixItems" in schema else schema.get("items", True)
         low, high = schema.get("minItems", 0), schema.get("maxItems")
         if items is False or high == 0:

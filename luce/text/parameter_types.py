@@ -1,16 +1,15 @@
-"""The types of a tool's parameters, and texts as values of them, for dialects that write strings without quotes."""
+"""What a schema says of a tool's parameters, and texts as values of them, for dialects that do not write JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from luce.text.json_reader import json_text
 from luce.text.marks import quoted
 
 Schema = Mapping[str, Any]
-#: the types that a parameter has, by the schema of all parameters and its name
-ParameterTypes = Callable[[Schema | None, str], frozenset[str]]
 
 # References and unions of a schema that are followed.
 _DEPTH = 16
@@ -18,21 +17,55 @@ _CONTAINERS = frozenset({"object", "array"})
 _PYTHON = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 
 
-def parameter_types(schema: Schema | None, parameter: str) -> frozenset[str]:
-    """The JSON types that a parameter may have, of the schema of all parameters; empty: any."""
+class Parameter(NamedTuple):
+    """What the value of a parameter may be."""
+
+    #: its JSON types; empty: any; "json": what the text is as JSON
+    types: frozenset[str]
+    #: the values that an enum or a const names, of these types; empty: any
+    values: tuple[Any, ...] = ()
+
+
+#: what a parameter may be, by the schema of all parameters and its name
+ParameterOf = Callable[[Schema | None, str], Parameter]
+
+
+def parameter_of(schema: Schema | None, name: str) -> Parameter:
+    """What the schema of all parameters says of one of them."""
     schema = schema if isinstance(schema, Mapping) else {}
     properties = schema.get("properties")
-    found = properties.get(parameter) if isinstance(properties, Mapping) else None
-    return frozenset(_types(found, schema, _DEPTH)) if isinstance(found, Mapping) else frozenset()
+    found = properties.get(name) if isinstance(properties, Mapping) else None
+    if not isinstance(found, Mapping):
+        return Parameter(frozenset())
+    types = frozenset(_types(found, schema, _DEPTH))
+    values = _values(found, schema, _DEPTH)
+    return Parameter(types, tuple(value for value in values if _PYTHON.get(type(value), "null") in _spread(types)))
 
 
-def certain_types(schema: Schema | None, parameter: str) -> frozenset[str]:
-    """The types as of parameter_types, but a scalar that may be a string is one: the texts `True` and `true` of such a
-    parameter are two values, although `typed` reads both as a boolean."""
-    found = parameter_types(schema, parameter)
-    if found and "string" not in found:
-        return found
-    return ((found or _CONTAINERS) & _CONTAINERS) | {"string"}
+def certain_parameter_of(schema: Schema | None, name: str) -> Parameter:
+    """As parameter_of, but a scalar that may be a string is one, and values are not looked at: the texts `True` and
+    `true` of such a parameter are two values, although `typed` reads both as a boolean."""
+    found = parameter_of(schema, name).types
+    if not found or "string" in found:
+        found = ((found or _CONTAINERS) & _CONTAINERS) | {"string"}
+    return Parameter(found)
+
+
+def names_in(schema: Any) -> list[str]:
+    """The keys of all objects in a schema, and the names that are required, the longest first: those that calls have,
+    and others."""
+    found: set[str] = set()
+    waiting = [schema]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Mapping):
+            found.update(value)
+            waiting += value.values()
+            if isinstance(required := value.get("required"), list):
+                found.update(name for name in required if isinstance(name, str))
+        elif isinstance(value, list):
+            waiting += value
+    return sorted(found, key=lambda name: (-len(name), name))
 
 
 def decides_early(types: frozenset[str], first: str) -> bool:
@@ -40,18 +73,51 @@ def decides_early(types: frozenset[str], first: str) -> bool:
     return types == {"string"} or ("string" in types and first not in '{[-0123456789tfnTFN"' and not first.isspace())
 
 
-def typed(text: str, types: frozenset[str]) -> str:
+def typed(text: str, parameter: Parameter) -> str:
     """The JSON text of a value that stands between tags.
 
     A parameter that is only a string has the text as it is. One that is no string has it as JSON, one of several types
-    as JSON if the value has one of the others. What is no JSON is a string.
+    as JSON if the value has one of the others, or is the one that `written` writes so. What is no JSON is a string.
     """
+    types = parameter.types
     found = None if types == {"string"} else json_text(text)
-    if found is None or (found[0] == '"' and (not types or "string" in types)):
+    if found is None:
+        return f'"{quoted(text)}"'
+    if parameter.values and (known := _known(text, found, parameter.values)) is not None:
+        return known
+    if found[0] == '"' and (not types or "string" in types):
         return f'"{quoted(text)}"'
     if types and "string" in types and not _kinds(found) & types:
         return f'"{quoted(text)}"'
     return found
+
+
+def written(value: Any, values: Sequence[Any]) -> str:
+    """The text between tags for one of the values that a parameter may have. A string is itself, with JSON's quotation
+    marks if another value is written so without them."""
+    if not isinstance(value, str):
+        return json.dumps(value)
+    found = json_text(value)
+    return value if found is None or not _has(values, found) else json.dumps(value, ensure_ascii=False)
+
+
+def _known(text: str, found: str, values: Sequence[Any]) -> str | None:
+    """The JSON text of the value that is written as this text, which as JSON is `found`; None if none is."""
+    if _has(values, found):
+        return found
+    if text in values:
+        return f'"{quoted(text)}"'
+    return found if found[0] == '"' and json.loads(found) in values else None
+
+
+def _has(values: Sequence[Any], found: str) -> bool:
+    """Whether a JSON text is that of one of the values that are no strings."""
+    return any(not isinstance(value, str) and json.dumps(value) == found for value in values)
+
+
+def _spread(types: frozenset[str]) -> frozenset[str]:
+    """The types with those that they include."""
+    return types | {"integer"} if "number" in types else types
 
 
 def _kinds(value: str) -> set[str]:
@@ -71,8 +137,7 @@ def _types(schema: Schema, root: Schema, depth: int) -> Iterator[str]:
             yield kind.lower()
     if kinds is not None:
         return
-    values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else []
-    for value in values:
+    for value in _named(schema):
         yield _PYTHON.get(type(value), "null")
     for name in ("anyOf", "oneOf", "allOf"):
         arms = schema.get(name)
@@ -82,6 +147,22 @@ def _types(schema: Schema, root: Schema, depth: int) -> Iterator[str]:
     reference = schema.get("$ref")
     if isinstance(reference, str) and isinstance(found := _found(reference, root), Mapping):
         yield from _types(found, root, depth - 1)
+
+
+def _values(schema: Schema, root: Schema, depth: int) -> Sequence[Any]:
+    """The values that a schema names, behind references too; none: any."""
+    reference = schema.get("$ref")
+    if depth and isinstance(reference, str) and isinstance(found := _found(reference, root), Mapping):
+        return _values(found, root, depth - 1)
+    return _named(schema)
+
+
+def _named(schema: Schema) -> Sequence[Any]:
+    """The values of `const` or `enum`."""
+    if "const" in schema:
+        return [schema["const"]]
+    values = schema.get("enum")
+    return values if isinstance(values, list) else []
 
 
 def _found(reference: str, root: Schema) -> Any:

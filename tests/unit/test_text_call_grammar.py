@@ -338,3 +338,92 @@ def test_values_of_an_enum_have_its_type(name: str) -> None:
     tokenizer = byte_tokenizer(name)
     assert accepts(tokenizer, grammar.constraint(), text_of(name, [("t", {"v": "a"})]))
     assert not accepts(tokenizer, grammar.constraint(), text_of(name, [("t", {"v": 1})]))
+
+
+ODD: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "old string": {"type": "string", "maxLength": 3},
+        "a:b": {"type": "integer", "minimum": 0, "maximum": 9},
+        " }": {
+            "type": "object",
+            "properties": {"k, l": {"type": "boolean"}},
+            "required": ["k, l"],
+            "additionalProperties": False,
+        },
+        "g>": {"enum": ["7", 7, "null", None, 8, "x"]},
+    },
+    "required": ["old string", "a:b", " }", "g>"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_names_and_values_are_read_as_the_grammar_writes_them(name: str, strict: bool) -> None:
+    grammar = compiled(name, wanted(name, CallableTool("t", ODD, strict=strict), required=True))
+    values = set()
+    for seed in range(16):
+        text = walk(name, grammar.constraint(), seed)
+        for _, arguments in () if text is None else read(name, text, {"t": ODD}).calls:
+            # Not strict, no length is enforced.
+            schema = ODD if strict else ODD | {"properties": ODD["properties"] | {"old string": {"type": "string"}}}
+            jsonschema.validate(arguments, schema)
+            values.add(repr(arguments["g>"]))
+    assert len(values) >= 3
+
+
+@pytest.mark.parametrize("name", ["qwen_xml", "gemma4"])
+@pytest.mark.parametrize(
+    ("inner", "path"),
+    [
+        ({"type": "string", "anyOf": [{"maxLength": 1}, {"minLength": 5}]}, ".anyOf"),
+        ({"type": "string", "allOf": [{"maxLength": 1}, {"minLength": 1}]}, ".allOf"),
+        ({"enum": ["a", "bbb"], "maxLength": 1}, ".maxLength"),
+        ({"const": "a", "enum": ["b"]}, ".enum"),
+    ],
+)
+def test_what_a_strict_tool_does_not_enforce_beside_strings_is_refused(name: str, inner: Any, path: str) -> None:
+    parameters = {"type": "object", "properties": {"x": inner}, "required": ["x"], "additionalProperties": False}
+    tool = CallableTool("f", parameters, strict=True, param="tools[0].parameters")
+    with pytest.raises(RequestError) as caught:
+        compiled(name, wanted(name, tool))
+    assert (caught.value.param, caught.value.code) == (f"tools[0].parameters.properties.x{path}", "unsupported_schema")
+    relaxed = CallableTool("f", parameters, param="tools[0].parameters")
+    assert accepts(
+        byte_tokenizer(name),
+        compiled(name, wanted(name, relaxed, required=True)).constraint(),
+        text_of(name, [("f", {"x": "a"})]),
+    )
+
+
+@pytest.mark.parametrize(
+    ("inner", "path"),
+    [
+        (
+            {"type": "object", "additionalProperties": False, "properties": {"a": {}}, "minProperties": 1},
+            "minProperties",
+        ),
+        ({"type": "object", "additionalProperties": False, "maxProperties": 1}, "maxProperties"),
+        ({"type": "integer", "multipleOf": 2}, "multipleOf"),
+    ],
+)
+def test_what_gemma_does_not_enforce_inside_of_a_strict_tool_is_refused(inner: Any, path: str) -> None:
+    parameters = {"type": "object", "properties": {"x": inner}, "additionalProperties": False}
+    with pytest.raises(RequestError) as caught:
+        compiled("gemma4", wanted("gemma4", CallableTool("f", parameters, strict=True, param="p")))
+    assert (caught.value.param, caught.value.code) == (f"p.properties.x.{path}", "unsupported_schema")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_strict_choice_of_strings_is_one_of_its_arms(name: str) -> None:
+    parameters = {
+        "type": "object",
+        "properties": {"x": {"anyOf": [{"const": "red"}, {"enum": ["green"]}, {"type": "string", "maxLength": 2}]}},
+        "required": ["x"],
+        "additionalProperties": False,
+    }
+    grammar = compiled(name, wanted(name, CallableTool("f", parameters, strict=True), required=True))
+    for value, fits in (("red", True), ("green", True), ("ab", True), ("blue", False)):
+        text = text_of(name, [("f", {"x": value})])
+        assert accepts(byte_tokenizer(name), grammar.constraint(), text) is fits, value
