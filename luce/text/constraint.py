@@ -165,7 +165,8 @@ class GrammarConstraint(Constraint):
             elif token in self._triggers:
                 self._consume(token)
                 if not self._restarts():
-                    self._place = replace(place, waits=False)
+                    # Also where the reply began inside its reasoning: a call ends that.
+                    self._place = replace(place, waits=False, inside=False, may_reason=False)
         elif place.inside:
             if reasoning is not None and (token == reasoning.closes or token in reasoning.calls):
                 self._place = replace(place, inside=False, may_reason=False)

@@ -210,3 +210,20 @@ def test_reasoning_has_one_mask_without_ends() -> None:
     assert constraint.fill([CLOSES], (), frozenset({7}), out) == [RowKind.FREE, RowKind.MADE]
     assert bits(out[0]) == set(range(TOKENIZER.vocab)) - {END, 7}
     assert OPENS not in bits(out[1])
+
+
+@pytest.mark.parametrize("before", ["a", "a</t>b"])
+def test_a_trigger_ends_the_reasoning_in_which_the_reply_began(before: str) -> None:
+    (space,), (comma,) = ids(" "), ids(",")
+    reasoning = ReasoningTokens(OPENS, CLOSES, True, frozenset({space}))
+    source = f"start: <[{space}]> /[A-Z]{{3}}/ <[{comma}]>"
+    constraint = COMPILER.grammar(source, reasoning, triggers=frozenset({space}))
+    for token in TOKENIZER.encode(before, specials=True):
+        constraint.push(token)
+        assert constraint.open
+    constraint.push(space)
+    assert not constraint.open
+    assert bits(constraint.mask(NONE)) == {token for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" for token in ids(letter)}
+    for token in ids("ABC,"):
+        constraint.push(token)
+    assert constraint.open
