@@ -67,7 +67,8 @@ class GrammarConstraint(Constraint):
         self._known = known
         self._vocab = vocab
         self._ends = ends
-        self._reasoning = reasoning
+        # A trigger ends the reasoning, and in front of it a reply is free anyhow.
+        self._reasoning = reasoning = None if triggers else reasoning
         self._triggers = triggers
         self._once = once
         inside = reasoning is not None and reasoning.inside
@@ -165,8 +166,7 @@ class GrammarConstraint(Constraint):
             elif token in self._triggers:
                 self._consume(token)
                 if not self._restarts():
-                    # Also where the reply began inside its reasoning: a call ends that.
-                    self._place = replace(place, waits=False, inside=False, may_reason=False)
+                    self._place = replace(place, waits=False)
         elif place.inside:
             if reasoning is not None and (token == reasoning.closes or token in reasoning.calls):
                 self._place = replace(place, inside=False, may_reason=False)
