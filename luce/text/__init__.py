@@ -9,7 +9,7 @@ Not here: request and response bodies (server) and choosing tokens (engine). Cal
     reply_parser      the parts of a reply: reasoning, text, and calls of tools
     call_memory       the ids of past calls, by what the calls mean
     call_parser       the calls in a reply's text, in the model's dialect; call_cursor: where it reads,
-                      call_arguments: arguments that are no JSON, parameter_types: what a schema says of them
+                      call_arguments: arguments that are no JSON, parameter_types: their types and values
     json_reader       JSON that arrives in pieces
     marks             special tokens as single characters, so that text that spells one is not taken for it
     reply_format      what a request wants its reply to be

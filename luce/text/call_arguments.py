@@ -93,8 +93,7 @@ class ArgumentsWriter:
 
 
 class TaggedReader:
-    """Reads parameters that stand between tags. `parameter_of`: what a parameter's value may be, by the schema of
-    all."""
+    """Reads parameters that stand between tags. `parameter_of`: a parameter, by the schema of all."""
 
     def __init__(
         self, cursor: Cursor, calls: Calls, marks: Marks, writer: ArgumentsWriter, parameter_of: ParameterOf

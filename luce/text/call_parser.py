@@ -54,8 +54,8 @@ class CallParser:
     soon as its name is whole, and its arguments come piece by piece. What is no call comes as text, all of it. A call
     that has started and goes wrong ends with valid JSON, and what is left of it is text.
 
-    `tools`: the schema of the parameters of each tool, by name; None: every name is a tool's. `parameter_of`: what a
-    schema says of parameters between tags.
+    `tools`: the schema of the parameters of each tool, by name; None: every name is a tool's. `parameter_of`: a
+    parameter between tags, by the schema of all.
     """
 
     def __init__(

@@ -9,7 +9,7 @@ from typing import Any
 
 from luce.models.calls import Bare, Tagged
 from luce.text.lark import ANY, Rules, json_rule, text_rule
-from luce.text.parameter_types import written
+from luce.text.parameter_types import kind_of, named_values, written
 from luce.text.plain_schema import PlainSchema
 from luce.text.schema_limits import SchemaError
 
@@ -70,9 +70,9 @@ class ArgumentRules(ABC):
         found = _ALL if kinds is None else frozenset([kinds] if isinstance(kinds, str) else kinds)
         if "number" in found:
             found |= {"integer"}
-        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        values = named_values(schema)
         if values is not None:
-            found &= frozenset(map(_kind, values))
+            found &= frozenset(map(kind_of, values))
         if depth < 16:
             for key in ("anyOf", "oneOf"):
                 if key in schema:
@@ -86,7 +86,7 @@ class ArgumentRules(ABC):
         beside = frozenset(("enum",)) if "const" in schema else frozenset()
         self._refuse(schema, (frozenset(schema) - _OF_VALUES) | beside, path)
         kinds = self._kinds(schema)
-        return [value for value in values if _kind(value) in kinds]
+        return [value for value in values if kind_of(value) in kinds]
 
     def _refuse(self, schema: _Json, keywords: frozenset[str], path: str) -> None:
         """Refuse a strict schema with one of these keywords."""
@@ -100,17 +100,6 @@ class ArgumentRules(ABC):
             return f"/{ANY}*/"
         low, high = schema.get("minLength", 0), schema.get("maxLength", "")
         return f"/{ANY}{{{low},{high}}}/" if low or high != "" else f"/{ANY}*/"
-
-
-def _kind(value: Any) -> str:
-    names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
-    return names.get(type(value), "null")
-
-
-def _values(schema: _Json) -> list[Any] | None:
-    """The values that `const` or `enum` allow."""
-    found: list[Any] | None = [schema["const"]] if "const" in schema else schema.get("enum")
-    return found
 
 
 def _unenforced(path: str, what: str) -> SchemaError:
@@ -158,7 +147,7 @@ class TaggedRules(ArgumentRules):
     def _strings(self, schema: Any) -> _Json:
         """The schema without values that are no strings."""
         target = self._target(schema)
-        values = _values(target)
+        values = named_values(target)
         return target if values is None else {"enum": [value for value in values if isinstance(value, str)]}
 
     def _typed(self, kinds: frozenset[str]) -> str:
@@ -175,10 +164,10 @@ class TaggedRules(ArgumentRules):
         rules, end = self._rules, self._dialect.value[1]
         kinds, target = self._kinds(schema), self._target(schema)
         if "string" not in kinds:
-            python = [word for kind, word in _PYTHON if kind in kinds and _values(target) is None]
+            python = [word for kind, word in _PYTHON if kind in kinds and named_values(target) is None]
             forms = [rules.rule(json_rule(self._whole(schema))), *map(text_rule, python)]
             return f"({' | '.join(forms)}) {rules.literal(end)}"
-        values = _values(target)
+        values = named_values(target)
         if values is not None:
             of_type = self._of_type(values, target, path)
             texts = [text_rule(written(value, of_type)) for value in of_type]
@@ -219,7 +208,7 @@ class BareRules(ArgumentRules):
                 self._rules.define(self._named[name], self._value(self._defs[name], path))
             return self._named[name]
         schema = self._target(schema)
-        values = _values(schema)
+        values = named_values(schema)
         if values is not None:
             return self._rules.rule(" | ".join(map(self._written, self._of_type(values, schema, path))))
         if schema.keys() == {"anyOf"}:

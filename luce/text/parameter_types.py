@@ -1,4 +1,4 @@
-"""What a schema says of a tool's parameters, and texts as values of them, for dialects that do not write JSON."""
+"""A tool's parameters by their schema, and texts as values of them, for dialects that do not write JSON."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _PYTHON = {str: "string", bool: "boolean", int: "integer", float: "number", list
 
 
 class Parameter(NamedTuple):
-    """What the value of a parameter may be."""
+    """The types and the values that the schema of a parameter allows."""
 
-    #: its JSON types; empty: any; "json": what the text is as JSON
+    #: JSON types; empty: any; "json": the type that the text has as JSON
     types: frozenset[str]
     #: the values that an enum or a const names, of these types; empty: any
     values: tuple[Any, ...] = ()
 
 
-#: what a parameter may be, by the schema of all parameters and its name
+#: a parameter, by the schema of all parameters and its name
 ParameterOf = Callable[[Schema | None, str], Parameter]
 
 
 def parameter_of(schema: Schema | None, name: str) -> Parameter:
-    """What the schema of all parameters says of one of them."""
+    """A parameter, by the schema of all parameters and its name."""
     schema = schema if isinstance(schema, Mapping) else {}
     properties = schema.get("properties")
     found = properties.get(name) if isinstance(properties, Mapping) else None
@@ -39,7 +39,7 @@ def parameter_of(schema: Schema | None, name: str) -> Parameter:
         return Parameter(frozenset())
     types = frozenset(_types(found, schema, _DEPTH))
     values = _values(found, schema, _DEPTH)
-    return Parameter(types, tuple(value for value in values if _PYTHON.get(type(value), "null") in _spread(types)))
+    return Parameter(types, tuple(value for value in values if kind_of(value) in _spread(types)))
 
 
 def certain_parameter_of(schema: Schema | None, name: str) -> Parameter:
@@ -66,6 +66,19 @@ def names_in(schema: Any) -> list[str]:
         elif isinstance(value, list):
             waiting += value
     return sorted(found, key=lambda name: (-len(name), name))
+
+
+def kind_of(value: Any) -> str:
+    """The JSON type of a value."""
+    return _PYTHON.get(type(value), "null")
+
+
+def named_values(schema: Schema) -> list[Any] | None:
+    """The values that `const` or `enum` names; None: any."""
+    if "const" in schema:
+        return [schema["const"]]
+    values = schema.get("enum")
+    return values if isinstance(values, list) else None
 
 
 def decides_early(types: frozenset[str], first: str) -> bool:
@@ -137,8 +150,8 @@ def _types(schema: Schema, root: Schema, depth: int) -> Iterator[str]:
             yield kind.lower()
     if kinds is not None:
         return
-    for value in _named(schema):
-        yield _PYTHON.get(type(value), "null")
+    for value in named_values(schema) or ():
+        yield kind_of(value)
     for name in ("anyOf", "oneOf", "allOf"):
         arms = schema.get(name)
         for arm in arms if isinstance(arms, list) else ():
@@ -154,15 +167,7 @@ def _values(schema: Schema, root: Schema, depth: int) -> Sequence[Any]:
     reference = schema.get("$ref")
     if depth and isinstance(reference, str) and isinstance(found := _found(reference, root), Mapping):
         return _values(found, root, depth - 1)
-    return _named(schema)
-
-
-def _named(schema: Schema) -> Sequence[Any]:
-    """The values of `const` or `enum`."""
-    if "const" in schema:
-        return [schema["const"]]
-    values = schema.get("enum")
-    return values if isinstance(values, list) else []
+    return named_values(schema) or ()
 
 
 def _found(reference: str, root: Schema) -> Any:

@@ -19,7 +19,7 @@ from luce.runtime.open import found
 from luce.shard import graphs
 from luce.shard.local import LocalShard
 from tests.support.drive import Driver
-from tests.support.golden_checks import check_greedy_tokens, check_logits_in_chunks, typical_error
+from tests.support.golden_checks import check_greedy_tokens, check_logits_in_chunks, check_restored, typical_error
 from tests.support.make_driver import MakeDriver
 from tests.support.reference import Reference, references
 
@@ -182,14 +182,4 @@ def test_with_the_host(reference: Reference, make_driver: MakeDriver, open_gpus:
 
 @each_file
 def test_save_and_restore(reference: Reference, make_driver: MakeDriver, open_gpus: Open) -> None:
-    prompt = reference.expected["prompt_long"]
-    driver = make_driver(reference, open_gpus([0] * len(reference.spec.layers)))
-    sequence = driver.start()
-    driver.feed((sequence, prompt[:90]))
-    kept, saved = driver.keep(sequence), driver.save(sequence)
-    expected = driver.feed((sequence, prompt[90:]))[0]
-    for back, what in ((driver.restore, saved), (driver.resume, kept)):
-        other = driver.start()
-        driver.feed((other, prompt[5:95]))
-        back(other, what)
-        np.testing.assert_array_equal(driver.feed((other, prompt[90:]))[0], expected)
+    check_restored(reference, make_driver(reference, open_gpus([0] * len(reference.spec.layers))))

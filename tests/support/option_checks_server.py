@@ -96,35 +96,42 @@ def _queue(patch: Patch, path: Path, log: Log) -> None:
         assert caught.value.status == 503
 
 
-@checks("grammar_threads", "grammar_mask_ms")
-def _masks(name: str, patch: Patch, path: Path, log: Log) -> None:
+def constrained(model: Model, hook: Callable[[], None] = lambda: None) -> Generation:
+    """A reply of the tokens 3 and 4; `hook` runs for each of its masks."""
+
+    def submit(sink: EventSink) -> SequenceHandle:
+        own = Few(model.spec.vocab, 3, 4, hook=hook)
+        params, output = SamplingParams(max_tokens=40), model.reply_text()
+        return model.engine.submit(PROMPT, params, output=output, on_event=sink, constraint=own)
+
+    return Generation(submit, None)
+
+
+@checks("grammar_threads")
+def _grammar_threads(patch: Patch, path: Path, log: Log) -> None:
     sizes: list[int] = []
 
     def pool(size: int, prefix: str) -> ThreadPoolExecutor:
         sizes.append(size)
         return ThreadPoolExecutor(size, prefix)
 
+    patch.setattr("luce.engine.masks.ThreadPoolExecutor", pool)
+    with load(**DAEMON, grammar_threads=3, parallel=2) as model:
+        # The masks of one sequence need no thread.
+        both = [constrained(model) for _ in range(2)]
+        assert all({token.id for token in one} <= {3, 4} for one in both) and sizes == [3]
+
+
+@checks("grammar_mask_ms")
+def _grammar_mask_ms(patch: Patch, path: Path, log: Log) -> None:
     def slow() -> None:
         begun = time.thread_time()
         while time.thread_time() - begun < 0.005:
             pass
 
-    patch.setattr("luce.engine.masks.ThreadPoolExecutor", pool)
-    settings = {"grammar_threads": 3, "parallel": 2} if name == "grammar_threads" else {"grammar_mask_ms": 1}
-    with load(**DAEMON, **settings) as model:
-
-        def submit(sink: EventSink) -> SequenceHandle:
-            own = Few(model.spec.vocab, 3, 4, hook=(lambda: None) if name == "grammar_threads" else slow)
-            params, output = SamplingParams(max_tokens=40), model.reply_text()
-            return model.engine.submit(PROMPT, params, output=output, on_event=sink, constraint=own)
-
-        if name == "grammar_threads":
-            # The masks of one sequence need no thread.
-            both = [Generation(submit, None) for _ in range(2)]
-            assert all({token.id for token in one} <= {3, 4} for one in both) and sizes == [3]
-        else:
-            with pytest.raises(GrammarLimitError, match=r"^masks take more than 1 ms \(--grammar-mask-ms\)$"):
-                list(Generation(submit, None))
+    refused = pytest.raises(GrammarLimitError, match=r"^masks take more than 1 ms \(--grammar-mask-ms\)$")
+    with load(**DAEMON, grammar_mask_ms=1) as model, refused:
+        list(constrained(model, slow))
 
 
 @checks("tool_format")
