@@ -24,7 +24,8 @@ from luce.draft.open import PreparedDrafter, branch_pages, open_drafter, verifie
 from luce.draft.remote import RemoteDrafter
 from luce.errors import LuceError, ModelError, OutOfMemoryError, UsageError
 from luce.gguf.reader import GGUFFile, open_gguf
-from luce.hub import resolve_model
+from luce.hub.lookup import resolve_model
+from luce.hub.variants import DeviceMemory
 from luce.kvcache.disk import fingerprint, manifest
 from luce.kvcache.disk.expansion import SnapshotLimits
 from luce.kvcache.disk.fingerprint import Fingerprint
@@ -41,7 +42,7 @@ from luce.remote.open import open_placement
 from luce.runtime.cores import limit_threads
 from luce.runtime.device import Device
 from luce.runtime.host import host_memory
-from luce.runtime.open import named, open_device
+from luce.runtime.open import named, open_device, total_memory
 from luce.text.chat import ChatFormat
 from luce.text.retokenize import Retokenizer
 from luce.text.template import ChatTemplate
@@ -51,13 +52,21 @@ _log = logging.getLogger(__name__)
 
 
 def load(path: str | Path, **fields: Any) -> Model:
-    """Load a GGUF file, or an alias such as `smollm2`, onto devices.
+    """Load a GGUF file onto devices: a path, an alias such as `smollm2`, ORG/REPO:QUANT of the Hugging Face hub, or a
+    URL, which is downloaded first if it is not on this machine.
 
     Every field of luce.config.settings.Config is a keyword with the checks of its flag:
     `luce.load("model.gguf", target_devices="cuda:0", max_ctx=4096)`. Raises LuceError: UsageError for a bad keyword,
     ModelError for a bad file, DeviceError for a bad device.
     """
-    return open_model(resolve_model(str(path)), resolve(fields, spell=str))
+    config = resolve(fields, spell=str)
+    return open_model(resolve_model(str(path), memory=partial(device_memory, config)), config)
+
+
+def device_memory(config: Config) -> DeviceMemory | None:
+    """The memory for a model with these settings; None if all devices are in other machines."""
+    total, names = total_memory(config)
+    return DeviceMemory(total, ", ".join(names)) if names else None
 
 
 class _DrafterError(Exception):

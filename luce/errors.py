@@ -4,6 +4,7 @@
     ├── UsageError             a flag, a configuration key, a command line  exit 2
     ├── ModelError             a GGUF file or the model in it               exit 3
     │   ├── FormatError        the bytes are not a valid GGUF file
+    │   ├── NotDownloadedError the name is known, its file is not here yet
     │   └── UnsupportedError   valid, but Luce cannot run it; or it does not fit
     ├── DeviceError            driver, device, memory, kernel               exit 4
     │   └── OutOfMemoryError   a device has too little memory               exit 3
@@ -11,6 +12,7 @@
     ├── BackendError           a shard failed while a step ran              HTTP 500, exit 6
     │   └── ShardLostError     a shard's process is gone, with all its state
     ├── ServerError            the server of a command failed              exit 7
+    │   └── UnreachableError   where a model comes from does not answer
     └── RequestError           an invalid request                           HTTP 400
         ├── MalformedError     not HTTP/1.1
         ├── ContextError       the prompt does not fit the context
@@ -72,6 +74,10 @@ class ModelError(LuceError):
 
 class FormatError(ModelError):
     """The bytes of a file violate the GGUF format."""
+
+
+class NotDownloadedError(ModelError):
+    """The file of a model has not been downloaded yet."""
 
 
 class UnsupportedError(ModelError):
@@ -263,3 +269,8 @@ class ServerError(LuceError):
     """The server that a command talks with cannot be reached, or reports an error."""
 
     exit_code = 7
+
+
+class UnreachableError(ServerError):
+    """Where the file of a model comes from does not answer now, or not this often; what is on this machine can still be
+    used, and a retry may help."""

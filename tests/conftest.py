@@ -10,7 +10,7 @@ from hypothesis import settings
 
 from tests.support.emulated import EmulatedDevice
 
-pytest_plugins = ["pytester", "tests.support.selection"]
+pytest_plugins = ["pytester", "tests.support.hub_server", "tests.support.selection"]
 
 # Nothing that a test computes lands in the user's cache directory, nor comes from there.
 os.environ["LUCE_KV_CACHE_DIR"] = "off"

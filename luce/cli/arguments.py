@@ -9,13 +9,15 @@ from luce.config.flags import add_flags
 from luce.config.resolve import resolve
 from luce.config.settings import FIELDS, GROUPS, Config
 
+#: what names a model
+MODEL_HELP = "a GGUF file: its path, its URL, ORG/REPO[:QUANT] of the Hugging Face hub, or an alias (smollm2)"
 #: groups of the settings that every verb with a loaded model takes
 LOADED = tuple(group for group in GROUPS if group not in ("sampling", "reasoning", "server", "log"))
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """The positional MODEL."""
-    parser.add_argument("model", metavar="MODEL", help="path of a GGUF file, or an alias (smollm2)")
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
 
 
 def add_reply(parser: argparse.ArgumentParser) -> None:

@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = settings(arguments)
     limit_threads(config.threads)
     single, many = _tests(arguments)
-    path = fetch(arguments.model)
+    path = fetch(arguments.model, config)
     with open_gguf(path) as file, progress.shown("measuring the devices", lines=True) as wait:
         spec = read_spec(Source(str(file.paths[0]), file.metadata, file.tensors))
         with contextlib.ExitStack() as opened:

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from luce.assembly import open_model
 from luce.cli import progress
-from luce.cli.arguments import LOADED, add_reply, add_settings, settings
+from luce.cli.arguments import LOADED, MODEL_HELP, add_reply, add_settings, settings
 from luce.cli.markdown import printable
 from luce.cli.options import parse_flags
 from luce.cli.pull import fetch
@@ -54,9 +54,7 @@ class Options:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """MODEL, how the conversation begins and looks, and the flags of the settings."""
-    parser.add_argument(
-        "model", metavar="MODEL", nargs="?", help="path of a GGUF file, an alias (smollm2), or a name at the server"
-    )
+    parser.add_argument("model", metavar="MODEL", nargs="?", help=f"{MODEL_HELP}; with --server, a name there")
     parser.add_argument("--server", metavar="URL", help="talk with a server that speaks OpenAI's API; load nothing")
     parser.add_argument(
         "--api-key",
@@ -94,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _talk_to_server(arguments, config, given)
     if arguments.server_key is not None:
         raise UsageError("--api-key: requires --server", param="api_key")
-    path = fetch(arguments.model)
+    path = fetch(arguments.model, config)
     with progress.shown(f"loading {path.name}") as wait:
         model = open_model(path, config, wait.share)
     with model:

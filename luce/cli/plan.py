@@ -57,7 +57,7 @@ def opened(arguments: argparse.Namespace) -> Iterator[Opened]:
     """Open the file and the devices of a command line; they are closed at the end of the block."""
     config = settings(arguments)
     with contextlib.ExitStack() as stack:
-        file = stack.enter_context(open_gguf(fetch(arguments.model)))
+        file = stack.enter_context(open_gguf(fetch(arguments.model, config)))
         spec = read_spec(Source(str(file.paths[0]), file.metadata, file.tensors))
         devices = open_placement(config)
         for device in devices:

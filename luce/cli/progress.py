@@ -26,6 +26,7 @@ from rich.progress import (
     SpinnerColumn,
     TaskProgressColumn,
     TextColumn,
+    TimeRemainingColumn,
     TransferSpeedColumn,
 )
 
@@ -33,7 +34,7 @@ from rich.progress import (
 _COLUMNS: dict[str, Callable[[], list[ProgressColumn]]] = {
     "": lambda: [TaskProgressColumn()],
     "tokens": lambda: [TaskProgressColumn(), MofNCompleteColumn(), TextColumn("tokens")],
-    "bytes": lambda: [TaskProgressColumn(), DownloadColumn(), TransferSpeedColumn()],
+    "bytes": lambda: [TaskProgressColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(compact=True)],
 }
 _BAR_WIDTH = 24
 
@@ -43,6 +44,7 @@ class Wait:
 
     def __init__(self, text: str, console: Console, unit: str, *, lines: bool) -> None:
         self._bar: Progress | None = None
+        self._console = console
         drawn = console.is_terminal and not console.is_dumb_terminal
         self._lines = console if lines and not drawn else None
         if drawn:
@@ -74,6 +76,10 @@ class Wait:
             self._bar.refresh()
         elif self._lines is not None:
             self._lines.print(f"luce: {text}", soft_wrap=True)
+
+    def note(self, text: str) -> None:
+        """Print a line that stays when the bar is gone."""
+        self._console.print(f"luce: {text}", soft_wrap=True)
 
     def update(self, done: float, total: float) -> None:
         """Show how much is done, in the wait's unit. A total of 0 is not known yet."""

@@ -1,17 +1,18 @@
-"""`luce pull MODEL`: download a model if needed, and print its path."""
+"""`luce pull MODEL`: download a model, or its newest commit, and print its path."""
 
 from __future__ import annotations
 
 import argparse
-import sys
+from functools import partial
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
+from luce.cli import progress
 from luce.cli.arguments import add_model
-from luce.errors import ModelError
-from luce.hub import resolve_model
+from luce.config.resolve import resolve
+from luce.config.settings import Config
+from luce.errors import ModelError, NotDownloadedError
+from luce.hub.lookup import resolve_model
+from luce.hub.variants import DeviceMemory
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,24 +22,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the path of the model file on standard output, and progress on standard error."""
-    path = fetch(arguments.model)
+    path = fetch(arguments.model, resolve({}), newest=True)
     if not path.exists():
         raise ModelError(f"{path}: no such file")
     print(path)
     return 0
 
 
-def fetch(name: str) -> Path:
-    """The file of a model, downloaded first if needed, with a progress bar on standard error."""
+def fetch(name: str, config: Config | None, *, newest: bool = False) -> Path:
+    """The file of a model, downloaded first if needed, with a progress bar on standard error. A default quant fits the
+    devices of the settings, if there are any; `newest` is as in resolve_model."""
     try:
-        return resolve_model(name, download=False)
-    except ModelError:
-        print(f"luce: {name} is not on this machine yet; downloading it into the user's cache", file=sys.stderr)
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-        with Progress(*columns, console=Console(stderr=True)) as progress:
-            task = progress.add_task(f"downloading {name}", total=None)
+        return resolve_model(name, fetch=False, newest=newest)
+    except NotDownloadedError:
+        with progress.shown(f"looking for {name}", unit="bytes", lines=True) as wait:
+            memory = None if config is None else partial(_memory, config)
+            return resolve_model(name, progress=wait, memory=memory, newest=newest)
 
-            def unpacking(done: int, total: int) -> None:
-                progress.update(task, description=f"unpacking {name}", completed=done, total=total)
 
-            return resolve_model(name, progress=unpacking)
+def _memory(config: Config) -> DeviceMemory | None:
+    # Needs the devices' libraries, which `luce pull` of a path or of a quant does without.
+    from luce.assembly import device_memory
+
+    return device_memory(config)

@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Generate the reply. The exit status is 130 if Ctrl-C ended it."""
     config, sampling, thinking = _checked(arguments)
     prompt = _prompt(arguments)
-    path = fetch(arguments.model)
+    path = fetch(arguments.model, config)
     with progress.shown(f"loading {path.name}") as wait:
         model = open_model(path, config, wait.share)
     with model:

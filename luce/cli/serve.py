@@ -15,15 +15,16 @@ import signal
 import socket
 import threading
 from collections.abc import Awaitable, Sequence
+from functools import partial
 from typing import Any
 
 from luce import log
 from luce.api import Model
-from luce.assembly import open_model
+from luce.assembly import device_memory, open_model
 from luce.cli.arguments import LOADED, add_model, add_settings, settings
 from luce.config.settings import Config
 from luce.errors import UsageError
-from luce.hub import resolve_model
+from luce.hub.lookup import resolve_model
 from luce.server.app import start
 from luce.server.auth import is_loopback
 from luce.server.sdnotify import Notifier
@@ -125,7 +126,8 @@ class _Service:
     def _load_thread(self, loaded: asyncio.Future[Model]) -> None:
         result: Any
         try:
-            model = open_model(resolve_model(self._name), self._config, self._progress)
+            path = resolve_model(self._name, memory=partial(device_memory, self._config))
+            model = open_model(path, self._config, self._progress)
             # The first token builds kernels and graphs; clients that wait for READY do not wait for that.
             model.warm_up()
             settle, result = loaded.set_result, model

@@ -59,7 +59,7 @@ def _serve_parent(fds: str) -> None:
 def _serve_network(arguments: argparse.Namespace) -> None:
     if arguments.model is None or arguments.listen is None or arguments.key_file is None:
         raise UsageError("luce shard needs MODEL, --listen and --key-file", param="listen")
-    path = fetch(arguments.model)
+    path = fetch(arguments.model, None)
     draft = None if arguments.draft is None else Path(arguments.draft)
     tls = open_key_file(Path(arguments.key_file), "--key-file", server=True)
     with listen(arguments.listen) as listener:

@@ -19,6 +19,20 @@ def user_cache_directory() -> Path:
     return Path(environment("CACHE_DIRECTORY") or platformdirs.user_cache_dir("luce"))
 
 
+def hugging_face_cache() -> Path:
+    """The hub cache of huggingface_hub and of the tools that use it, by the variables that it documents."""
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        if value := environment(name):
+            return Path(_expanded(value))
+    if home := environment("HF_HOME"):
+        return Path(_expanded(home)) / "hub"
+    return Path(_expanded(environment("XDG_CACHE_HOME") or "~/.cache")) / "huggingface" / "hub"
+
+
+def _expanded(path: str) -> str:
+    return os.path.expandvars(os.path.expanduser(path))
+
+
 def user_state_directory() -> Path:
     """`$STATE_DIRECTORY` under systemd, else the platform's directory for Luce."""
     return Path(environment("STATE_DIRECTORY") or platformdirs.user_state_dir("luce"))

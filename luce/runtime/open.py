@@ -14,7 +14,7 @@ from luce.runtime.cpu import CpuDevice
 from luce.runtime.device import Device, DeviceKind, DeviceName
 from luce.runtime.driver import Properties, Vendor
 from luce.runtime.gpu import GpuDevice
-from luce.runtime.host import HostDevice
+from luce.runtime.host import HostDevice, host_memory
 
 VENDORS: tuple[Vendor, ...] = ("cuda", "hip")
 
@@ -100,6 +100,25 @@ def named(items: Sequence[str]) -> list[DeviceName]:
         indices = [int(index)] if index else range(1 if own == "cpu" else _count(own))
         names += [DeviceName(own if kind == "auto" else cast(DeviceKind, kind), i, place + slash) for i in indices]
     return names
+
+
+def total_memory(config: Config) -> tuple[int, list[str]]:
+    """Bytes of memory of the devices of the settings that are in this machine, and their names. None is opened, except
+    to find what `auto` is."""
+    if not config.target_devices and config.target_device == "auto":
+        with contextlib.closing(_automatic(config.cpu_weights)) as device:
+            return device.memory().total, [str(device.name)]
+    total, counted = 0, []
+    for name in named(config.target_devices or (config.target_device,)):
+        loaded = None if name.place or name.kind == "cpu" else driver.load(name.kind)
+        if loaded is not None and name.index < loaded.count():
+            total += loaded.properties(name.index).memory
+            counted.append(str(name))
+        elif name.kind == "cpu" and not name.place and not any(other.startswith("cpu") for other in counted):
+            # All CPU devices share the memory.
+            total += host_memory().total
+            counted.append(str(name))
+    return total, counted
 
 
 def _problems(names: Sequence[DeviceName], beside: Sequence[DeviceName], meant: str) -> Iterator[str]:

@@ -11,7 +11,7 @@ import pytest
 
 import luce
 from luce.errors import LuceError
-from luce.hub import resolve_model
+from luce.hub.lookup import resolve_model
 
 PROMPTS = (
     "The capital of France is",
@@ -24,7 +24,7 @@ STEPS = 64
 @pytest.fixture(scope="module")
 def path() -> Path:
     try:
-        return resolve_model("smollm2", download=False)
+        return resolve_model("smollm2", fetch=False)
     except LuceError as error:
         pytest.skip(f"{error} (luce pull smollm2 brings the file)")
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from luce.errors import LuceError
-from luce.hub import resolve_model
+from luce.hub.lookup import resolve_model
 from tests.support.other_server import OtherServer, delta
 from tests.support.terminal import CTRL_C, CTRL_D, Terminal
 
 
 def test_continue_restores_the_keys_and_values_from_disk(tmp_path: Path) -> None:
     try:
-        model = resolve_model("smollm2", download=False)
+        model = resolve_model("smollm2", fetch=False)
     except LuceError as error:
         pytest.skip(f"{error} (luce pull smollm2 brings the file)")
     flags = ("--max-ctx", "512", "--cache-dir", str(tmp_path / "kv"), "--cache-min-tokens", "16")

@@ -16,7 +16,7 @@ import pytest
 
 from luce.cli.main import EXAMPLES
 from luce.errors import LuceError
-from luce.hub import resolve_model
+from luce.hub.lookup import resolve_model
 
 ROOT = Path(__file__).parents[2]
 QUESTION = "What is the capital of France?\n"
@@ -110,7 +110,7 @@ def link_packages(top: Path) -> str:
 @pytest.fixture(scope="module")
 def cloned(tmp_path_factory: pytest.TempPathFactory) -> Clone:
     try:
-        resolve_model("smollm2", download=False)
+        resolve_model("smollm2", fetch=False)
     except LuceError as error:
         pytest.skip(f"{error} (luce pull smollm2 brings the file)")
     if not (ROOT / ".git").exists():

@@ -175,6 +175,7 @@ SHARED_NAMES = {
     "features": "what a drafter reads of its target: the op and the layer",
     "fingerprint": "what tells files or models apart",
     "messages": "what server and daemon send: about layers, about drafters",
+    "models": "families of models as data, and the verb that lists files of models",
     "moe": "a mixture of experts: the op and the layer",
     "norm": "norms: the op, and the norm of a layer's rows",
     "open": "opens what the settings name: devices here, devices in daemons, drafters",

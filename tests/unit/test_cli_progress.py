@@ -43,7 +43,7 @@ def test_a_bar_at_a_terminal() -> None:
 
 @pytest.mark.parametrize(
     ("unit", "done", "total", "shown"),
-    [("tokens", 512, 2048, "25%  512/2048 tokens"), ("bytes", 30_000_000, 120_000_000, "25% 30.0/120.0 MB ?")],
+    [("tokens", 512, 2048, "25%  512/2048 tokens"), ("bytes", 30_000_000, 120_000_000, "25% 30.0/120.0 MB ? --:--")],
 )
 def test_units(unit: str, done: int, total: int, shown: str) -> None:
     screen = Screen()
@@ -86,3 +86,12 @@ def test_a_terminal_that_cannot_move_its_cursor(monkeypatch: pytest.MonkeyPatch)
     with progress.shown("reading", lines=True, console=screen.console) as wait:
         wait.share(0.5)
     assert screen.written.getvalue() == "luce: reading\n"
+
+
+def test_a_note_stays() -> None:
+    screen = Screen()
+    with progress.shown("downloading", unit="bytes", console=screen.console) as wait:
+        wait.update(1, 2)
+        wait.note("takes [x]")
+        assert screen.lines()[0] == "luce: takes [x]" and "downloading" in screen.lines()[1]
+    assert screen.lines() == ["luce: takes [x]"]

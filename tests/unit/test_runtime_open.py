@@ -15,8 +15,8 @@ from luce.runtime import compiler, driver
 from luce.runtime import open as opening
 from luce.runtime.device import DeviceName
 from luce.runtime.gpu import GpuDevice
-from luce.runtime.host import HostDevice
-from luce.runtime.open import open_all, open_devices
+from luce.runtime.host import HostDevice, host_memory
+from luce.runtime.open import open_all, open_devices, total_memory
 from tests.support.fake_cuda import fake_driver
 
 
@@ -200,3 +200,25 @@ def test_nothing_stays_open_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(DeviceError, match="cuda:0 is broken"):
         opened("cpu:0", "cuda:1", "cuda:0")
     assert len(made) == 2 and all(device.closed for device in made)
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_the_memory_of_the_cpu_counts_once() -> None:
+    total = host_memory().total
+    assert total_memory(Config()) == (total, ["cpu:0"])
+    assert total_memory(Config(target_devices=("cpu:0", "cpu:1"))) == (total, ["cpu:0"])
+    assert total_memory(Config(target_devices=("box/cpu:0", "box/cuda:1"))) == (0, [])
+    # What does not exist is refused by the load.
+    assert total_memory(Config(target_device="cuda:0")) == (0, [])
+
+
+@pytest.mark.usefixtures("two_fakes")
+def test_the_memory_of_gpus_adds_up() -> None:
+    one = driver.load("cuda")
+    assert one is not None
+    sizes = [one.properties(index).memory for index in range(2)]
+    assert total_memory(Config(target_devices=("cuda:0", "cuda:1", "cpu:0"))) == (
+        sum(sizes) + host_memory().total,
+        ["cuda:0", "cuda:1", "cpu:0"],
+    )
+    assert total_memory(Config(target_devices=("cuda:1", "cuda:7"))) == (sizes[1], ["cuda:1"])

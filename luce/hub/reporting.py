@@ -1,0 +1,93 @@
+"""What a download tells whoever waits for it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from collections.abc import Iterator
+from http import HTTPStatus
+from typing import Protocol
+
+_log = logging.getLogger("luce.hub")
+_URL = re.compile(r"https?://([^/\s]+)\S*")
+
+
+class Progress(Protocol):
+    """Whoever waits. luce.cli.progress.Wait is one."""
+
+    def step(self, text: str) -> None:
+        """What happens now."""
+
+    def note(self, text: str) -> None:
+        """Something to know, also when the wait is over."""
+
+    def update(self, done: float, total: float) -> None:
+        """`done` of `total` bytes of this step; a total of 0 is not known."""
+
+
+class LoggedProgress:
+    """Logs steps and notes, and each tenth of the bytes."""
+
+    def __init__(self) -> None:
+        self._tenth = 0
+
+    def step(self, text: str) -> None:
+        """As Progress.step."""
+        self._tenth = 0
+        _log.info("%s", text)
+
+    def note(self, text: str) -> None:
+        """As Progress.note."""
+        _log.info("%s", text)
+
+    def update(self, done: float, total: float) -> None:
+        """As Progress.update."""
+        tenth = int(10 * done / total) if total else 0
+        if tenth > self._tenth:
+            self._tenth = tenth
+            _log.info("%d %% of %s", 10 * tenth, size_text(int(total)))
+
+
+def size_text(size: int) -> str:
+    """A size for people, in units of 1000 bytes, as file managers and the hub show it: "16.5 GB"."""
+    value, unit = float(size), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if value < 999.95:
+            break
+        value, unit = value / 1000, larger
+    return f"{value:.1f} {unit}" if unit != "B" else f"{size} B"
+
+
+def one_line(error: BaseException) -> str:
+    """The text of a library's error in one line, or its class if it has no text."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def status_text(status: int) -> str:
+    """An HTTP status with its phrase, where it has one."""
+    known = status in HTTPStatus.__members__.values()
+    return f"{status} {HTTPStatus(status).phrase}" if known else str(status)
+
+
+class _Retries(logging.Handler):
+    """Notes what huggingface_hub warns of: waits and retries. Its URLs carry signatures; their host says enough."""
+
+    def __init__(self, progress: Progress) -> None:
+        super().__init__(logging.WARNING)
+        self._progress = progress
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._progress.note(_URL.sub(r"\1", " ".join(record.getMessage().split())))
+
+
+@contextlib.contextmanager
+def library_warnings(progress: Progress) -> Iterator[None]:
+    """Warnings of huggingface_hub go to `progress` instead of standard error, which may show a bar."""
+    library = logging.getLogger("huggingface_hub")
+    before = library.handlers[:]
+    library.handlers[:] = [_Retries(progress)]
+    try:
+        yield
+    finally:
+        library.handlers[:] = before

@@ -1,0 +1,90 @@
+"""A GGUF file behind a URL that is not the hub's, downloaded into Luce's own folder."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import secrets
+from collections.abc import Iterator
+from http import HTTPStatus
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from luce.errors import ModelError, UnreachableError
+from luce.hub.names import WebName
+from luce.hub.packaged import own_directory
+from luce.hub.partial import INCOMPLETE, Source, receive
+from luce.hub.reporting import Progress, library_warnings, one_line, size_text, status_text
+from luce.hub.repository import check_space
+
+_MAGIC = b"GGUF"
+
+
+def file_of(name: WebName) -> Path:
+    """Where the file is, or will be: two URLs with the same last part have different folders."""
+    folder = hashlib.sha256(name.url.encode()).hexdigest()[:8]
+    return own_directory() / f"{urlsplit(name.url).hostname}-{folder}" / name.file
+
+
+def download(name: WebName, progress: Progress) -> Path:
+    """Download the file, unless it is there. A broken download is resumed where the server says by an ETag or a date
+    that the file is still the same.
+
+    Raises ModelError if the server refuses it, if it is no GGUF file, or if the disk has no space for it; and
+    UnreachableError if the server does not answer.
+    """
+    target = file_of(name)
+    if target.exists():
+        return target
+    with _translated(name), library_warnings(progress):
+        size, version = _head(name.url)
+        # Bytes of another version are never continued.
+        part = hashlib.sha256(version.encode()).hexdigest()[:8] if version else secrets.token_hex(4)
+        partial = target.with_name(f"{target.name}.{part}{INCOMPLETE}")
+        there = partial.stat().st_size if partial.exists() else 0
+        check_space(name.url, target.parent, max(0, size - there), "CACHE_DIRECTORY")
+        progress.step(f"downloading {name.file}" + (f", {size_text(size)}" if size else ""))
+        headers = {"Accept-Encoding": "identity"} | ({"If-Range": version} if version else {})
+        source = Source(name.file, name.url, headers)
+        receive(source, target, partial, progress, lambda done: progress.update(done, size))
+    with open(target, "rb") as file:
+        magic = file.read(len(_MAGIC))
+    if magic != _MAGIC:
+        target.unlink()
+        raise ModelError(f"model {name.url!r}: is not a GGUF file (it starts with {magic!r})")
+    return target
+
+
+def _head(url: str) -> tuple[int, str]:
+    """The size, 0 if it is not known, and what tells versions apart: a strong ETag, the time of the last change, or
+    nothing."""
+    from huggingface_hub.utils import get_session, hf_raise_for_status
+
+    response = get_session().head(url, headers={"Accept-Encoding": "identity"}, timeout=10.0)
+    if response.status_code in (HTTPStatus.METHOD_NOT_ALLOWED, HTTPStatus.NOT_IMPLEMENTED):
+        return 0, ""
+    hf_raise_for_status(response)
+    etag = response.headers.get("ETag", "")
+    strong = "" if etag.startswith("W/") else etag
+    length = response.headers.get("Content-Length", "")
+    return int(length) if length.isdecimal() else 0, strong or response.headers.get("Last-Modified", "")
+
+
+@contextlib.contextmanager
+def _translated(name: WebName) -> Iterator[None]:
+    from huggingface_hub import errors
+
+    model = f"model {name.url!r}"
+    try:
+        yield
+    except errors.OfflineModeIsEnabled:
+        raise UnreachableError(f"{model}: HF_HUB_OFFLINE is set, so nothing is downloaded") from None
+    except errors.HfHubHTTPError as error:
+        status = error.response.status_code
+        raise ModelError(f"{model}: the server answers {status_text(status)}") from error
+    except errors.HTTPError as error:
+        raise UnreachableError(f"{model}: {one_line(error)}; is there a network?") from error
+    except OSError as error:
+        if error.errno is None:
+            raise ModelError(f"{model}: {one_line(error)}") from error
+        raise ModelError(f"{model}: {error.filename or file_of(name).parent}: {error.strerror}") from error
