@@ -10,7 +10,8 @@ from __future__ import annotations
 import numpy as np
 
 from luce.cpu_kernels.dimensions import MOST_GROUP, MOST_HEAD, PAGE
-from luce.cpu_kernels.jit import compiled
+from luce.cpu_kernels.jit import compiled, compiled_as
+from luce.cpu_kernels.thread_pool import run_job
 from luce.cpu_kernels.vectors import (
     exp,
     first_lane,
@@ -27,10 +28,10 @@ from luce.cpu_kernels.vectors import (
 
 #: bytes of memory that a thread needs: scores of a page, and for each head of a group the sums
 SCRATCH = 4 * PAGE + MOST_GROUP * (4 * MOST_HEAD + 8)
-#: int64 arguments: addresses of q, keys, values, out, positions, the rows' spans, spans, page table, first positions,
-#: counts, seen rows (0: none); strides of q's rows and heads; heads, KV heads, elements of a head, width of the table,
-#: window (0: none), bits of the scale as float32
-WORDS = 19
+# int64 arguments: addresses of q, keys, values, out, positions, the rows' spans, spans, page table, first positions,
+# counts, seen rows (0: none); strides of q's rows and heads; heads, KV heads, elements of a head, width of the table,
+# window (0: none), bits of the scale as float32
+_WORDS = 19
 _NEVER = np.float32(-3e38)
 
 
@@ -82,7 +83,7 @@ def _add_page(values, row_bytes, d, scores, largest, before, state, sums):
 
 
 @compiled
-def attention(arguments, part, scratch):
+def attend(arguments, part, scratch):
     """Part `part` = row * KV heads + KV head."""
     heads, kv_heads, d = word(arguments, 13), word(arguments, 14), word(arguments, 15)
     width, window, seen = word(arguments, 16), word(arguments, 17), word(arguments, 10)
@@ -122,3 +123,23 @@ def attention(arguments, part, scratch):
         whole = splat_float(read_float(states + head * 8 + 4))
         for i in range(0, d * 4, 64):
             store(out + head * d * 4 + i, load_floats(sums + head * d * 4 + i) / whole)
+
+
+_ARRAYS = "float32[:, :, :], float32[:, :, ::1], float32[:, :, ::1], float32[:, :, ::1], int32[::1], int32[::1]"
+_PAGES = "int32[:, ::1], int32[:, ::1], int32[:, ::1], int32[::1], int32[:, ::1]"
+
+
+@compiled_as(f"void(int64, UniTuple(int64, 1), {_ARRAYS}, {_PAGES}, int64, float32)")
+def attention(
+    slot, kernels, q, keys, values, out, positions, row_span, spans, table, first, count, seen, window, scale
+):
+    """`attend` for all rows and KV heads. `seen` may be empty; `window` 0: none."""
+    arguments = np.empty(_WORDS, np.int64)
+    arguments[0], arguments[1], arguments[2] = q.ctypes.data, keys.ctypes.data, values.ctypes.data
+    arguments[3], arguments[4], arguments[5] = out.ctypes.data, positions.ctypes.data, row_span.ctypes.data
+    arguments[6], arguments[7], arguments[8] = spans.ctypes.data, table.ctypes.data, first.ctypes.data
+    arguments[9], arguments[10] = count.ctypes.data, seen.ctypes.data if len(seen) > 0 else 0
+    arguments[11], arguments[12], arguments[13], arguments[15] = q.strides[0], q.strides[1], q.shape[1], q.shape[2]
+    arguments[14], arguments[16], arguments[17] = keys.shape[1], table.shape[1], window
+    put_float(arguments.ctypes.data + 18 * 8, scale)
+    run_job(slot, kernels[0], arguments.ctypes.data, len(q) * keys.shape[1])

@@ -8,44 +8,48 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from luce.cpu_kernels.thread_pool import Job
 
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
 
 
 class ProductWords(NamedTuple):
-    """The layout of a product's arguments (luce/cpu_kernels/product.py)."""
+    """The layout of a weight in the plan of products (luce/cpu_kernels/product.py)."""
 
-    #: int64 in front of the weights' own, of a weight, and in front of its rows of x
-    head: int
+    #: int64 of a weight
     weight: int
-    x: int
+    #: where it has its number of rows of x, the first of them, and the bytes in front of its results
+    rows: int
+    first: int
+    place: int
 
 
 @dataclass(frozen=True)
 class Kernels:
     """Compiled kernels, and the facts that their callers need."""
 
-    #: addresses for luce.cpu_kernels.thread_pool.Pool
-    product: int
-    attention: int
+    multiply: Job
+    attention: Job
     #: bytes of memory that a thread of the pool needs
     scratch: int
     product_words: ProductWords
-    quantise_rows: Callable[..., None]
     rms_norm: Callable[..., None]
     gated_activation: Callable[..., None]
-    #: of heads: norms and rotation; writing keys and values
+    #: of heads: norms and rotation, writing keys and values, and both
     prepare: Callable[..., None]
     write: Callable[..., None]
+    prepare_and_write: Callable[..., None]
     #: by quant type (luce/cpu_kernels/unpack.py)
     offsets: Mapping[int, int]
     groups16: frozenset[int]
     with_minimums: frozenset[int]
     #: the instructions that multiply bytes
     instructions: str
-    #: the C functions of the addresses, which must outlive them
+    #: the C functions of the jobs' kernels, which must outlive them
     functions: tuple[object, ...]
 
 
@@ -62,24 +66,32 @@ def _kernels() -> Kernels:
     fresh, begun = not any(FOLDER.rglob("*.nbc")), time.monotonic()
     if fresh:
         _log.info("compiling the kernels of the CPU, once for this machine")
-    from luce.cpu_kernels import attention, elementwise, heads, lowering, product, quantised_rows, unpack
+    from luce.cpu_kernels import attention, elementwise, heads, lowering, product, unpack
+    from luce.cpu_kernels.thread_pool import Job
 
-    functions = pool_kernel(product.product), pool_kernel(attention.attention)
-    if fresh:
-        _log.info("compiled the kernels of the CPU in %.1f s", time.monotonic() - begun)
-    return Kernels(
-        product=functions[0].address,
-        attention=functions[1].address,
+    functions: list[Any] = []
+
+    def job(function: Callable[..., None], *kernels: Any) -> Job:
+        own = [pool_kernel(kernel) for kernel in kernels]
+        functions.extend(own)
+        return Job(function, tuple(each.address for each in own))
+
+    made = Kernels(
+        multiply=job(product.multiply, product.product),
+        attention=job(attention.attention, attention.attend),
         scratch=-(-max(product.SCRATCH, attention.SCRATCH) // 64) * 64,
-        product_words=ProductWords(product.HEAD_WORDS, product.WEIGHT_WORDS, product.ROWS_OF_X),
-        quantise_rows=quantised_rows.quantise_rows,
+        product_words=ProductWords(product.WEIGHT_WORDS, product.COUNT, product.FIRST, product.PLACE),
         rms_norm=elementwise.rms_norm,
         gated_activation=elementwise.gated_activation,
         prepare=heads.prepare,
         write=heads.write,
+        prepare_and_write=heads.prepare_and_write,
         offsets=unpack.OFFSETS,
         groups16=unpack.GROUPS16,
         with_minimums=unpack.WITH_MINIMUMS,
         instructions=lowering.INSTRUCTIONS,
-        functions=functions,
+        functions=tuple(functions),
     )
+    if fresh:
+        _log.info("compiled the kernels of the CPU in %.1f s", time.monotonic() - begun)
+    return made

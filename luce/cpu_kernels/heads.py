@@ -5,43 +5,68 @@ from __future__ import annotations
 
 import numpy as np
 
-from luce.cpu_kernels.jit import compiled_as
+from luce.cpu_kernels.jit import compiled, compiled_as
 from luce.cpu_kernels.vectors import square_root
 
 _HEADS = "float32[:, :, :]"
 _WEIGHT = "float32[::1]"
+_ANGLES = "float32[:, :, ::1]"
+_POOL = "float32[:, :, ::1]"
 
 
-@compiled_as(f"void({_HEADS}, {_WEIGHT}, boolean, float32, float32[:, :, ::1], boolean)")
-def prepare(x, weight, normed, eps, table, adjacent):
-    """x [n, heads, d] <- rotated(rms(x) * weight) in place; without the norm if not `normed`, without rotation if the
-    table float32 [n, half, 2] has no columns."""
-    n, heads, d = x.shape
-    half = table.shape[1]
+@compiled
+def _prepare_row(x, weight, eps, angles, adjacent):
+    """The heads of a row: x [heads, d], angles [half, 2]."""
+    half, d = angles.shape[0], x.shape[1]
     step, gap = (2, 1) if adjacent else (1, half)
-    for row in range(n):
-        for head in range(heads):
-            own = x[row, head]
-            if normed:
-                squares = np.float32(0.0)
-                for i in range(d):
-                    squares += own[i] * own[i]
-                scale = square_root(squares / np.float32(d) + eps)
-                for i in range(d):
-                    own[i] = own[i] / scale * weight[i]
-            for i in range(half):
-                cos, sin = table[row, i, 0], table[row, i, 1]
-                a, b = own[i * step], own[i * step + gap]
-                own[i * step] = a * cos - b * sin
-                own[i * step + gap] = b * cos + a * sin
+    for head in range(x.shape[0]):
+        own = x[head]
+        if len(weight) > 0:
+            squares = np.float32(0.0)
+            for i in range(d):
+                squares += own[i] * own[i]
+            scale = square_root(squares / np.float32(d) + eps)
+            for i in range(d):
+                own[i] = own[i] / scale * weight[i]
+        for i in range(half):
+            cos, sin = angles[i, 0], angles[i, 1]
+            a, b = own[i * step], own[i * step + gap]
+            own[i * step] = a * cos - b * sin
+            own[i * step + gap] = b * cos + a * sin
 
 
-@compiled_as(f"void({_HEADS}, {_HEADS}, float32[:, :, ::1], float32[:, :, ::1], int32[:])")
+@compiled_as(f"void({_HEADS}, {_WEIGHT}, float32, {_ANGLES}, boolean)")
+def prepare(x, weight, eps, table, adjacent):
+    """x [n, heads, d] <- rotated(rms(x) * weight) in place; without the norm if the weight is empty, without rotation
+    if the table float32 [n, half, 2] has no columns."""
+    for row in range(x.shape[0]):
+        _prepare_row(x[row], weight, eps, table[row], adjacent)
+
+
+@compiled
+def _write_row(x, to):
+    for head in range(x.shape[0]):
+        for i in range(x.shape[1]):
+            to[head, i] = x[head, i]
+
+
+@compiled_as(f"void({_HEADS}, {_HEADS}, {_POOL}, {_POOL}, int32[::1])")
 def write(k, v, k_pool, v_pool, dest):
     """Row r of k and v [n, kv_heads, d] to row dest[r] of the pools."""
     for row in range(k.shape[0]):
-        to = dest[row]
-        for head in range(k.shape[1]):
-            for i in range(k.shape[2]):
-                k_pool[to, head, i] = k[row, head, i]
-                v_pool[to, head, i] = v[row, head, i]
+        _write_row(k[row], k_pool[dest[row]])
+        _write_row(v[row], v_pool[dest[row]])
+
+
+_NORMS = f"{_WEIGHT}, {_WEIGHT}, {_WEIGHT}, float32"
+
+
+@compiled_as(f"void({_HEADS}, {_HEADS}, {_HEADS}, {_NORMS}, {_ANGLES}, boolean, {_POOL}, {_POOL}, int32[::1])")
+def prepare_and_write(q, k, v, q_weight, k_weight, v_weight, eps, table, adjacent, k_pool, v_pool, dest):
+    """`prepare` of q and k, and of v without rotation; then `write`."""
+    for row in range(q.shape[0]):
+        _prepare_row(q[row], q_weight, eps, table[row], adjacent)
+        _prepare_row(k[row], k_weight, eps, table[row], adjacent)
+        _prepare_row(v[row], v_weight, eps, table[row, :0], adjacent)
+        _write_row(k[row], k_pool[dest[row]])
+        _write_row(v[row], v_pool[dest[row]])

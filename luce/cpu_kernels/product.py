@@ -11,12 +11,14 @@ So a result's bits depend on its row and its weight row alone: neither on the nu
 
 from __future__ import annotations
 
+import numpy as np
 from gguf import GGMLQuantizationType
 from numba import int32
 
 from luce.cpu_kernels.dimensions import RECORD
-from luce.cpu_kernels.jit import compiled, inlined
-from luce.cpu_kernels.quantised_rows import FINER, REST, SCALE, SCALED, SUMS
+from luce.cpu_kernels.jit import compiled, compiled_as, inlined
+from luce.cpu_kernels.quantised_rows import FINER, REST, SCALE, SCALED, SUMS, quantise_rows
+from luce.cpu_kernels.thread_pool import run_job
 from luce.cpu_kernels.unpack import MINIMUMS, SCALES, SLICE, UNPACKED_BYTES, unpack
 from luce.cpu_kernels.vector_rows import (
     add_products,
@@ -47,13 +49,18 @@ TILE = 16
 _ROWS = 256
 #: bytes of memory that a thread needs
 SCRATCH = UNPACKED_BYTES + _ROWS * 64
-#: int64 in front of the weights' own: the number of weights, and of parts
-HEAD_WORDS = 2
+#: int64 in front of the weights' own: the number of weights, of parts, and of the weights' bytes
+HEAD_WORDS = 3
 #: int64 of a weight: of the matrix the address, stride of rows, type, rows, columns, elements and bytes of a block, the
-#: type's offset, whether groups have 32 columns and whether there are minimums; then of its rows of x the address,
-#: stride and number (quantised, or floats for a matrix of floats), and the address and stride of results
-WEIGHT_WORDS = 15
-ROWS_OF_X = 10
+#: type's offset, whether groups have 32 columns and whether there are minimums; of its rows of x (quantised, or floats
+#: for a matrix of floats) the address, stride and number, and of the results address and stride, which `multiply`
+#: writes; its first row of x, and the bytes in front of its results in a row
+WEIGHT_WORDS = 17
+ROWS_OF_X, COUNT, RESULTS, FIRST, PLACE = 10, 12, 13, 15, 16
+# Work below which a product stays on the caller's thread: bytes of weights times rows, 10 us or so.
+_ALONE = 1 << 17
+# Parts for each thread: a thread that the system stops holds up a fraction of the work.
+_PARTS = 4
 
 _F16, _BF16, _F32 = (int(t) for t in (GGMLQuantizationType.F16, GGMLQuantizationType.BF16, GGMLQuantizationType.F32))
 
@@ -195,3 +202,30 @@ def product(arguments, part, scratch):
             else:
                 _tile_product(weight, tile, scratch)
         begin, end = begin - own, end - own
+
+
+_X = "float32[:, ::1]"
+
+
+@compiled_as(f"void(int64, UniTuple(int64, 1), int64[::1], {_X}, {_X}, {_X}, boolean, int64)")
+def multiply(slot, kernels, plan, x, padded, out, whole, threads):
+    """The products of a plan's weights with rows of x, written to out. `padded`: x for matrices of floats, whose rows
+    are multiples of 16 columns. `whole`: each weight multiplies all rows of x."""
+    # Another thread may multiply the same weights.
+    plan, records = plan.copy(), np.empty((0, 0), np.int8)
+    for number in range(plan[0]):
+        own = plan[HEAD_WORDS + number * WEIGHT_WORDS :]
+        if whole:
+            own[COUNT] = len(x)
+        if own[2] == _F16 or own[2] == _BF16 or own[2] == _F32:
+            rows, stride = padded.ctypes.data, padded.strides[0]
+        else:
+            if len(records) == 0:
+                records = np.empty((len(x), x.shape[1] // 32 * RECORD), np.int8)
+                quantise_rows(x, records)
+            rows, stride = records.ctypes.data, records.strides[0]
+        own[ROWS_OF_X], own[ROWS_OF_X + 1] = rows + own[FIRST] * stride, stride
+        own[RESULTS] = out.ctypes.data + own[FIRST] * out.strides[0] + own[PLACE]
+        own[RESULTS + 1] = out.strides[0]
+    plan[1] = 1 if plan[2] * len(x) < _ALONE else _PARTS * threads
+    run_job(slot, kernels[0], plan.ctypes.data, plan[1])

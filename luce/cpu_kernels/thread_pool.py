@@ -1,8 +1,11 @@
 """Threads that share the parts of a compiled kernel: one pool for all CPU devices of a process.
 
 A kernel is a compiled function of (arguments, part, scratch): the address of int64 arguments, the number of a part, and
-the address of memory of the thread's own. `Pool.run` makes a job of it, takes parts itself, and returns when all are
+the address of memory of the thread's own. `run_job` makes a job of it, takes parts itself, and returns when all are
 done. Several threads may run jobs at the same time; free workers take parts of any of them.
+
+Python calls compiled functions (`Pool.call`) that write the arguments of kernels from the addresses of arrays and run
+jobs: Python needs 1 us for the address of an array.
 
 A job has a slot, whose first word is its ticket: a number that grows from job to job, the number of parts, and the next
 part. A worker takes a part by raising the next part in a compare-and-swap of the whole ticket, so it takes no part of a
@@ -16,7 +19,9 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import Any
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
@@ -31,8 +36,9 @@ from luce.cpu_kernels.jit import compiled, compiled_as
 MOST_PARTS = 1 << 15
 # Words of the pool: stop, sleeping workers, the eventfd, the address of a token to write to it. Slots follow.
 _STOP, _SLEEPING, _EVENT, _TOKEN, _HEAD = 0, 8, 16, 17, 32
-# Words of a slot: ticket, done parts, kernel, arguments. Each in a cache line of its own where threads write.
-_TICKET, _DONE, _KERNEL, _ARGUMENTS, _SLOT = 0, 8, 16, 17, 32
+# Words of a slot: ticket, done parts, kernel, arguments, the addresses of the pool and of memory of the caller's own.
+# Each in a cache line of its own where threads write.
+_TICKET, _DONE, _KERNEL, _ARGUMENTS, _POOL, _SCRATCH, _SLOT = 0, 8, 16, 17, 18, 19, 32
 _SLOTS = 16
 # Turns of looking for a job: first without giving the core away, then with.
 _BUSY, _YIELDING = 200, 100
@@ -149,9 +155,10 @@ def _work(pool, scratch):
             _add(pool + _SLEEPING * 8, -1)
 
 
-@compiled_as("void(int64, int64, int64, int64, int64, int64)")
-def _run(pool, slot, kernel, arguments, parts, scratch):
-    """Compute all parts of a job, with the workers that are free."""
+@compiled
+def run_job(slot, kernel, arguments, parts):
+    """Call the kernel at an address for parts 0 to `parts` - 1, in any order, with the workers that are free."""
+    pool, scratch = _load(slot + _POOL * 8), _load(slot + _SCRATCH * 8)
     job = (_load(slot + _TICKET * 8) >> 32) + 1
     _store(slot + _DONE * 8, 0)
     _store(slot + _KERNEL * 8, kernel)
@@ -169,8 +176,16 @@ def _run(pool, slot, kernel, arguments, parts, scratch):
             _yield(())
 
 
+class Job(NamedTuple):
+    """A compiled function of (slot, kernels, *arguments), which runs jobs in the slot, and the addresses of the kernels
+    for them."""
+
+    function: Callable[..., None]
+    kernels: tuple[int, ...]
+
+
 class Pool:
-    """`threads` threads: the caller of `run`, and workers. `scratch`: bytes that each thread has for a kernel."""
+    """`threads` threads: the caller of a job, and workers. `scratch`: bytes that each thread has for a kernel."""
 
     def __init__(self, threads: int, scratch: int) -> None:
         #: how many threads share a job
@@ -183,8 +198,15 @@ class Pool:
         self._address = self._words.ctypes.data
         self._scratch = _aligned(scratch * (threads - 1 + _SLOTS))
         places = [self._scratch.ctypes.data + i * scratch for i in range(threads - 1 + _SLOTS)]
-        self._free = [(self._address + (_HEAD + i * _SLOT) * 8, places[i]) for i in range(_SLOTS)]
-        self._lock = threading.Semaphore(_SLOTS)
+        for i in range(_SLOTS):
+            first = _HEAD + i * _SLOT
+            words[first + _POOL], words[first + _SCRATCH] = self._address, places[i]
+        # The slot of the last job is taken first: its memory is in the caches. `_tokens` has one token for each free
+        # slot; threading.Semaphore takes ten times as long (1.1 us).
+        self._free = [self._address + (_HEAD + i * _SLOT) * 8 for i in range(_SLOTS)]
+        self._tokens: SimpleQueue[None] = SimpleQueue()
+        for _ in self._free:
+            self._tokens.put(None)
         self._workers = [
             threading.Thread(target=_work, args=(self._address, place), name=f"luce-cpu-{i}", daemon=True)
             for i, place in enumerate(places[_SLOTS:])
@@ -192,14 +214,15 @@ class Pool:
         for worker in self._workers:
             worker.start()
 
-    def run(self, kernel: int, arguments: NDArray[np.int64], parts: int) -> None:
-        """Call the kernel at an address for parts 0 to `parts` - 1, in any order. Any thread may call it."""
-        with self._lock:
-            slot, scratch = self._free.pop()
-            try:
-                _run(self._address, slot, kernel, arguments.ctypes.data, parts, scratch)
-            finally:
-                self._free.append((slot, scratch))
+    def call(self, job: Job, *arguments: Any) -> None:
+        """Call the function of a job. Any thread may do so."""
+        self._tokens.get()
+        slot = self._free.pop()
+        try:
+            job.function(slot, job.kernels, *arguments)
+        finally:
+            self._free.append(slot)
+            self._tokens.put(None)
 
     def close(self) -> None:
         """End the workers. No job may run. Idempotent."""

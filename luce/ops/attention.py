@@ -34,6 +34,8 @@ _SPLIT = 4
 #: same bits.
 ENOUGH_BLOCKS = 256
 MIN_SPLITS = 3
+# Of compiled code, for rows that see all rows before them.
+_NO_BITS = np.empty((0, 2), np.int32)
 #: most float32 values of splits in memory at a time: 64 MiB
 BUFFER_VALUES = 1 << 24
 
@@ -126,16 +128,10 @@ def _compiles(inputs: AttentionInputs) -> bool:
 
 def _compiled(device: CpuDevice, out: Array, inputs: AttentionInputs) -> None:
     """By luce.cpu_kernels.attention: each row and KV head by itself."""
-    q, view, spans = inputs.q, inputs.view, inputs.spans
-    (n, heads, d), kv_heads = q.shape, inputs.k_pool.shape[1]
-    scale = int(np.float32(inputs.scale).view(np.int32))
-    arrays = (q, inputs.k_pool, inputs.v_pool, out, inputs.positions, spans.row_span, spans.table)
-    pages = (view.table, view.first, view.count)
-    seen = 0 if view.seen is None else view.seen.ctypes.data
-    sizes = (heads, kv_heads, d, view.table.shape[1], inputs.window or 0, scale)
-    addresses = (array.ctypes.data for array in (*arrays, *pages))
-    arguments = np.array([*addresses, seen, q.strides[0], q.strides[1], *sizes], np.int64)
-    device.pool.run(device.kernels.attention, arguments, n * kv_heads)
+    view, spans = inputs.view, inputs.spans
+    arrays = (inputs.q, inputs.k_pool, inputs.v_pool, out, inputs.positions, spans.row_span, spans.table)
+    pages = (view.table, view.first, view.count, _NO_BITS if view.seen is None else view.seen)
+    device.pool.call(device.kernels.attention, *arrays, *pages, inputs.window or 0, np.float32(inputs.scale))
 
 
 def _host(out: Array, inputs: AttentionInputs) -> None:

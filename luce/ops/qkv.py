@@ -59,7 +59,7 @@ class Destination:
 
 
 _NO_NORMS = HeadNorms()
-_NO_ANGLES, _NO_WEIGHT = np.empty((0, 0, 2), np.float32), np.empty(0, np.float32)
+_NO_WEIGHT = np.empty(0, np.float32)
 
 
 def prepare_queries(device: Device, q: Array, norms: HeadNorms, rotation: Rotation | None) -> None:
@@ -87,11 +87,13 @@ def prepare_heads(
     k, v float32 [n, kv_heads, d] (any row and head strides). With `keep` they hold the results afterwards; otherwise
     their content is undefined.
     """
-    if device.host:
+    if isinstance(device, CpuDevice) and _floats(to):
+        weights = (_NO_WEIGHT if weight is None else weight for weight in (norms.query, norms.key, norms.value))
+        angles = _angles(len(q), rotation)
+        device.kernels.prepare_and_write(q, k, v, *weights, np.float32(norms.eps), *angles, *to.pools, to.dest)
+    elif device.host:
         _host(device, q, norms.query, norms.eps, rotation)
-        _host(device, k, norms.key, norms.eps, rotation)
-        _host(device, v, norms.value, norms.eps, None)
-        write_kv(device, k, v, to)
+        prepare_keys(device, k, v, norms, rotation, to)
     else:
         _launch(device, q, (k, v), norms, rotation, to, keep=keep)
 
@@ -130,8 +132,7 @@ def write_kv(device: Device, k: Array, v: Array | None, to: Destination) -> None
     Values are finite; they are rounded to the pools' types as by the gguf package. Raises ValueError for several heads
     of more than 512 elements.
     """
-    floats = to.k_pool.dtype == np.float32 and to.v_pool is not None and to.v_pool.dtype == np.float32
-    if isinstance(device, CpuDevice) and floats and v is not None:
+    if isinstance(device, CpuDevice) and _floats(to) and v is not None:
         device.kernels.write(k, v, to.k_pool, to.v_pool, to.dest)
     elif device.host:
         to.k_pool[to.dest] = quantise(k, to.k_pool)
@@ -165,6 +166,11 @@ def copy_rows(device: Device, to: Destination, copies: Array | None) -> None:
         grid = (len(copies), -(-size // unit // _COPY_THREADS))
         args = (pool, copies, np.int32(size // unit))
         device.launch("kv_copy", "kv_copy", grid, (_COPY_THREADS,), args, defines={"UNIT": unit})
+
+
+def _floats(to: Destination) -> bool:
+    """Whether there are two pools, of float32."""
+    return bool(len(to.pools) == 2 and all(pool.dtype == np.float32 for pool in to.pools))
 
 
 def _divides(count: int, k: Array, to: Destination) -> bool:
@@ -213,9 +219,8 @@ def _launch(
 
 def _host(device: Device, x: Array, weight: Array | None, eps: float, rotation: Rotation | None) -> None:
     if isinstance(device, CpuDevice):
-        table, adjacent = (_NO_ANGLES, False) if rotation is None else (rotation.table, rotation.adjacent)
-        normed = weight is not None
-        device.kernels.prepare(x, weight if normed else _NO_WEIGHT, normed, np.float32(eps), table, adjacent)
+        own = _NO_WEIGHT if weight is None else weight
+        device.kernels.prepare(x, own, np.float32(eps), *_angles(len(x), rotation))
         return
     if weight is not None:
         head_rms_norm(device, x, weight, eps)
@@ -230,3 +235,8 @@ def _host(device: Device, x: Array, weight: Array | None, eps: float, rotation: 
     turned = a * cos - b * sin
     b[...] = b * cos + a * sin
     a[...] = turned
+
+
+def _angles(n: int, rotation: Rotation | None) -> tuple[Array, bool]:
+    """The table and the order of pairs for compiled code: no columns for n rows without rotation."""
+    return (np.empty((n, 0, 2), np.float32), False) if rotation is None else (rotation.table, rotation.adjacent)

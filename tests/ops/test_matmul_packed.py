@@ -70,15 +70,17 @@ def test_weights_stay_as_the_file_holds_them(device: CpuDevice) -> None:
 
 
 def test_many_threads_at_the_same_time(device: CpuDevice) -> None:
-    """Shards of one process share the pool: each result is that of its own product."""
+    """Shards of one process share the pool: each result is that of its own product, also of the same weight."""
     from concurrent.futures import ThreadPoolExecutor
 
     weights = [upload_weight(device, [random_tensor("Q4_K", 512, 512, seed)]) for seed in range(6)]
     x = np.random.default_rng(5).standard_normal((3, 512)).astype(np.float32)
-    alone = [matmul(device, x, weight) for weight in weights]
+    rows = [x, x[::-1].copy()]
+    alone = [[matmul(device, own, weight) for weight in weights] for own in rows]
 
     def again(number: int) -> bool:
-        return all((matmul(device, x, weights[number]) == alone[number]).all() for _ in range(200))
+        weight, own = number % len(weights), number // len(weights)
+        return all((matmul(device, rows[own], weights[weight]) == alone[own][weight]).all() for _ in range(200))
 
-    with ThreadPoolExecutor(len(weights)) as threads:
-        assert all(threads.map(again, range(len(weights))))
+    with ThreadPoolExecutor(2 * len(weights)) as threads:
+        assert all(threads.map(again, range(2 * len(weights))))

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from luce.cpu_kernels.jit import compiled, pool_kernel
-from luce.cpu_kernels.thread_pool import MOST_PARTS, Pool
+from luce.cpu_kernels.jit import compiled, compiled_as, pool_kernel
+from luce.cpu_kernels.thread_pool import MOST_PARTS, Job, Pool, run_job
 from luce.cpu_kernels.vectors import put_float, read_float, word
 
 
@@ -25,6 +25,14 @@ def count_part(arguments, part, scratch):  # type: ignore[no-untyped-def]
         put_float(place, read_float(place) + np.float32(1.0))
 
 
+@compiled_as("void(int64, UniTuple(int64, 1), float32[::1], int64)")
+def count(slot, kernels, counts, turns):  # type: ignore[no-untyped-def]
+    """A job with a part for each of the counts."""
+    arguments = np.empty(2, np.int64)
+    arguments[0], arguments[1] = counts.ctypes.data, turns
+    run_job(slot, kernels[0], arguments.ctypes.data, len(counts))
+
+
 KERNEL = pool_kernel(count_part)
 
 
@@ -37,7 +45,7 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
 
 def run(pool: Pool, parts: int, turns: int = 0) -> np.ndarray:
     counts = np.zeros(parts, np.float32)
-    pool.run(KERNEL.address, np.array([counts.ctypes.data, turns], np.int64), parts)
+    pool.call(Job(count, (KERNEL.address,)), counts, turns)
     return counts
 
 
