@@ -5,6 +5,7 @@
     unpack          16 weight rows of a quant block to bytes, scales and minimums
     quantised_rows  rows of activations as two int8 for each value
     attention       attention of few rows; heads: norms and rotation in front of it; elementwise: norms and activations
+    deltanet        gated DeltaNet between its products
     vectors         vectors of 16 lanes in compiled code; vector_rows: one for each of several rows of x
     lowering        the LLVM instructions behind vectors
     thread_pool     threads that share a kernel's parts

@@ -34,6 +34,7 @@ class Kernels:
 
     multiply: Job
     attention: Job
+    gated_delta_net: Job
     #: bytes of memory that a thread of the pool needs
     scratch: int
     product_words: ProductWords
@@ -66,7 +67,7 @@ def _kernels() -> Kernels:
     fresh, begun = not any(FOLDER.rglob("*.nbc")), time.monotonic()
     if fresh:
         _log.info("compiling the kernels of the CPU, once for this machine")
-    from luce.cpu_kernels import attention, elementwise, heads, lowering, product, unpack
+    from luce.cpu_kernels import attention, deltanet, elementwise, heads, lowering, product, unpack
     from luce.cpu_kernels.thread_pool import Job
 
     functions: list[Any] = []
@@ -79,7 +80,8 @@ def _kernels() -> Kernels:
     made = Kernels(
         multiply=job(product.multiply, product.product),
         attention=job(attention.attention, attention.attend),
-        scratch=-(-max(product.SCRATCH, attention.SCRATCH) // 64) * 64,
+        gated_delta_net=job(deltanet.gated_delta_net, deltanet.accept, deltanet.advance),
+        scratch=-(-max(product.SCRATCH, attention.SCRATCH, deltanet.SCRATCH) // 64) * 64,
         product_words=ProductWords(product.WEIGHT_WORDS, product.COUNT, product.FIRST, product.PLACE),
         rms_norm=elementwise.rms_norm,
         gated_activation=elementwise.gated_activation,

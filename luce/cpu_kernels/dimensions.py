@@ -10,3 +10,7 @@ RECORD = 96
 PAGE = 64
 #: most elements of a head, and most query heads of a KV head, that compiled attention takes
 MOST_HEAD, MOST_GROUP = 512, 64
+#: most elements of a head of gated DeltaNet that compiled code takes
+MOST_DELTA_HEAD = 256
+#: most rows of a draft tree, as luce.runtime.step.MAX_TREE_ROWS
+TREE_ROWS = 16

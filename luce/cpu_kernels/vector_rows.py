@@ -170,6 +170,25 @@ def add_products(typing: Any, totals: Any, weight: Any, address: Any, stride: An
     return totals(totals, FLOATS, types.int64, types.int64), make
 
 
+@intrinsic(prefer_literal=True)
+def update_rows(typing: Any, count: Any, address: Any, stride: Any, factor: Any, vector: Any, scalars: Any) -> Any:
+    """In memory, 16 floats of each of `count` rows, `stride` apart: factor * them + vector * the row's float of those
+    at `scalars`, which lie one behind another."""
+    if not isinstance(count, types.IntegerLiteral):
+        return None
+
+    def make(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _, address, stride, factor, vector, scalars = args
+        for row in range(count.literal_value):
+            place = _row(builder, address, stride, row)
+            scalar = splat_value(builder, load(builder, scalars, F32, row * 4, align=4))
+            faded = builder.fmul(factor, load(builder, place, FLOAT_LANES, align=4))
+            save(builder, fused(builder, vector, scalar, faded), place)
+        return context.get_dummy_value()
+
+    return types.void(count, types.int64, types.int64, FLOATS, FLOATS, types.int64), make
+
+
 @intrinsic
 def store_totals(typing: Any, totals: Any, address: Any, stride: Any) -> Any:
     """Write the sum of each row's lanes (as `total`) as a float; rows are `stride` apart."""

@@ -371,6 +371,27 @@ def total(typing: Any, floats: Any) -> Any:
 
 
 @intrinsic
+def totals(typing: Any, address: Any) -> Any:
+    """The `total` of each of 16 vectors at an address, one behind another."""
+
+    def make(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        vectors = [load(builder, args[0], FLOAT_LANES, i * 4 * LANES, align=4) for i in range(LANES)]
+        width = LANES
+        while width > 1:
+            # Each group of `width` lanes is what is left of one vector.
+            width //= 2
+            lower = [place for place in range(2 * LANES) if place // width % 2 == 0]
+            upper = [place + width for place in lower]
+            vectors = [
+                builder.fadd(shuffle(builder, a, b, lower), shuffle(builder, a, b, upper))
+                for a, b in zip(vectors[::2], vectors[1::2], strict=True)
+            ]
+        return vectors[0]
+
+    return FLOATS(types.int64), make
+
+
+@intrinsic
 def first_lane(typing: Any, floats: Any) -> Any:
     """Lane 0."""
 

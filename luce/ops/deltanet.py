@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
+from luce.cpu_kernels.dimensions import LANES, MOST_DELTA_HEAD
 from luce.ops.activation import host_sigmoid, host_softplus
 from luce.ops.quantise import SECTION, Quantised, as_arguments, empty_quantised
+from luce.runtime.cpu import CpuDevice
 from luce.runtime.device import Array, Device
 from luce.runtime.step import SpanArrays
 
@@ -29,6 +32,8 @@ _PREPARE_THREADS = 256
 _CHUNK_THREADS, _CHUNK_COLUMNS = 256, 32
 _OUTPUT_THREADS, _OUTPUT_ROWS = 128, 4
 
+# Of compiled code, for steps without such rows.
+_NO_PENDING, _NO_BRANCHES = np.empty((0, 2), np.int32), np.empty((0, 2, 1), np.int32)
 # Rows that the host convolves at once, so that its temporaries stay in a core's cache.
 _HOST_ROWS = 32
 
@@ -47,6 +52,11 @@ class DeltaWeights:
     norm: Array
     eps: float
     key_heads: int
+
+    @cached_property
+    def taps(self) -> Array:
+        """`conv` as the compiled code of the CPU reads it: float32 [K, channels]."""
+        return np.ascontiguousarray(self.conv.T)
 
 
 @dataclass(frozen=True)
@@ -92,8 +102,15 @@ def gated_delta_net(
         out = o / sqrt(mean(o^2) + eps) * norm * silu(z)
 
     The kernels support the d and K that luce.models.spec names. The result of a span depends on that span alone. Spans
-    of more than RECURRENT_ROWS rows are computed in chunks.
+    of more than RECURRENT_ROWS rows are computed in chunks, but row by row in compiled code of the CPU, which takes any
+    K and every d up to MOST_DELTA_HEAD that LANES divides.
     """
+    if (
+        isinstance(device, CpuDevice)
+        and state.memory.shape[2] % LANES == 0
+        and state.memory.shape[2] <= MOST_DELTA_HEAD
+    ):
+        return _compiled(device, x, weights, state, spans)
     if device.host:
         return _host(x, weights, state, spans)
     n, heads, d = len(x), state.memory.shape[1], state.memory.shape[2]
@@ -166,6 +183,17 @@ def _launch_chunks(
     output = (out, x, weights.norm, table, stride, key_heads, value_heads, np.float32(weights.eps))
     grid = (-(-longest // _OUTPUT_ROWS), -(-heads // (_OUTPUT_THREADS // device.lanes)), count)
     device.launch("deltanet_chunk", "delta_output", grid, (_OUTPUT_THREADS,), output, defines=defines)
+
+
+def _compiled(device: CpuDevice, x: Array, weights: DeltaWeights, state: RecurrentState, spans: SpanArrays) -> Array:
+    """By luce.cpu_kernels.deltanet."""
+    out = device.empty((len(x), state.memory.shape[1] * state.memory.shape[2]))
+    own = (weights.taps, weights.decay, weights.dt_bias, weights.norm, weights.key_heads, np.float32(weights.eps))
+    states = (state.memory, state.past, state.speculative_rows, state.speculative_decays)
+    pending = _NO_PENDING if spans.pending is None else spans.pending
+    branches = _NO_BRANCHES if spans.branches is None else spans.branches
+    device.pool.call(device.kernels.gated_delta_net, x, *own, *states, spans.table, pending, branches, out)
+    return out
 
 
 def _host(x: Array, weights: DeltaWeights, state: RecurrentState, spans: SpanArrays) -> Array:

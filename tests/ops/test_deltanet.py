@@ -1,4 +1,4 @@
-"""Gated DeltaNet against float64, and kernels/deltanet.cu and deltanet_chunk.cu."""
+"""Gated DeltaNet against float64: NumPy, luce/cpu_kernels/deltanet.py, kernels/deltanet.cu and deltanet_chunk.cu."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
 from tests.support import op_checks_deltanet as checks
-from tests.support.devices import on_devices
+from tests.support.devices import COMPILED, on_devices
 
 Lengths = tuple[int, ...]
 
@@ -17,7 +17,8 @@ Lengths = tuple[int, ...]
 @pytest.mark.parametrize("decay", ["model", "none", "strong", "mixed"])
 @on_devices(
     "lengths, key_heads, heads, d",
-    host=[((1, 2, 16, 5), 2, 6, 24), ((17, 1, 63), 2, 6, 24), ((64, 65, 200), 2, 6, 24)],
+    # Compiled code of the CPU leaves heads of 24 to NumPy.
+    host=[(lengths, 2, 6, d) for lengths in ((1, 2, 16, 5), (17, 1, 63), (64, 65, 200)) for d in (24, 48)],
     emulated=[(lengths, 1, 2, 64) for lengths in ((1, 16, 5), (17, 1, 63), (64, 65), (130,))],
     gpu=[(lengths, 2, 6, 128) for lengths in ((1, 2, 16, 5), (17, 1, 63), (64, 65, 500))],
 )
@@ -27,7 +28,7 @@ def test_formula(device: Device, lengths: Lengths, key_heads: int, heads: int, d
 
 @on_devices(
     "lengths, key_heads, heads, d",
-    host=[((3, 70), 1, 1, 16), ((3, 70), 3, 3, 80), ((3, 70), 2, 4, 128)],
+    host=[((3, 70), *sizes) for sizes in [(1, 1, 16), (3, 3, 80), (2, 4, 128), (1, 2, 256), (1, 1, 272)]],
     emulated=[((3, 70), 2, 6, 64), ((3, 70), 3, 3, 64), ((3, 70), 1, 5, 64), ((3, 70), 1, 2, 128)],
     gpu=[
         ((3, 150, 1), *sizes)
@@ -102,7 +103,8 @@ def test_trees(device: Device, parents: Lengths, path: Lengths, heads: int, d: i
 
 @on_devices(
     "steps, heads, d",
-    host=[],
+    host=[([(1, 17, 16, 70, 3), (1,) * 20], 3, 32)],
+    host_devices=COMPILED,
     emulated=[([(1, 17, 16, 70, 3)], 2, 64)],
     gpu=[([(1, 17, 16, 300, 3, 64, 1, 1), (1,) * 64], 3, d) for d in (64, 128)],
 )
@@ -121,6 +123,17 @@ def test_cut_anywhere(
     device: Device, lengths: Lengths, key_heads: int, heads: int, d: int, decay: checks.Decay
 ) -> None:
     checks.check_cuts(device, lengths, key_heads=key_heads, heads=heads, d=d, decay=decay)
+
+
+@on_devices(
+    "lengths, decay",
+    host=[((1, 30, 16, 100, 7), decay) for decay in ("none", "mixed")],
+    host_devices=COMPILED,
+    emulated=[],
+    gpu=[],
+)
+def test_cut_anywhere_to_the_same_bits(device: Device, lengths: Lengths, decay: checks.Decay) -> None:
+    checks.check_cuts(device, lengths, key_heads=1, heads=2, d=32, decay=decay, exact=True)
 
 
 @on_devices("rows", [16, 40])

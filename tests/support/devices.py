@@ -20,6 +20,7 @@ from tests.support.emulated import EmulatedDevice
 from tests.support.selection import gpu_present
 
 HOST = ("host", "compiled")
+COMPILED = ("compiled",)
 EMULATED = ("emulated, 32 lanes", "emulated, 64 lanes")
 GPU = ("gpu",)
 #: the paths of attention: products of tiles by four waves and by one, and both lane counts without such products
@@ -46,6 +47,7 @@ def on_devices(
     host: Cases = None,
     emulated: Cases = None,
     gpu: Cases = None,
+    host_devices: tuple[str, ...] = HOST,
     emulated_devices: tuple[str, ...] = EMULATED,
     gpu_devices: tuple[str, ...] = GPU,
 ) -> pytest.MarkDecorator:
@@ -57,7 +59,7 @@ def on_devices(
     arguments = [name.strip() for name in names.split(",") if name.strip()]
     common = None if cases is None else list(cases)
     params = []
-    for devices, own in ((HOST, host), (emulated_devices, emulated), (gpu_devices, gpu)):
+    for devices, own in ((host_devices, host), (emulated_devices, emulated), (gpu_devices, gpu)):
         chosen = own if own is not None else common
         rows = [()] if chosen is None else [(case,) if len(arguments) == 1 else tuple(case) for case in chosen]
         # A test of a GPU alone keeps its cases, which the mark leaves out: a test without cases would be skipped.

@@ -374,8 +374,17 @@ def check_neighbours(device: Device, lengths: Sequence[int], *, key_heads: int, 
         np.testing.assert_array_equal(state.past[slot], after.past[slot])
 
 
-def check_cuts(device: Device, cuts: Sequence[int], *, key_heads: int, heads: int, d: int, decay: Decay) -> None:
-    """A prompt cut anywhere agrees with the prompt in one span, up to rounding."""
+def check_cuts(
+    device: Device,
+    cuts: Sequence[int],
+    *,
+    key_heads: int,
+    heads: int,
+    d: int,
+    decay: Decay,
+    exact: bool = False,
+) -> None:
+    """A prompt cut anywhere agrees with the prompt in one span: up to rounding, or bit for bit if `exact`."""
     n = sum(cuts)
     case = make_case(n, key_heads=key_heads, heads=heads, d=d, decay=decay, seed=2)
     whole, after = run(device, case, [(0, 0, n, 0)])
@@ -383,9 +392,13 @@ def check_cuts(device: Device, cuts: Sequence[int], *, key_heads: int, heads: in
     for rows in cuts:
         own = slice(at, at + rows)
         out, state = run(device, case.rows(own), [(0, 0, rows, at)], state)
+        if exact:
+            np.testing.assert_array_equal(out, whole[own])
         assert relative_error(out, whole[own]) < TOLERANCE, at
         at += rows
     agree(state, after)
+    if exact:
+        np.testing.assert_array_equal(state.memory, after.memory)
 
 
 def check_far_out(device: Device, rows: int) -> None:
