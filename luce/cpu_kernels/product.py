@@ -38,6 +38,7 @@ from luce.cpu_kernels.vectors import (
     load_halves,
     load_ints,
     move_float,
+    prefetch,
     splat,
     store,
     to_floats,
@@ -151,6 +152,13 @@ def _float_product(kind, weights, stride, rows, cols, x, x_stride, count, out, o
 
 
 @compiled
+def _prefetch(address, size, col, columns, cols):
+    """Ask for a share of the next tile: the CPU's own prefetching loses 16 rows side by side."""
+    for at in range(size * col // cols // 64 * 64, size * (col + columns) // cols, 64):
+        prefetch(address + at)
+
+
+@compiled
 def _tile_product(weight, tile, scratch):
     """A tile of a weight in quant blocks, times all rows of x."""
     stride, kind, rows, cols = word(weight, 1), word(weight, 2), word(weight, 3), word(weight, 4)
@@ -167,6 +175,8 @@ def _tile_product(weight, tile, scratch):
             store(totals + i * 64, zero)
         for col in range(0, cols, SLICE):
             columns = min(SLICE, cols - col)
+            if row == 0:
+                _prefetch(base + TILE * stride, TILE * stride, col, columns, cols)
             unpack(kind, base + col // elements * size, stride, columns, scratch)
             own = x + row * x_stride + col // 32 * RECORD
             _add_slices(some, totals, scratch, own, x_stride, columns, offset, wide, minimums)

@@ -9,7 +9,7 @@ import operator
 from typing import Any
 
 from llvmlite import ir
-from numba.core import types
+from numba.core import cgutils, types
 from numba.extending import intrinsic, models, overload, register_model
 
 from luce.cpu_kernels.dimensions import LANES
@@ -240,6 +240,21 @@ def load_floats(typing: Any, address: Any) -> Any:
         return load(builder, args[0], FLOAT_LANES, align=4)
 
     return FLOATS(types.int64), make
+
+
+@intrinsic
+def prefetch(typing: Any, address: Any) -> Any:
+    """Ask for the cache line at an address, which need not be readable."""
+
+    def make(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = builder.inttoptr(args[0], I8.as_pointer())
+        kind = ir.FunctionType(ir.VoidType(), [pointer.type, I32, I32, I32])
+        ask = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        # For reading, into the second-level cache, of data.
+        builder.call(ask, [pointer, *(ir.Constant(I32, value) for value in (0, 2, 1))])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), make
 
 
 @intrinsic
