@@ -13,5 +13,6 @@ partial      a file that arrives: resumed, checked, and put in place in one step
 installed    the models of this machine: Luce's own, the hub's cache, and those of other programs
 removal      removes models, and downloads that did not end
 recommended  models to begin with
+transport_errors  errors of downloads, as Luce's
 reporting    what a download tells whoever waits for it
 """

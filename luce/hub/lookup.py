@@ -68,7 +68,7 @@ def _here(name: WebName | RepositoryName | packaged.PackagedModel) -> Path | Non
 
 def _download(name: RepositoryName, memory: Callable[[], DeviceMemory | None] | None, progress: Progress) -> Path:
     """Download a model of a repository, or only what is missing of it."""
-    listing = list_files(name)
+    listing = list_files(name, progress)
     models = variants({file.name: file.size for file in listing.files.values()})
     if not models:
         raise ModelError(f"model {str(name)!r}: {name.repository} has no GGUF file")

@@ -87,19 +87,25 @@ def _locked(source: Source, target: Path, partial: Path, progress: Progress) -> 
 
 
 def _get(source: Source, file: BinaryIO, report: Callable[[int], None]) -> None:
-    """Append what is missing. Goes on after a broken connection as long as each one brings bytes."""
+    """Append what is missing. Goes on after a broken connection as long as each one brings bytes.
+
+    http_get compares the size with the one that the server announces. It is not told the one of the source: the digest
+    says more, and http_get refuses to begin a file of which it knows that it has more than 50 GB.
+    """
     from huggingface_hub.errors import HfHubHTTPError, HTTPError
     from huggingface_hub.file_download import http_get
 
     while True:
         before = file.seek(0, os.SEEK_END)
+        if before == source.size:
+            report(before)
+            return
         try:
             http_get(
                 source.url,
                 file,
                 resume_size=before,
                 headers=dict(source.headers),
-                expected_size=source.size,
                 displayed_filename=source.name,
                 tqdm_class=meter(report),
             )

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import re
 from collections.abc import Iterator
-from http import HTTPStatus
 from typing import Protocol
 
 _log = logging.getLogger("luce.hub")
@@ -59,17 +58,6 @@ def size_text(size: int) -> str:
     return f"{value:.1f} {unit}" if unit != "B" else f"{size} B"
 
 
-def one_line(error: BaseException) -> str:
-    """The text of a library's error in one line, or its class if it has no text."""
-    return " ".join(str(error).split()) or type(error).__name__
-
-
-def status_text(status: int) -> str:
-    """An HTTP status with its phrase, where it has one."""
-    known = status in HTTPStatus.__members__.values()
-    return f"{status} {HTTPStatus(status).phrase}" if known else str(status)
-
-
 class _Retries(logging.Handler):
     """Notes what huggingface_hub warns of: waits and retries. Its URLs carry signatures; their host says enough."""
 
@@ -82,12 +70,15 @@ class _Retries(logging.Handler):
 
 
 @contextlib.contextmanager
-def library_warnings(progress: Progress) -> Iterator[None]:
-    """Warnings of huggingface_hub go to `progress` instead of standard error, which may show a bar."""
+def quiet_library(progress: Progress) -> Iterator[None]:
+    """Meanwhile warnings of huggingface_hub go to `progress` instead of standard error, which may show a bar, and the
+    library tells nobody which other packages are installed and from where it is called."""
+    from huggingface_hub import constants
+
     library = logging.getLogger("huggingface_hub")
-    before = library.handlers[:]
-    library.handlers[:] = [_Retries(progress)]
+    before = library.handlers[:], constants.HF_HUB_DISABLE_TELEMETRY
+    library.handlers[:], constants.HF_HUB_DISABLE_TELEMETRY = [_Retries(progress)], True
     try:
         yield
     finally:
-        library.handlers[:] = before
+        library.handlers[:], constants.HF_HUB_DISABLE_TELEMETRY = before

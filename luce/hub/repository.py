@@ -24,7 +24,8 @@ from luce.config.environment import environment
 from luce.errors import LuceError, ModelError, UnreachableError, UsageError
 from luce.hub.names import RepositoryName
 from luce.hub.partial import INCOMPLETE, Source, check, meter, receive
-from luce.hub.reporting import Progress, library_warnings, one_line, size_text, status_text
+from luce.hub.reporting import Progress, quiet_library, size_text
+from luce.hub.transport_errors import status_text, transport_errors
 
 #: bytes of the largest file that the hub sends over plain HTTP; larger ones need the library's own protocol
 MOST_OVER_HTTP = 50_000_000_000
@@ -58,12 +59,12 @@ def folder_of(repository: str) -> Path:
     return hugging_face_cache() / f"models--{repository.replace('/', '--')}"
 
 
-def list_files(name: RepositoryName) -> Listing:
+def list_files(name: RepositoryName, progress: Progress) -> Listing:
     """The files of a repository. Raises ModelError if the hub refuses it, UnreachableError if it does not answer, and
     UsageError for a name that the hub does not allow."""
     from huggingface_hub import HfApi, constants
 
-    with _translated(name):
+    with _translated(name), quiet_library(progress):
         api = HfApi(endpoint=environment("HF_ENDPOINT"), library_name="luce", library_version=__version__)
         info = api.model_info(
             name.repository,
@@ -96,7 +97,7 @@ def download(name: RepositoryName, listing: Listing, files: Sequence[str], progr
     def report(there: int) -> None:
         progress.update(before + there, total)
 
-    with _translated(name), library_warnings(progress):
+    with _translated(name), quiet_library(progress):
         for number, file in enumerate(wanted, 1):
             of = f" ({number} of {len(wanted)})" if len(wanted) > 1 else ""
             progress.step(f"downloading {file.name}{of}, {size_text(file.size)}")
@@ -209,9 +210,8 @@ def _translated(name: RepositoryName) -> Iterator[None]:
     model, repository = f"model {str(name)!r}", name.repository
     hub = environment("HF_ENDPOINT") or "https://huggingface.co"
     try:
-        yield
-    except errors.OfflineModeIsEnabled:
-        raise UnreachableError(f"{model}: HF_HUB_OFFLINE is set, so nothing is downloaded") from None
+        with transport_errors(str(name), hub, hugging_face_cache()):
+            yield
     except errors.HFValidationError as error:
         raise UsageError(f"{model}: {error}", param="model") from None
     except errors.GatedRepoError as error:
@@ -226,13 +226,6 @@ def _translated(name: RepositoryName) -> Iterator[None]:
         raise ModelError(f"{model}: {repository} has no revision {name.revision}") from error
     except errors.HfHubHTTPError as error:
         raise _refused(model, hub, error.response.status_code) from error
-    except errors.HTTPError as error:
-        # A broken connection keeps what has arrived.
-        raise UnreachableError(f"{model}: {hub}: {one_line(error)}; is there a network?") from error
-    except OSError as error:
-        if error.errno is None:
-            raise ModelError(f"{model}: {one_line(error)}") from error
-        raise ModelError(f"{model}: {error.filename or hugging_face_cache()}: {error.strerror}") from error
 
 
 def _refused(model: str, hub: str, status: int) -> LuceError:

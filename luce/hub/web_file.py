@@ -14,8 +14,9 @@ from luce.errors import ModelError, UnreachableError
 from luce.hub.names import WebName
 from luce.hub.packaged import own_directory
 from luce.hub.partial import INCOMPLETE, Source, receive
-from luce.hub.reporting import Progress, library_warnings, one_line, size_text, status_text
+from luce.hub.reporting import Progress, quiet_library, size_text
 from luce.hub.repository import check_space
+from luce.hub.transport_errors import status_text, transport_errors
 
 _MAGIC = b"GGUF"
 
@@ -36,7 +37,7 @@ def download(name: WebName, progress: Progress) -> Path:
     target = file_of(name)
     if target.exists():
         return target
-    with _translated(name), library_warnings(progress):
+    with _translated(name), quiet_library(progress):
         size, version = _head(name.url)
         # Bytes of another version are never continued.
         part = hashlib.sha256(version.encode()).hexdigest()[:8] if version else secrets.token_hex(4)
@@ -45,7 +46,7 @@ def download(name: WebName, progress: Progress) -> Path:
         check_space(name.url, target.parent, max(0, size - there), "CACHE_DIRECTORY")
         progress.step(f"downloading {name.file}" + (f", {size_text(size)}" if size else ""))
         headers = {"Accept-Encoding": "identity"} | ({"If-Range": version} if version else {})
-        source = Source(name.file, name.url, headers)
+        source = Source(name.file, name.url, headers, size=size or None)
         receive(source, target, partial, progress, lambda done: progress.update(done, size))
     with open(target, "rb") as file:
         magic = file.read(len(_MAGIC))
@@ -74,17 +75,10 @@ def _head(url: str) -> tuple[int, str]:
 def _translated(name: WebName) -> Iterator[None]:
     from huggingface_hub import errors
 
-    model = f"model {name.url!r}"
     try:
-        yield
-    except errors.OfflineModeIsEnabled:
-        raise UnreachableError(f"{model}: HF_HUB_OFFLINE is set, so nothing is downloaded") from None
+        with transport_errors(name.url, urlsplit(name.url).netloc, file_of(name).parent):
+            yield
     except errors.HfHubHTTPError as error:
         status = error.response.status_code
-        raise ModelError(f"{model}: the server answers {status_text(status)}") from error
-    except errors.HTTPError as error:
-        raise UnreachableError(f"{model}: {one_line(error)}; is there a network?") from error
-    except OSError as error:
-        if error.errno is None:
-            raise ModelError(f"{model}: {one_line(error)}") from error
-        raise ModelError(f"{model}: {error.filename or file_of(name).parent}: {error.strerror}") from error
+        kind = UnreachableError if status >= HTTPStatus.INTERNAL_SERVER_ERROR else ModelError
+        raise kind(f"model {name.url!r}: the server answers {status_text(status)}") from error

@@ -42,7 +42,8 @@ class Request:
 
 
 class HubServer:
-    """Repositories of files, by ORG/REPO and name. `cuts`: after how many bytes each next download breaks off."""
+    """Repositories of files, by ORG/REPO and name. `cuts`: after how many bytes each next download breaks off; with
+    `hangs`, no more bytes come instead until the client leaves."""
 
     def __init__(self) -> None:
         self.repositories: dict[str, dict[str, bytes]] = {}
@@ -54,6 +55,7 @@ class HubServer:
         self.instead: dict[str, bytes] = {}
         self.answers: list[Answer] = []
         self.cuts: list[int] = []
+        self.hangs = False
         self.ranges = True
         self.requests: list[Request] = []
         self._servers: list[ThreadingHTTPServer] = []
@@ -157,6 +159,9 @@ class HubServer:
             data = data[start:]
         cut = self.cuts.pop(0) if self.cuts and request.command == "GET" else None
         send(request, status, data, headers, cut=cut)
+        if cut is not None and self.hangs:
+            with contextlib.suppress(OSError):
+                request.connection.recv(1)
 
 
 class Told:

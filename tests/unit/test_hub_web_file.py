@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from luce.errors import ModelError, UnreachableError
+from luce.errors import LuceError, ModelError, UnreachableError
 from luce.hub.lookup import resolve_model
 from tests.support.hub_server import Answer, HubServer, Told
 
@@ -93,17 +93,33 @@ def test_not_a_model(hub: HubServer, url: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "message"), [(404, "the server answers 404 Not Found$"), (500, "answers 500 Internal Server Error$")]
+    ("status", "kind", "message"),
+    [
+        (404, ModelError, "the server answers 404 Not Found$"),
+        (500, UnreachableError, "answers 500 Internal Server Error$"),
+        (599, UnreachableError, "answers 599$"),
+    ],
 )
-def test_refused(hub: HubServer, url: str, status: int, message: str) -> None:
+def test_refused(hub: HubServer, url: str, status: int, kind: type[LuceError], message: str) -> None:
     hub.answers.append(Answer("/models/", status))
-    with pytest.raises(ModelError, match=rf"^model '{url}': .*{message}"):
+    with pytest.raises(kind, match=rf"^model '{url}': .*{message}"):
         resolve_model(url)
 
 
 def test_a_server_without_head(hub: HubServer, url: str) -> None:
     hub.answers.append(Answer("/models/", 405))
     assert resolve_model(url).read_bytes() == DATA
+
+
+def test_all_bytes_are_there_by_now(hub: HubServer, url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken(hub, url, monkeypatch)
+    (partial,) = (tmp_path / "luce" / "models").rglob("*.luce.incomplete")
+    partial.write_bytes(DATA)
+    told = Told()
+    assert resolve_model(url, progress=told).read_bytes() == DATA
+    assert told.updates == [(len(DATA), len(DATA))]
+    # One answer that broke off; nothing was asked for again.
+    assert len(hub.paths("bytes")) == 1
 
 
 def test_no_network(hub: HubServer, url: str) -> None:
