@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+import threading
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -69,16 +70,46 @@ class _Retries(logging.Handler):
         self._progress.note(_URL.sub(r"\1", " ".join(record.getMessage().split())))
 
 
+class _Library:
+    """What huggingface_hub has of its own while no download of Luce runs. Downloads on several threads overlap."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._own: tuple[list[logging.Handler], bool] = ([], False)
+
+    def enter(self, handler: logging.Handler) -> None:
+        from huggingface_hub import constants
+
+        library = logging.getLogger("huggingface_hub")
+        with self._lock:
+            if not self._users:
+                self._own = library.handlers[:], constants.HF_HUB_DISABLE_TELEMETRY
+                library.handlers[:], constants.HF_HUB_DISABLE_TELEMETRY = [], True
+            self._users += 1
+            library.addHandler(handler)
+
+    def leave(self, handler: logging.Handler) -> None:
+        from huggingface_hub import constants
+
+        library = logging.getLogger("huggingface_hub")
+        with self._lock:
+            self._users -= 1
+            library.removeHandler(handler)
+            if not self._users:
+                library.handlers[:], constants.HF_HUB_DISABLE_TELEMETRY = self._own
+
+
+_library = _Library()
+
+
 @contextlib.contextmanager
 def quiet_library(progress: Progress) -> Iterator[None]:
     """Meanwhile warnings of huggingface_hub go to `progress` instead of standard error, which may show a bar, and the
     library tells nobody which other packages are installed and from where it is called."""
-    from huggingface_hub import constants
-
-    library = logging.getLogger("huggingface_hub")
-    before = library.handlers[:], constants.HF_HUB_DISABLE_TELEMETRY
-    library.handlers[:], constants.HF_HUB_DISABLE_TELEMETRY = [_Retries(progress)], True
+    handler = _Retries(progress)
+    _library.enter(handler)
     try:
         yield
     finally:
-        library.handlers[:], constants.HF_HUB_DISABLE_TELEMETRY = before
+        _library.leave(handler)

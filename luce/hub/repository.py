@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -197,7 +198,7 @@ def _link(blob: Path, pointer: Path) -> None:
 
 def _write_ref(path: Path, commit: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f"{path.name}.{os.getpid()}")
+    new = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     new.write_text(commit)
     os.replace(new, path)
 

@@ -114,6 +114,7 @@ def test_models_of_ollama(home: Path, tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_digest_that_is_a_path(home: Path, tmp_path: Path) -> None:
     put(tmp_path / "home" / "secret.gguf")
+    put(home / ".ollama" / "models" / "blobs" / "sha256-ab")
     manifest(home / ".ollama" / "models", "registry.ollama.ai/library/evil/1b", "../../../secret.gguf")
     assert installed() == []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import threading
 from collections import namedtuple
@@ -13,6 +14,7 @@ from huggingface_hub import constants, hf_hub_download, scan_cache_dir
 from luce.errors import LuceError, ModelError, UnreachableError, UsageError
 from luce.hub import repository
 from luce.hub.lookup import resolve_model
+from luce.hub.reporting import quiet_library
 from tests.support.hub_server import COMMIT, NEWER, Answer, HubServer, Told, sha256
 
 REPO = "org/Some-Model-GGUF"
@@ -149,6 +151,13 @@ def test_a_partial_file_of_wrong_bytes_is_found_out(hub: HubServer, tmp_path: Pa
     assert resolve_model(f"{REPO}:Q4_K_M").read_bytes() == DATA
 
 
+def test_a_partial_file_that_is_too_large_is_begun_anew(hub: HubServer, tmp_path: Path) -> None:
+    folder = tmp_path / "hub" / f"models--{REPO.replace('/', '--')}" / "blobs"
+    folder.mkdir(parents=True)
+    (folder / f"{sha256(DATA)}.luce.incomplete").write_bytes(DATA + b"x")
+    assert resolve_model(f"{REPO}:Q4_K_M").read_bytes() == DATA
+
+
 def test_two_at_once_download_once(hub: HubServer) -> None:
     paths: list[Path] = []
     threads = [threading.Thread(target=lambda: paths.append(resolve_model(f"{REPO}:Q4_K_M"))) for _ in range(3)]
@@ -224,6 +233,19 @@ def test_a_limit_during_the_download_is_waited_for(hub: HubServer, monkeypatch: 
     assert "http" not in told.notes[0].partition(" ")[2].replace("HTTP", "")
 
 
+def test_the_library_is_as_before_behind_overlapping_downloads() -> None:
+    library = logging.getLogger("huggingface_hub")
+    before = library.handlers[:], constants.HF_HUB_DISABLE_TELEMETRY
+    first, second = quiet_library(Told()), quiet_library(told := Told())
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    library.warning("waits for https://cdn.example/x?signature=secret\nnow")
+    assert told.notes == ["waits for cdn.example now"] and constants.HF_HUB_DISABLE_TELEMETRY
+    second.__exit__(None, None, None)
+    assert (library.handlers[:], constants.HF_HUB_DISABLE_TELEMETRY) == before and before[0]
+
+
 def test_no_revision(hub: HubServer) -> None:
     with pytest.raises(ModelError, match=r"org/Some-Model-GGUF has no revision v2$"):
         resolve_model(f"{hub.url}/{REPO}/blob/v2/some-Q4_K_M.gguf")
@@ -264,6 +286,12 @@ def test_names_that_leave_the_folder_are_left_out(hub: HubServer, tmp_path: Path
     with pytest.raises(ModelError, match="has no GGUF file"):
         resolve_model("org/evil")
     assert list(tmp_path.rglob("*evil*")) == []
+
+
+def test_a_digest_that_is_a_path_is_left_out(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.support.hub_server.sha256", lambda data: "../../../evil")
+    with pytest.raises(ModelError, match="has no GGUF file"):
+        resolve_model(REPO)
 
 
 def test_a_commit_that_is_a_path_is_refused(hub: HubServer, tmp_path: Path) -> None:
