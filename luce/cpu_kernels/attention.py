@@ -1,17 +1,19 @@
-"""Attention of single rows over KV pages of float32: softmax(scale q k^T) v per head.
+"""Attention of rows over KV pages of float32: softmax(scale q k^T) v per head.
 
-A part is one row and one KV head. It goes through the row's pages in order, 64 keys at a time: their scores, the
+A part is some rows and one KV head. Each row goes through its pages in order, 64 keys at a time: their scores, the
 largest so far, and the sums rescaled to it. Keys that the row does not see add exact zeros. So a row's bits depend on
-its pages alone, not on the rows or threads beside it.
+its pages alone, not on the rows or threads beside it. The rows of a part that have the same pages go through them
+together, so that a page is read from memory once for all of them.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from luce.cpu_kernels.dimensions import MOST_GROUP, MOST_HEAD, PAGE
+from luce.cpu_kernels.dimensions import LANES, MOST_GROUP, MOST_HEAD, PAGE
 from luce.cpu_kernels.jit import compiled, compiled_as
 from luce.cpu_kernels.thread_pool import run_job
+from luce.cpu_kernels.vector_rows import add_products, load_rows, store_rows, zero_rows
 from luce.cpu_kernels.vectors import (
     exp,
     first_lane,
@@ -23,47 +25,86 @@ from luce.cpu_kernels.vectors import (
     splat_float,
     store,
     total,
+    totals,
     word,
 )
 
-#: bytes of memory that a thread needs: scores of a page, and for each head of a group the sums
-SCRATCH = 4 * PAGE + MOST_GROUP * (4 * MOST_HEAD + 8)
 # int64 arguments: addresses of q, keys, values, out, positions, the rows' spans, spans, page table, first positions,
 # counts, seen rows (0: none); strides of q's rows and heads; heads, KV heads, elements of a head, width of the table,
-# window (0: none), bits of the scale as float32
-_WORDS = 19
+# window (0: none), bits of the scale as float32, rows, rows of a part
+_Q, _KEYS, _VALUES, _OUT, _POSITIONS, _ROW_SPAN, _SPANS, _TABLE, _FIRST, _COUNT, _SEEN = range(11)
+_ROW_STRIDE, _HEAD_STRIDE, _HEADS, _KV_HEADS, _SIZE, _WIDTH, _WINDOW, _SCALE, _ROWS, _PART, _WORDS = range(11, 22)
+# The thread's memory: a page's scores of a head, its products of 16 keys lane by lane, then for each row of a part and
+# each head of the group the largest score, the sum of the weights, and the sums of the values.
+_OF_PRODUCTS = 4 * PAGE
+_OF_STATES = _OF_PRODUCTS + 64 * LANES
+_OF_SUMS = _OF_STATES + 8 * MOST_GROUP
+#: bytes of memory that a thread needs
+SCRATCH = _OF_SUMS + 4 * MOST_HEAD * MOST_GROUP
+#: most rows of a part, of spans with many
+_MOST_ROWS = 8
 _NEVER = np.float32(-3e38)
 
 
 @compiled
-def _sees(key, position, window, seen, own, row):
-    """Whether a row at `position` sees the key at position `key`; the row's span begins at `own`."""
-    if seen != 0 and key >= own:
+def _integer(arguments, array, place):
+    """Element `place` of an array of int32."""
+    return np.int64(read_int(word(arguments, array) + place * 4))
+
+
+@compiled
+def _sees(arguments, row, key):
+    """Whether a row sees the key at position `key`."""
+    own = _integer(arguments, _SPANS, _integer(arguments, _ROW_SPAN, row) * 4 + 3)
+    if word(arguments, _SEEN) != 0 and key >= own:
         place = key - own
-        return place < 64 and (read_int(seen + row * 8 + place // 32 * 4) >> (place % 32)) & 1 != 0
+        return place < 64 and (_integer(arguments, _SEEN, row * 2 + place // 32) >> (place % 32)) & 1 != 0
+    position, window = _integer(arguments, _POSITIONS, row), word(arguments, _WINDOW)
     return key <= position and (window == 0 or key > position - window)
 
 
 @compiled
-def _put_scores(query, scale, keys, row_bytes, d, scores, first, position, window, seen, own, row):
-    """The scores of a page's keys, _NEVER for those that the row does not see. Returns the largest."""
-    most = _NEVER
+def _share(arguments, row, first):
+    """Which keys of the page from position `first` on a row sees: 0 none, 1 some, 2 all."""
+    own = _integer(arguments, _SPANS, _integer(arguments, _ROW_SPAN, row) * 4 + 3)
+    position, window = _integer(arguments, _POSITIONS, row), word(arguments, _WINDOW)
+    seen = word(arguments, _SEEN) != 0
+    # A row sees no key behind its own position, but for those of its span that `seen` names.
+    behind = first > position and (not seen or first > own + 63)
+    before_window = window != 0 and first + PAGE <= min(position - window + 1, own)
+    if behind or before_window:
+        return 0
+    last = first + PAGE - 1
+    whole = last <= position and (window == 0 or first > position - window) and (not seen or last < own)
+    return 2 if whole else 1
+
+
+@compiled
+def _put_scores(arguments, row, query, keys, first, scratch):
+    """Write the scores of a page's keys, _NEVER for those that the row does not see. Returns the largest."""
+    size, row_bytes = word(arguments, _SIZE) * 4, word(arguments, _KV_HEADS) * word(arguments, _SIZE) * 4
+    scale, products = splat_float(read_float(arguments + _SCALE * 8)), scratch + _OF_PRODUCTS
+    for key in range(0, PAGE, LANES):
+        for half in range(0, LANES, 8):
+            sums, at = zero_rows(8), keys + (key + half) * row_bytes
+            for i in range(0, size, 64):
+                sums = add_products(sums, load_floats(query + i) * scale, at + i, row_bytes)
+            store_rows(sums, products + half * 64)
+        store(scratch + key * 4, totals(products))
+    whole, most = _share(arguments, row, first) == 2, _NEVER
     for key in range(PAGE):
-        score = _NEVER
-        if _sees(first + key, position, window, seen, own, row):
-            dot = splat_float(0.0)
-            for i in range(0, d * 4, 64):
-                dot = fma(load_floats(query + i) * scale, load_floats(keys + key * row_bytes + i), dot)
-            score = total(dot)
-            most = max(most, score)
-        put_float(scores + key * 4, score)
+        if whole or _sees(arguments, row, first + key):
+            most = max(most, read_float(scratch + key * 4))
+        else:
+            put_float(scratch + key * 4, _NEVER)
     return most
 
 
 @compiled
-def _add_page(values, row_bytes, d, scores, largest, before, state, sums):
+def _add_page(arguments, values, largest, before, state, sums, scores):
     """Add a page's values by their scores to the sums of a head, which are relative to `before`, the largest score so
     far; afterwards they are relative to `largest`."""
+    size, row_bytes = word(arguments, _SIZE) * 4, word(arguments, _KV_HEADS) * word(arguments, _SIZE) * 4
     weight, shift = splat_float(0.0), splat_float(largest)
     for i in range(0, PAGE * 4, 64):
         # e^-3e38 is 0.
@@ -73,73 +114,94 @@ def _add_page(values, row_bytes, d, scores, largest, before, state, sums):
     shrink = exp(splat_float(before) - shift)
     put_float(state, largest)
     put_float(state + 4, read_float(state + 4) * first_lane(shrink) + total(weight))
-    for i in range(0, d * 4, 64):
-        mixed = load_floats(sums + i) * shrink
+    for i in range(0, size, 64):
+        store(sums + i, load_floats(sums + i) * shrink)
+    wide = size // 256 * 256
+    for i in range(0, wide, 256):
+        mixed = load_rows(4, sums + i)
         for key in range(PAGE):
             share = read_float(scores + key * 4)
             if share != np.float32(0.0):
-                mixed = fma(splat_float(share), load_floats(values + key * row_bytes + i), mixed)
-        store(sums + i, mixed)
+                mixed = add_products(mixed, splat_float(share), values + key * row_bytes + i, 64)
+        store_rows(mixed, sums + i)
+    for i in range(wide, size, 64):
+        rest = load_floats(sums + i)
+        for key in range(PAGE):
+            share = read_float(scores + key * 4)
+            if share != np.float32(0.0):
+                rest = fma(splat_float(share), load_floats(values + key * row_bytes + i), rest)
+        store(sums + i, rest)
+
+
+@compiled
+def _attend_span(arguments, begin, end, kv_head, scratch):
+    """Rows [begin, end), which are of one span, and a KV head."""
+    size, group = word(arguments, _SIZE) * 4, word(arguments, _HEADS) // word(arguments, _KV_HEADS)
+    states, sums = scratch + _OF_STATES, scratch + _OF_SUMS
+    for number in range((end - begin) * group):
+        put_float(states + number * 8, _NEVER)
+        put_float(states + number * 8 + 4, np.float32(0.0))
+        for i in range(0, size, 64):
+            store(sums + number * size + i, splat_float(0.0))
+    span, width = _integer(arguments, _ROW_SPAN, begin), word(arguments, _WIDTH)
+    for page in range(_integer(arguments, _COUNT, span)):
+        first = _integer(arguments, _FIRST, span * width + page)
+        place = (_integer(arguments, _TABLE, span * width + page) * PAGE * word(arguments, _KV_HEADS) + kv_head) * size
+        keys, values = word(arguments, _KEYS) + place, word(arguments, _VALUES) + place
+        for row in range(begin, end):
+            if _share(arguments, row, first) == 0:
+                continue
+            queries = word(arguments, _Q) + row * word(arguments, _ROW_STRIDE)
+            for head in range(group):
+                query = queries + (kv_head * group + head) * word(arguments, _HEAD_STRIDE)
+                number = (row - begin) * group + head
+                most = _put_scores(arguments, row, query, keys, first, scratch)
+                if most != _NEVER:
+                    state, before = states + number * 8, read_float(states + number * 8)
+                    _add_page(arguments, values, max(most, before), before, state, sums + number * size, scratch)
+    for row in range(begin, end):
+        out = word(arguments, _OUT) + (row * word(arguments, _HEADS) + kv_head * group) * size
+        for head in range(group):
+            number = (row - begin) * group + head
+            whole = splat_float(read_float(states + number * 8 + 4))
+            for i in range(0, size, 64):
+                store(out + head * size + i, load_floats(sums + number * size + i) / whole)
 
 
 @compiled
 def attend(arguments, part, scratch):
-    """Part `part` = row * KV heads + KV head."""
-    heads, kv_heads, d = word(arguments, 13), word(arguments, 14), word(arguments, 15)
-    width, window, seen = word(arguments, 16), word(arguments, 17), word(arguments, 10)
-    scale = splat_float(read_float(arguments + 18 * 8))
-    row, kv_head, group = part // kv_heads, part % kv_heads, heads // kv_heads
-    position = np.int64(read_int(word(arguments, 4) + row * 4))
-    span = np.int64(read_int(word(arguments, 5) + row * 4))
-    own = np.int64(read_int(word(arguments, 6) + span * 16 + 12))
-    count = np.int64(read_int(word(arguments, 9) + span * 4))
-    pages, firsts = word(arguments, 7) + span * width * 4, word(arguments, 8) + span * width * 4
-    row_bytes = kv_heads * d * 4
-    keys, values = word(arguments, 1) + kv_head * d * 4, word(arguments, 2) + kv_head * d * 4
-    queries, head_bytes = word(arguments, 0) + row * word(arguments, 11), word(arguments, 12)
-    queries += kv_head * group * head_bytes
-    out = word(arguments, 3) + (row * heads + kv_head * group) * d * 4
-    scores, states, sums = scratch, scratch + 4 * PAGE, scratch + 4 * PAGE + MOST_GROUP * 8
-    for head in range(group):
-        put_float(states + head * 8, _NEVER)
-        put_float(states + head * 8 + 4, np.float32(0.0))
-        for i in range(0, d * 4, 64):
-            store(sums + head * d * 4 + i, splat_float(0.0))
-    for page in range(count):
-        first = np.int64(read_int(firsts + page * 4))
-        # A row sees no key behind its own position, but for those of its span that `seen` names.
-        behind = first > position and (seen == 0 or first > own + 63)
-        before_window = window != 0 and first + PAGE <= min(position - window + 1, own)
-        if behind or before_window:
-            continue
-        at = np.int64(read_int(pages + page * 4)) * PAGE * row_bytes
-        for head in range(group):
-            query, state = queries + head * head_bytes, states + head * 8
-            most = _put_scores(query, scale, keys + at, row_bytes, d, scores, first, position, window, seen, own, row)
-            if most != _NEVER:
-                before = read_float(state)
-                _add_page(values + at, row_bytes, d, scores, max(most, before), before, state, sums + head * d * 4)
-    for head in range(group):
-        whole = splat_float(read_float(states + head * 8 + 4))
-        for i in range(0, d * 4, 64):
-            store(out + head * d * 4 + i, load_floats(sums + head * d * 4 + i) / whole)
+    """Part `part` = block of rows * KV heads + KV head."""
+    kv_heads, most = word(arguments, _KV_HEADS), word(arguments, _PART)
+    row = part // kv_heads * most
+    stop = min(row + most, word(arguments, _ROWS))
+    while row < stop:
+        end = row + 1
+        while end < stop and _integer(arguments, _ROW_SPAN, end) == _integer(arguments, _ROW_SPAN, row):
+            end += 1
+        _attend_span(arguments, row, end, part % kv_heads, scratch)
+        row = end
 
 
 _ARRAYS = "float32[:, :, :], float32[:, :, ::1], float32[:, :, ::1], float32[:, :, ::1], int32[::1], int32[::1]"
 _PAGES = "int32[:, ::1], int32[:, ::1], int32[:, ::1], int32[::1], int32[:, ::1]"
 
 
-@compiled_as(f"void(int64, UniTuple(int64, 1), {_ARRAYS}, {_PAGES}, int64, float32)")
+@compiled_as(f"void(int64, UniTuple(int64, 1), {_ARRAYS}, {_PAGES}, int64, float32, boolean)")
 def attention(
-    slot, kernels, q, keys, values, out, positions, row_span, spans, table, first, count, seen, window, scale
+    slot, kernels, q, keys, values, out, positions, row_span, spans, table, first, count, seen, window, scale, many
 ):
-    """`attend` for all rows and KV heads. `seen` may be empty; `window` 0: none."""
+    """`attend` for all rows and KV heads. `seen` may be empty; `window` 0: none; `many`: a span has many rows."""
+    n, heads, d = q.shape
+    kv_heads = keys.shape[1]
+    part = max(1, min(_MOST_ROWS, MOST_GROUP // (heads // kv_heads))) if many else 1
     arguments = np.empty(_WORDS, np.int64)
-    arguments[0], arguments[1], arguments[2] = q.ctypes.data, keys.ctypes.data, values.ctypes.data
-    arguments[3], arguments[4], arguments[5] = out.ctypes.data, positions.ctypes.data, row_span.ctypes.data
-    arguments[6], arguments[7], arguments[8] = spans.ctypes.data, table.ctypes.data, first.ctypes.data
-    arguments[9], arguments[10] = count.ctypes.data, seen.ctypes.data if len(seen) > 0 else 0
-    arguments[11], arguments[12], arguments[13], arguments[15] = q.strides[0], q.strides[1], q.shape[1], q.shape[2]
-    arguments[14], arguments[16], arguments[17] = keys.shape[1], table.shape[1], window
-    put_float(arguments.ctypes.data + 18 * 8, scale)
-    run_job(slot, kernels[0], arguments.ctypes.data, len(q) * keys.shape[1])
+    arguments[_Q], arguments[_ROW_STRIDE], arguments[_HEAD_STRIDE] = q.ctypes.data, q.strides[0], q.strides[1]
+    arguments[_KEYS], arguments[_VALUES], arguments[_OUT] = keys.ctypes.data, values.ctypes.data, out.ctypes.data
+    arguments[_POSITIONS], arguments[_ROW_SPAN] = positions.ctypes.data, row_span.ctypes.data
+    arguments[_SPANS], arguments[_TABLE], arguments[_FIRST] = spans.ctypes.data, table.ctypes.data, first.ctypes.data
+    arguments[_COUNT], arguments[_SEEN] = count.ctypes.data, seen.ctypes.data if len(seen) > 0 else 0
+    arguments[_HEADS], arguments[_KV_HEADS], arguments[_SIZE] = heads, kv_heads, d
+    arguments[_WIDTH], arguments[_WINDOW] = table.shape[1], window
+    arguments[_ROWS], arguments[_PART] = n, part
+    put_float(arguments.ctypes.data + _SCALE * 8, scale)
+    run_job(slot, kernels[0], arguments.ctypes.data, (n + part - 1) // part * kv_heads)

@@ -153,7 +153,7 @@ def _float_product(kind, weights, stride, rows, cols, x, x_stride, count, out, o
 
 @compiled
 def _prefetch(address, size, col, columns, cols):
-    """Ask for a share of the next tile: the CPU's own prefetching loses 16 rows side by side."""
+    """Ask for a share of the tile after the next: the CPU's own prefetching loses 16 rows side by side."""
     for at in range(size * col // cols // 64 * 64, size * (col + columns) // cols, 64):
         prefetch(address + at)
 
@@ -176,7 +176,7 @@ def _tile_product(weight, tile, scratch):
         for col in range(0, cols, SLICE):
             columns = min(SLICE, cols - col)
             if row == 0:
-                _prefetch(base + TILE * stride, TILE * stride, col, columns, cols)
+                _prefetch(base + 2 * TILE * stride, TILE * stride, col, columns, cols)
             unpack(kind, base + col // elements * size, stride, columns, scratch)
             own = x + row * x_stride + col // 32 * RECORD
             _add_slices(some, totals, scratch, own, x_stride, columns, offset, wide, minimums)

@@ -71,7 +71,7 @@ def gated_attention(
 
 def _attend(device: Device, inputs: AttentionInputs) -> Array:
     out = device.empty(inputs.q.shape)
-    if isinstance(device, CpuDevice) and inputs.spans.longest <= FEW_ROWS and _compiles(inputs):
+    if isinstance(device, CpuDevice) and _compiles(inputs):
         _compiled(device, out, inputs)
     elif device.host:
         _host(out, inputs)
@@ -127,11 +127,12 @@ def _compiles(inputs: AttentionInputs) -> bool:
 
 
 def _compiled(device: CpuDevice, out: Array, inputs: AttentionInputs) -> None:
-    """By luce.cpu_kernels.attention: each row and KV head by itself."""
+    """By luce.cpu_kernels.attention."""
     view, spans = inputs.view, inputs.spans
     arrays = (inputs.q, inputs.k_pool, inputs.v_pool, out, inputs.positions, spans.row_span, spans.table)
     pages = (view.table, view.first, view.count, _NO_BITS if view.seen is None else view.seen)
-    device.pool.call(device.kernels.attention, *arrays, *pages, inputs.window or 0, np.float32(inputs.scale))
+    facts = inputs.window or 0, np.float32(inputs.scale), spans.longest > FEW_ROWS
+    device.pool.call(device.kernels.attention, *arrays, *pages, *facts)
 
 
 def _host(out: Array, inputs: AttentionInputs) -> None:

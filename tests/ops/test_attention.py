@@ -1,4 +1,5 @@
-"""Attention over KV pages against float64, and kernels/attention.cu, attention_mma.cu and kv.cu."""
+"""Attention over KV pages against float64: NumPy, luce/cpu_kernels/attention.py, kernels/attention.cu, attention_mma.cu
+and kv.cu."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
 from luce.runtime.step import PAGE, PageView, SpanArrays
 from tests.support import op_checks_attention as checks
-from tests.support.devices import ATTENTION_EMULATED, ATTENTION_GPU
+from tests.support.devices import ATTENTION_EMULATED, ATTENTION_GPU, COMPILED
 from tests.support.devices import on_devices as on_plain_devices
 
 on_devices = functools.partial(on_plain_devices, emulated_devices=ATTENTION_EMULATED, gpu_devices=ATTENTION_GPU)
@@ -177,7 +178,21 @@ def test_agrees_with_the_reference(device: Device, position: int, rows: int) -> 
 
 @on_devices(
     "heads, kv_heads, d, position, window",
-    host=[],
+    host=[(6, 2, 16, 130, None), (9, 3, 64, 250, 100), (64, 1, 80, 60, None), (2, 2, 512, 30, None)],
+    host_devices=COMPILED,
+    emulated=[],
+    gpu=[],
+)
+def test_rows_of_a_prompt_do_not_depend_on_their_neighbours(
+    device: Device, heads: int, kv_heads: int, d: int, position: int, window: int | None
+) -> None:
+    checks.check_rows_of_a_prompt(device, heads, kv_heads, d, position, window)
+
+
+@on_devices(
+    "heads, kv_heads, d, position, window",
+    host=[(6, 2, 16, 520, None), (8, 1, 32, 300, 200)],
+    host_devices=COMPILED,
     emulated=[
         (6, 2, 16, 520, None),
         (1, 1, 64, 760, None),

@@ -521,6 +521,23 @@ def check_rows_alone(
         same_bits(bits([Chunk(history, position, rows)]), whole)
 
 
+def check_rows_of_a_prompt(
+    device: Device, heads: int, kv_heads: int, d: int, position: int, window: int | None
+) -> None:
+    """Bits of 75 rows: in pieces of any length, beside other spans, and of the last row alone."""
+    rows = 75
+    history, other = History.random(position + rows, heads, kv_heads, d, 8), History.random(90, heads, kv_heads, d, 9)
+
+    def bits(*chunks: Chunk) -> F32:
+        return run(device, chunks, scale=d**-0.5, window=window, drop=True)
+
+    whole = bits(Chunk(history, position, rows))
+    for start, count in ((0, 16), (0, 17), (3, 40), (16, 59), (74, 1)):
+        same_bits(bits(Chunk(history, position + start, count)), whole[start : start + count])
+    mixed = bits(Chunk(other, 5, 3), Chunk(history, position + 1, 70), Chunk(other, 0, 90))
+    same_bits(mixed[3:73], whole[1:71])
+
+
 def same_bits(a: F32, b: F32) -> None:
     np.testing.assert_array_equal(a.view(np.uint32), b.view(np.uint32))
 
