@@ -17,6 +17,7 @@ from luce.text.call_memory import CallMemory, Known
 from luce.text.call_parser import CallableTools, CallParser
 from luce.text.marks import Marks
 from luce.text.output import ReplyText
+from luce.text.plain_messages import as_user, merged, plain_message, with_system_in_user
 from luce.text.prompt_limit import NO_LIMIT, PromptLimit
 from luce.text.reasoning import (
     ReasoningSplitter,
@@ -34,7 +35,6 @@ from luce.text.tool_history import for_template
 Message = Mapping[str, Any]
 #: most line feeds that templates put between a reply and the marker that ends its message
 _LINE_FEEDS = 2
-_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _PRIVATE_USE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 _PRIVATE = re.compile("[\ue000-\uf8ff\U000f0000-\U000ffffd\U00100000-\U0010fffd]")
 _STEP = 1 << 20
@@ -275,7 +275,7 @@ class ChatFormat:
         """
         if self.template is None:
             raise RequestError("the model file has no chat template; use /v1/completions or --chat-template")
-        plain = _merged([_plain(message, i) for i, message in enumerate(messages)])
+        plain = merged([plain_message(message, i) for i, message in enumerate(messages)])
         # Before calls become text, in templates that have no place for them.
         if continues and (plain[-1].get("role") != "assistant" or plain[-1].get("tool_calls")):
             raise _not_continued("the last message must be an assistant's, without tool calls")
@@ -322,8 +322,8 @@ class ChatFormat:
         except (ContextError, UnavailableError):
             raise
         except RequestError:
-            led = plain[:1] + [_as_user(message) for message in plain[1:]]
-            folded = _folded(led)
+            led = plain[:1] + [as_user(message) for message in plain[1:]]
+            folded = with_system_in_user(led)
             if led == plain and folded == led:
                 raise
         try:
@@ -439,50 +439,3 @@ def _strings(value: Any) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _strings(item)
-
-
-def _plain(message: Message, index: int) -> dict[str, Any]:
-    """A message as templates expect it: known roles, content as one string, tool arguments as objects."""
-    plain = dict(message)
-    if plain.get("role") == "developer":
-        plain["role"] = "system"
-    content = plain.get("content")
-    if content is None:
-        plain["content"] = ""
-    elif isinstance(content, list | tuple):
-        plain["content"] = "".join(_part(part, index, i) for i, part in enumerate(content))
-    return plain
-
-
-def _merged(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with the system messages at the start joined into one."""
-    count = next((i for i, message in enumerate(messages) if message.get("role") != "system"), len(messages))
-    if count < 2:
-        return messages
-    joined = "\n\n".join(message["content"] for message in messages[:count])
-    return [{**messages[0], "content": joined}, *messages[count:]]
-
-
-def _as_user(message: dict[str, Any]) -> dict[str, Any]:
-    if message.get("role") != "system":
-        return message
-    return {**message, "role": "user", "content": f"System: {message['content']}"}
-
-
-def _folded(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with the system message at the start of the first user message, for templates that take none."""
-    first, *others = messages
-    if first.get("role") != "system" or not others or others[0].get("role") != "user":
-        return messages
-    return [{**others[0], "content": f"{first['content']}\n\n{others[0]['content']}"}, *others[1:]]
-
-
-def _part(part: Any, message: int, index: int) -> str:
-    where = f"messages[{message}].content[{index}]"
-    if isinstance(part, str):
-        return part
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    text = part.get(_TEXT_PARTS.get(kind)) if isinstance(kind, str) else None
-    if not isinstance(text, str):
-        raise RequestError(f"{where}: only text parts are supported", param=where, code="unsupported_content")
-    return text
