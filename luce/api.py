@@ -222,11 +222,11 @@ class Model:
         prompt: Sequence[int] = (),
         *,
         remember: bool = True,
+        split: bool = False,
         tools: CallableTools | None = None,
     ) -> ReplyText:
-        """The text of one reply to a prompt; the first stop string ends it. `remember`: whether later prompts that
-        repeat the reply get its ids. `tools`: the text is for ChatFormat.reply_parser with these tools."""
-        return self.chat.reply_text(stops, prompt, remember=remember, tools=tools)
+        """The text of one reply to a prompt. Arguments are those of ChatFormat.reply_text."""
+        return self.chat.reply_text(stops, prompt, remember=remember, split=split, tools=tools)
 
     def logits(self, ids: Sequence[int]) -> NDArray[np.float32]:
         """Logits at every position: float32 [n, vocab]. Raises ContextError if ids are longer than the context."""
@@ -255,6 +255,7 @@ class Model:
         logprobs: int | None = None,
         response_format: Mapping[str, Any] | None = None,
         reasoning_budget: int | None = None,
+        split: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
         **sampling: float | None,
     ) -> Generation:
@@ -269,6 +270,9 @@ class Model:
 
         `reasoning_budget`: most tokens of the reasoning, which Luce ends then as the model's family does. The Config's
         `think_max_tokens` holds too.
+
+        `split`: the text of the tokens is for `chat.splitter(prompt)`, which separates reasoning and content; without
+        it, control tokens have no text, also those between the messages of a reply.
 
         Iterates over tokens with `.id`, `.text`, `.logprob`. `on_progress` gets (done, total) prompt rows.
         """
@@ -298,7 +302,7 @@ class Model:
                 return self.engine.submit(
                     ids,
                     params,
-                    output=self.reply_text(stops, ids),
+                    output=self.reply_text(stops, ids, split=split),
                     on_event=sink,
                     boundaries=self.chat.boundaries(ids),
                     constraint=constraint,

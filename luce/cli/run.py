@@ -116,7 +116,11 @@ def _reply(model: Model, prompt: str, arguments: argparse.Namespace, asked: Requ
             ids = model.chat.prompt([*messages, {"role": "user", "content": prompt}], **variables)
             splitter = model.chat.splitter(ids)
         generation = model.generate(
-            ids, reasoning_budget=model.envelope.budget(reasoning), on_progress=wait.update, **asked.sampling
+            ids,
+            reasoning_budget=model.envelope.budget(reasoning),
+            split=splitter is not None,
+            on_progress=wait.update,
+            **asked.sampling,
         )
         reply = ModelReply(generation, splitter, prompt=None if isinstance(ids, str) else len(ids))
         if arguments.json:

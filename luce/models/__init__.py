@@ -5,6 +5,7 @@ values of tensors (luce.layers). Called by luce.assembly and luce.draft when the
 
     registry  GGUF architecture name to family
     spec      ModelSpec and its parts
+    channels  replies that are messages of several channels; calls, tool_formats: how models write tool calls
     keys      metadata keys that several families share
     shapes    holds the sizes of a spec against the shapes of the tensors
     hybrid    the part that the Qwen3.5 families share

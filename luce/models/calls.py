@@ -69,6 +69,8 @@ class Calls:
     name: tuple[str, str] = ("", "")
     #: around the id that the model writes between name and arguments
     id: tuple[str, str] | None = None
+    #: further texts that end the name in a reply; what stands between them and name[1] belongs to no part of the call
+    name_ends: tuple[str, ...] = ()
     #: a reply may hold several calls
     parallel: bool = True
     #: the trigger begins a call only where the content begins
@@ -81,7 +83,11 @@ class Calls:
     results: Literal["messages", "responses"] = "messages"
     #: characters of the ids of calls that the template takes, letters and digits; 0: any id
     id_length: int = 0
-    #: other spellings that parsers read; no grammar allows them
+    #: other spellings that parsers read
     accepts: tuple[Calls, ...] = ()
+    #: of a spelling in `accepts`: a grammar of calls allows it too
+    written: bool = False
+    #: each call is a message of its own in a reply of channels (luce/models/channels.py)
+    message: bool = False
     #: texts that every chat template of this dialect holds; empty: no template is recognised by its text
     template: tuple[str, ...] = ()

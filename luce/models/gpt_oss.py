@@ -4,8 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from luce.models.channels import Channels
 from luce.models.keys import Source, model, read_attention, read_experts, read_rope, sliding_layers
 from luce.models.spec import Dialect, Layer, Markers, MessageMarkers, ModelSpec, ReasoningBudget
+from luce.models.tool_formats import HARMONY
+
+# openai/harmony, docs/format.md.
+_CHANNELS = Channels(
+    start="<|start|>",
+    channel="<|channel|>",
+    message="<|message|>",
+    ends=("<|end|>", "<|call|>", "<|return|>"),
+    role="assistant",
+    reasoning="analysis",
+    final="final",
+    preamble="commentary",
+)
 
 
 def spec(source: Source) -> ModelSpec:
@@ -26,7 +40,9 @@ def spec(source: Source) -> ModelSpec:
         dialect=Dialect(
             reasoning=Markers("<|channel|>analysis<|message|>", "<|end|>"),
             budget=ReasoningBudget(lead_out="<|start|>assistant<|channel|>final<|message|>"),
-            notes=("a reply is channels: analysis, commentary with the tool calls, final",),
+            calls=HARMONY,
+            notes=("a reply has one tool call at most; a text before it is rendered as reasoning in later prompts",),
             message=MessageMarkers(starts=("<|start|>",), ends=("<|end|>",)),
+            channels=_CHANNELS,
         ),
     )

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from luce.models.calls import Calls
+from luce.models.channels import Channels
 from luce.models.tool_formats import HERMES
 
 #: silu and gelu (its tanh approximation) of the gate times up; clamped_swiglu (gpt-oss): (u + 1) g sigmoid(1.702 g)
@@ -323,6 +324,8 @@ class Dialect:
     notes: tuple[str, ...] = ()
     #: around each message of a prompt
     message: MessageMarkers | None = None
+    #: the messages of which a reply consists; None: a reply is one text
+    channels: Channels | None = None
 
 
 @dataclass(frozen=True)

@@ -168,8 +168,47 @@ DEEPSEEK_V4 = replace(
     template=("｜DSML｜",),
 )
 
+
+def _addressed(trigger: str, header: str, *, written: bool = False) -> Calls:
+    """A call in another order of the header, or with other words in it: all are read up to the body."""
+    ends = () if written else (" ", "<|channel|>", "<|constrain|>")
+    return Calls(
+        format="harmony",
+        trigger=trigger,
+        call=(trigger, ""),
+        name=("", header),
+        name_ends=ends,
+        arguments=Json(),
+        parallel=False,
+        written=written,
+    )
+
+
+# <|call|> ends the reply, so it is not part of the call.
+HARMONY = Calls(
+    format="harmony",
+    trigger="<|channel|>commentary to=functions.",
+    lead="\n\n",
+    call=("<|channel|>commentary to=functions.", ""),
+    name=("", " <|constrain|>json<|message|>"),
+    arguments=Json(),
+    parallel=False,
+    ends=("<|call|>",),
+    inside=("<|constrain|>",),
+    accepts=(
+        _addressed(" to=functions.", "<|channel|>commentary <|constrain|>json<|message|>", written=True),
+        _addressed(" to=functions.", "<|channel|>commentary json<|message|>", written=True),
+        _addressed(" to=functions.", "<|message|>"),
+        _addressed("<|channel|>commentary to=functions.", "<|message|>"),
+        _addressed("<|channel|>analysis to=functions.", "<|message|>"),
+    ),
+    message=True,
+    template=("<|channel|>commentary", "functions"),
+)
+
 #: the dialects in the order in which a template is asked for their texts: the most specific first
 TOOL_FORMATS = (
+    HARMONY,
     DEEPSEEK_V32,
     DEEPSEEK_V4,
     DEEPSEEK_V3,

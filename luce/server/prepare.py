@@ -83,6 +83,8 @@ class Job:
     grammar: CompiledGrammar | None = None
     #: the markers of reasoning as the replies of a chat find them; None: replies begin with their format
     reasoning_tokens: ReasoningTokens | None = None
+    #: the prompt is a chat's: the model's ReplyParser divides the replies
+    chat: bool = False
     #: the tools that the replies may call; None: what looks like a call is text
     tools: CallableTools | None = None
     #: what only the ResponseBuilder of the body's API reads
@@ -135,6 +137,7 @@ def chat_request_job(
     owed = job.reply_format is not None or tools.required
     job = replace(
         job,
+        chat=True,
         reasoning=model.envelope.limit(model.chat, prompt, room, asked, owed=owed),
         reasoning_tokens=model.chat.reasoning_tokens(prompt),
     )
@@ -157,7 +160,7 @@ def _with_tools(job: Job, tools: ChosenTools, model: Model) -> Job:
     config = model.config
     # A reply that follows a format is calls instead, or the format: a grammar tells where calls begin.
     mode = "on" if job.reply_format is not None else config.tool_grammar
-    form = tools.call_format(chat.calls, exact=trigger is not None, mode=mode, strict=config.strict_schemas)
+    form = tools.call_format(chat.calls, exact=chat.exact_calls, mode=mode, strict=config.strict_schemas)
     return replace(job, params=params, reasoning=reasoning, tools=tools.callable, call_format=form)
 
 

@@ -86,7 +86,9 @@ class Replies:
         self._running[choice] = self._model.engine.submit(
             prompt,
             params,
-            output=self._model.reply_text(job.stops, prompt, remember=job.max_cached_tokens is None, tools=job.tools),
+            output=self._model.reply_text(
+                job.stops, prompt, remember=job.max_cached_tokens is None, split=job.chat, tools=job.tools
+            ),
             on_event=self._sink(choice),
             session=job.session,
             timeout=job.timeout,

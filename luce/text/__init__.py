@@ -5,7 +5,7 @@ Not here: request and response bodies (server) and choosing tokens (engine). Cal
     tokenizer         the tokenizer that a GGUF file's metadata describes
     detokenizer       ids to whole characters
     output            the text of a reply: stop strings, text that is held back
-    reasoning         separates reasoning from content in a reply
+    reasoning         separates reasoning from content in a reply; channel_splitter: in one of several channels
     reply_parser      the parts of a reply: reasoning, text, and calls of tools
     call_memory       the ids of past calls, by what the calls mean
     call_parser       the calls in a reply's text, in the model's dialect; call_cursor: where it reads,
@@ -18,14 +18,15 @@ Not here: request and response bodies (server) and choosing tokens (engine). Cal
     gbnf              llama.cpp's grammars in Lark
     reply_grammar     the grammar of a format
     call_format       which calls of tools a reply may hold, or must
-    call_grammar      the grammar of calls, from a dialect's record; call_values: of arguments that are no JSON object
+    call_grammar      the grammar of calls, from a dialect's record; call_values: of arguments that are no JSON object,
+                      channel_grammar: what a reply of channels has around its calls or its body
     lark              pieces of grammars
     grammar_library   llguidance: grammars to the tokens that may come
     grammar           compiles grammars and makes constraints of them; compile_slots: few at a time
     constraint        a grammar's state behind the tokens of a reply; digit_limit: ends the numbers of JSON
     template          chat templates, rendered by a child process
     template_child    the server's end of that process; template_process: the process itself
-    chat              conversations to prompts
+    chat              conversations to prompts; plain_messages: a client's messages as templates take them
     tool_history      tools, past calls and results as a template takes them
     fim               tokens and prompts for filling in the middle
     boundaries        lengths at which prompts diverge

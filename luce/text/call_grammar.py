@@ -7,9 +7,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from luce.models.calls import Json, Tagged
+from luce.models.calls import Calls, Json, Tagged
 from luce.text.call_format import CallableTool, CallFormat
 from luce.text.call_values import ArgumentRules, BareRules, TaggedRules
+from luce.text.channel_grammar import ChannelRules
 from luce.text.grammar_library import EMPTY, INVALID, GrammarError
 from luce.text.lark import ANY, SPACE, Cut, Rules, json_rule, pattern_of, text_rule
 from luce.text.plain_schema import PlainSchema, plain_schema
@@ -48,6 +49,7 @@ class CallRules:
     def __init__(self, form: CallFormat, cut: Cut) -> None:
         self._form = form
         self._calls = form.calls
+        self._spellings = (form.calls, *(calls for calls in form.calls.accepts if calls.written))
         self._cut = cut
         first = next(cut(form.calls.trigger), (None, ""))
         #: the special token that is the trigger
@@ -88,13 +90,20 @@ class CallRules:
     def alone(self, index: int) -> str:
         """The grammar of one call of one tool."""
         rules = Rules(self._cut)
-        return rules.text(self._call(rules, self._tools[index]))
+        return rules.text(self._call(rules, self._tools[index], self._calls))
 
-    def required(self, blank: str, body: str | None = None) -> str:
-        """The grammar of a reply of calls, or of `body`, the body of a rule, instead."""
+    def required(self, blank: str, body: str | None = None, before_body: str = "") -> str:
+        """The grammar of a reply of calls, or of `body`, the body of a rule, instead. `blank` and `before_body` stand
+        before them."""
         rules = Rules(self._cut)
         calls = rules.rule(self._all(rules, self._form.parallel and self._calls.parallel))
-        return rules.text(f"{blank}{calls}" if body is None else f"{blank}({calls} | {rules.rule(body)})")
+        rest = "" if body is None else f" | {before_body}{rules.rule(body)}"
+        return rules.text(f"{blank}{calls}{rest}")
+
+    def in_channels(self, heads: ChannelRules) -> str:
+        """The grammar of messages with text, and of a call."""
+        rules = Rules(self._cut)
+        return rules.text(heads.free(rules.rule(self._all(rules, several=False))))
 
     def behind_trigger(self) -> str:
         """The grammar of what begins with the trigger and stands in free text: a section of calls, or one call."""
@@ -102,8 +111,8 @@ class CallRules:
         several = self._calls.section != ("", "") and self._form.parallel and self._calls.parallel
         return rules.text(self._all(rules, several))
 
-    def in_text(self, blank: str) -> str:
-        """The grammar of free text with calls in it, where the trigger is text too."""
+    def in_text(self, blank: str, head: str = "") -> str:
+        """The grammar of free text with calls in it, where the trigger is text too. `head` stands before the text."""
         rules, calls = Rules(self._cut), self._calls
         trigger = pattern_of(calls.trigger)
         several = self._form.parallel and calls.parallel
@@ -111,11 +120,11 @@ class CallRules:
         if calls.at_start:
             free = rules.rule(rules.terminal(f"/[ \\n]*{trigger}/"), "[lazy]")
             rest = rules.terminal(f"/{ANY}*/ & ~/[ \\n]*{trigger}{ANY}*/")
-            return rules.text(f"{blank}({free} {self._all(rules, several, read=True)} | {rest})")
+            return rules.text(f"{head}{blank}({free} {self._all(rules, several, read=True)} | {rest})")
         free = rules.until(calls.trigger)
         rest = rules.terminal(f"/{ANY}*/ & ~/{ANY}*{trigger}{ANY}*/" if self._spelled else f"/{ANY}*/")
         chunk = f"{free} {self._all(rules, several and bool(calls.section[0]), read=True)}"
-        return rules.text(f"({chunk})* {rest}" if several else f"{chunk} | {rest}")
+        return rules.text(f"{head}(({chunk})* {rest})" if several else f"{head}({chunk} | {rest})")
 
     # --- parts
 
@@ -132,11 +141,13 @@ class CallRules:
 
     def _any_call(self, rules: Rules, *, read: bool = False) -> str:
         """A call of one of the tools."""
-        return rules.rule(" | ".join(rules.rule(self._call(rules, tool, read=read)) for tool in self._tools))
+        spellings = self._spellings[: 1 if read else None]
+        arms = (self._call(rules, tool, calls, read=read) for tool in self._tools for calls in spellings)
+        return rules.rule(" | ".join(map(rules.rule, arms)))
 
-    def _call(self, rules: Rules, tool: _Tool, *, read: bool = False) -> str:
-        """One call."""
-        calls, kind = self._calls, self._calls.arguments
+    def _call(self, rules: Rules, tool: _Tool, calls: Calls, *, read: bool = False) -> str:
+        """One call in one of the spellings."""
+        kind = calls.arguments
         begin = calls.call[0].removeprefix(calls.trigger) if read else calls.call[0]
         if isinstance(kind, Json) and kind.fields is not None:
             value = _object(rules, tool, kind, kind.fields, read=read and not calls.call[0])
@@ -159,11 +170,20 @@ class CallRules:
         return rules.literal(self._calls.call[1])
 
 
-def call_grammar(form: CallFormat, compiled: Compile, cut: Cut, *, blank: str, body: str | None = None) -> CallGrammar:
+def call_grammar(
+    form: CallFormat,
+    compiled: Compile,
+    cut: Cut,
+    *,
+    blank: str,
+    body: str | None = None,
+    heads: ChannelRules | None = None,
+) -> CallGrammar:
     """The grammar of a reply of calls, or of calls in free text; with `body`, a piece of grammar, of calls or of it.
 
-    `blank`: a piece of grammar for what stands before. The arguments of a tool that is not strict are any object if
-    its schema does not compile. Raises SchemaError with the path of a strict tool's schema in the request.
+    `blank`: a piece of grammar for what stands before; `heads`: for a reply of channels. The arguments of a tool that
+    is not strict are any object if its schema does not compile. Raises SchemaError with the path of a strict tool's
+    schema in the request.
     """
     if len(form.text) > MAX_TOOLS_KIB << 10:
         raise too_complex("tools", f"have {len(form.text) >> 10:,} KiB, expected at most {MAX_TOOLS_KIB:,}")
@@ -171,12 +191,15 @@ def call_grammar(form: CallFormat, compiled: Compile, cut: Cut, *, blank: str, b
     begins = frozenset() if rules.trigger is None else frozenset({rules.trigger})
     triggers: frozenset[int] = frozenset()
     make: Callable[[], str]
+    text_head = blank if heads is None else heads.body
     if form.required or body is not None:
-        make = partial(rules.required, blank, body)
+        make = partial(rules.required, heads.calls if heads and form.calls.message else text_head, body, text_head)
+    elif heads is not None and form.calls.message:
+        make = partial(rules.in_channels, heads)
     elif begins:
         make, triggers = rules.behind_trigger, begins
     else:
-        make = partial(rules.in_text, blank)
+        make = partial(rules.in_text, blank, "" if heads is None else heads.body)
     try:
         return CallGrammar(compiled(make()), tuple(dict.fromkeys(rules.relaxed)), triggers, begins)
     except GrammarError as error:

@@ -21,7 +21,7 @@ from luce.text.call_parser import CallParser, Stretch
 from luce.text.detokenizer import Detokenizer
 from luce.text.marks import Marks
 from luce.text.parameter_types import Schema, certain_parameter_of
-from luce.text.reasoning import ReasoningSplitter
+from luce.text.reasoning import Splitter
 from luce.text.reply_parser import CallArguments, CallStarted
 from luce.text.token_memory import TokenMemory
 from luce.text.tokenizer import Tokenizer
@@ -49,7 +49,7 @@ class CallMemory:
         # The id that a model writes into a call is not the one that clients get, and results name the latter.
         self._works = not (isinstance(marks.calls.arguments, Json) and marks.calls.arguments.id)
 
-    def remember(self, reply: Sequence[int], schemas: Schemas, splitter: ReasoningSplitter | None) -> Texts:
+    def remember(self, reply: Sequence[int], schemas: Schemas, splitter: Splitter | None) -> Texts:
         """Remember the calls of a reply, and return them with their positions. `splitter` separates the reasoning."""
         if not self._works:
             return ()

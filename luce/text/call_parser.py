@@ -19,6 +19,8 @@ from luce.text.reply_parser import CallArguments, CallEnded, CallStarted, Part, 
 
 # Names that fit when the tools are unknown.
 _LONGEST_ID = 128
+# Between a name and what must follow it.
+_LONGEST_BESIDE = 128
 _NAME = re.compile(r"[\w.:/-]{0,128}")
 #: keys of the arguments in dialects that write a call as one object; models mix them up
 _ARGUMENTS = ("arguments", "parameters")
@@ -257,8 +259,10 @@ class CallParser:
         behind = calls.name[1].strip() or (calls.id[0] if calls.id is not None else "")
         brackets = ("(",) if isinstance(arguments, Bare) else ()
         stops = [behind] if behind else [opens, *brackets, *calls.call[1].split()[:1], "\n"]
-        name = yield from cursor.until(stops, self._may_be_name)
+        name = yield from cursor.until([*stops, *calls.name_ends], self._may_be_name)
         self._check(name)
+        if calls.name_ends:
+            yield from cursor.until(stops, lambda have: len(have) <= _LONGEST_BESIDE)
         yield from cursor.expect(calls.name[1])
         id = None
         if calls.id is not None:

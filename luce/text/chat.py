@@ -15,13 +15,14 @@ from luce.models.tool_formats import choose_calls
 from luce.text.boundaries import Boundaries
 from luce.text.call_memory import CallMemory, Known
 from luce.text.call_parser import CallableTools, CallParser
+from luce.text.channel_splitter import channel_splitter
 from luce.text.marks import Marks
 from luce.text.output import ReplyText
 from luce.text.plain_messages import as_user, merged, plain_message, with_system_in_user
 from luce.text.prompt_limit import NO_LIMIT, PromptLimit
 from luce.text.reasoning import (
-    ReasoningSplitter,
     ReasoningTokens,
+    Splitter,
     reasoning_limit,
     reasoning_splitter,
     reasoning_tokens,
@@ -71,7 +72,7 @@ class ChatFormat:
         self.calls, self.calls_why = choose_calls(
             None if template is None else template.source, dialect.calls, tool_format
         )
-        self._call_marks = Marks(self.calls, tokenizer)
+        self._call_marks = Marks(self.calls, tokenizer, dialect.channels)
         #: texts that begin calls and are no control tokens: clients may write them
         self._triggers = tuple(
             dict.fromkeys(
@@ -193,9 +194,11 @@ class ChatFormat:
         """Lengths at which prompts that begin like this one are likely to diverge from it, ascending."""
         return self._boundaries.find(prompt)
 
-    def splitter(self, prompt: Sequence[int], *, calls: bool = False) -> ReasoningSplitter | None:
+    def splitter(self, prompt: Sequence[int], *, calls: bool = False) -> Splitter | None:
         """Separates reasoning from content in a reply to this prompt; None if the model marks no reasoning. `calls`:
         the token that begins a call ends the reasoning."""
+        if self._call_marks.channels is not None:
+            return channel_splitter(self._call_marks, self._tokenizer, prompt, calls=calls)
         trigger = self._call_marks.calls.trigger
         call = trigger if calls and self._call_marks.is_mark(trigger) else ""
         return None if self._reasoning is None else reasoning_splitter(self._reasoning, self._tokenizer, prompt, call)
@@ -212,10 +215,11 @@ class ChatFormat:
         prompt: Sequence[int] = (),
         *,
         remember: bool = True,
+        split: bool = False,
         tools: CallableTools | None = None,
     ) -> ReplyText:
-        """The text of one reply to a prompt, for reply_parser; the first stop string ends it. `remember`: whether later
-        prompts that repeat the reply get its ids."""
+        """The text of one reply to a prompt; the first stop string ends it. `remember`: whether later prompts that
+        repeat the reply get its ids. `split`: the text is for `splitter`; with `tools` it is for reply_parser."""
         single = self.reply_parser(prompt, tools) if tools is not None and tools.single else None
 
         def complete(text: str) -> bool:
@@ -225,7 +229,7 @@ class ChatFormat:
             self._tokenizer,
             stops,
             (lambda reply: self.remember(prompt, reply, tools)) if remember else None,
-            marks=None if tools is None else self._call_marks,
+            marks=self._call_marks if tools is not None or (split and self._call_marks.channels) else None,
             complete=None if single is None else complete,
         )
 
@@ -237,6 +241,11 @@ class ChatFormat:
         )
 
     @property
+    def exact_calls(self) -> bool:
+        """Whether calls begin with a special token."""
+        return self._call_marks.is_mark(self._call_marks.calls.trigger[:1])
+
+    @property
     def call_ends(self) -> frozenset[int]:
         """The tokens that end a reply once it has a call."""
         return frozenset(
@@ -245,12 +254,17 @@ class ChatFormat:
 
     def reasoning_tokens(self, prompt: Sequence[int]) -> ReasoningTokens | None:
         """The markers of reasoning as a reply to this prompt finds them; None if the model marks no reasoning."""
-        return None if self._reasoning is None else reasoning_tokens(self._reasoning, self._tokenizer, prompt)
+        found = None if self._reasoning is None else reasoning_tokens(self._reasoning, self._tokenizer, prompt)
+        if found is None or self._call_marks.channels is None or self._dialect.channels is None:
+            return found
+        place = channel_splitter(self._call_marks, self._tokenizer, prompt).place
+        return found._replace(inside=place == "reasoning", channels=(self._dialect.channels, place))
 
     def reasoning_limit(self, prompt: Sequence[int], budget: int | None, reply_reserve: int) -> ReasoningLimit | None:
         """The limit of the reasoning in a reply to this prompt; None if the model marks no reasoning. Arguments are
         those of ReasoningLimit."""
-        return reasoning_limit(self._dialect, self._tokenizer, prompt, budget, reply_reserve)
+        found, tokens = self.reasoning_tokens(prompt), self._tokenizer
+        return None if found is None else reasoning_limit(self._dialect, tokens, found, budget, reply_reserve)
 
     def _encoded(self, text: str, limit: PromptLimit, before: int) -> Sequence[int]:
         for end in range(len(text), max(len(text.rstrip("\n")), len(text) - _LINE_FEEDS, 1) - 1, -1):

@@ -50,8 +50,8 @@ class DigitLimit:
         self._others: NDArray[np.uint32] = ~np.packbits(bits, bitorder="little").view(np.uint32)
 
     def behind(self, run: DigitRun, token: int) -> DigitRun:
-        """The state behind one more token. Special tokens are no part of JSON."""
-        return run if self._tokenizer.is_special(token) else run.behind(self._tokenizer.token_bytes(token))
+        """The state behind one more token. Special tokens are no part of JSON: what comes behind one is a new text."""
+        return DigitRun() if self._tokenizer.is_special(token) else run.behind(self._tokenizer.token_bytes(token))
 
     def apply(self, words: NDArray[np.uint32]) -> None:
         """Take the tokens that begin with a digit from a mask, uint32 [words], unless it has no others."""

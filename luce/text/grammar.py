@@ -16,6 +16,7 @@ from luce.errors import RequestError
 from luce.models.calls import Json
 from luce.text.call_format import CallFormat
 from luce.text.call_grammar import call_grammar
+from luce.text.channel_grammar import ChannelRules
 from luce.text.compile_slots import CompileSlots, SlotStats, Ticket
 from luce.text.constraint import GrammarConstraint
 from luce.text.digit_limit import DigitLimit
@@ -79,8 +80,8 @@ class CompiledGrammar:
         """The constraint for one reply. One that reasons is free until the reasoning ends."""
         calls, tokenizer = self.wanted.calls, self._tokenizer
         if reasoning is not None:
-            # A call that begins inside the reasoning ends it.
-            reasoning = reasoning._replace(calls=self._compiled.begins)
+            # A call that begins inside the reasoning ends it. Messages of the reasoning are in the grammar.
+            reasoning = None if reasoning.channels else reasoning._replace(calls=self._compiled.begins)
         return GrammarConstraint(
             self._compiled.matcher.deep_copy(),
             tokenizer.vocab,
@@ -170,30 +171,35 @@ class GrammarCompiler:
         exact = form is not None and form.kind not in JSON_KINDS
         blank = BLANK if reasoning is not None and (reasoning.inside or not exact) else ""
         text = b"\n".join(part.text for part in (form, calls) if part is not None)
-        key = hashlib.blake2b(f"{form is None} {blank}".encode() + text).digest()
+        heads = None
+        if reasoning is not None and reasoning.channels is not None:
+            blank, heads = "", ChannelRules(*reasoning.channels, self._tokenizer.special.cut)
+        begins = "" if heads is None else f"{heads.calls}|{heads.body}"
+        key = hashlib.blake2b(f"{form is None} {blank} {begins}".encode() + text).digest()
         cost = _BASE_BYTES + _BYTES_PER_BYTE * len(text)
-        return self._slots.ticket(key, cost, partial(self._outcome, wanted, blank))
+        return self._slots.ticket(key, cost, partial(self._outcome, wanted, blank, heads))
 
-    def _outcome(self, wanted: WantedReply, blank: str) -> _Compiled | SchemaError:
+    def _outcome(self, wanted: WantedReply, blank: str, heads: ChannelRules | None) -> _Compiled | SchemaError:
         try:
-            made = self._compile(wanted, blank)
+            made = self._compile(wanted, blank, heads)
             return made._replace(digits=self._digit_limit()) if wanted.is_json else made
         except SchemaError as error:
             return error
         except RecursionError:
             return too_complex("", "is nested too deeply")
 
-    def _compile(self, wanted: WantedReply, blank: str) -> _Compiled:
+    def _compile(self, wanted: WantedReply, blank: str, heads: ChannelRules | None) -> _Compiled:
         form, calls = wanted
         library = self._library.matcher
         # With calls a format is compiled alone first: its errors are its own.
-        body = None if form is None else reply_grammar(form, library, blank="" if calls is not None else blank)
-        if calls is None:
+        before = "" if calls is not None else blank if heads is None else heads.body
+        body = None if form is None else reply_grammar(form, library, blank=before)
+        if calls is None or (body is not None and heads is not None and heads.goes_on):
             assert body is not None
             return _Compiled(body.matcher, body.relaxed)
         compiled = library if form is None or form.kind != "grammar" else partial(library, body=form.value)
         rule = None if body is None else body.rule
-        made = call_grammar(calls, compiled, self._tokenizer.special.cut, blank=blank, body=rule)
+        made = call_grammar(calls, compiled, self._tokenizer.special.cut, blank=blank, body=rule, heads=heads)
         return _Compiled(
             made.matcher, (*(() if body is None else body.relaxed), *made.relaxed), made.triggers, made.begins
         )

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from luce.models.calls import Calls
+from luce.models.channels import Channels
 from luce.text.tokenizer import Tokenizer
 
 # Lone surrogates: no text that is decoded from bytes has one.
@@ -17,17 +18,21 @@ _MARK = re.compile("[\ud800-\udfff]")
 
 
 class Marks:
-    """The special tokens of a vocabulary that the texts of a dialect name. In a marked text each is one character."""
+    """The special tokens of a vocabulary that the texts of a dialect name: its calls, and its channels if it has some.
+    In a marked text each is one character."""
 
-    def __init__(self, calls: Calls, tokenizer: Tokenizer) -> None:
+    def __init__(self, calls: Calls, tokenizer: Tokenizer, channels: Channels | None = None) -> None:
         cut = tokenizer.special.cut
-        found = {token: text for text in _texts(calls) for token, text in cut(text) if token is not None}
+        texts = (*_texts(calls), *(() if channels is None else _texts(channels)))
+        found = {token: text for text in texts for token, text in cut(text) if token is not None}
         #: the character of each token
         self.of_token = {token: chr(_FIRST + i) for i, token in enumerate(found)}
         self._spellings = {self.of_token[token]: text for token, text in found.items()}
         self._cut = cut
         #: the dialect with marked texts
         self.calls = self._marked(calls)
+        #: the channels with marked texts; None without channels, or in a vocabulary that lacks their tokens
+        self.channels = self._channels(channels)
 
     def marked(self, text: str) -> str:
         """A text of the dialect with its special tokens as marks."""
@@ -49,6 +54,13 @@ class Marks:
         """Whether a text is one mark."""
         return text in self._spellings
 
+    def _channels(self, channels: Channels | None) -> Channels | None:
+        if channels is None:
+            return None
+        marked: Channels = self._marked(channels)
+        needed = (marked.start, marked.channel, marked.message, *marked.ends[:1])
+        return marked if all(map(self.is_mark, needed)) else None
+
     def _marked(self, value: Any) -> Any:
         if isinstance(value, str):
             return self.marked(value)
@@ -65,9 +77,9 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def _texts(calls: Calls) -> Iterator[str]:
-    """All texts of a dialect."""
-    yield from _strings(dataclasses.astuple(calls))
+def _texts(part: Calls | Channels) -> Iterator[str]:
+    """All texts of a part of a dialect."""
+    yield from _strings(dataclasses.astuple(part))
 
 
 def _strings(value: Iterable[Any]) -> Iterator[str]:

@@ -18,7 +18,8 @@ class ReplyText(TextOutput):
     cut before it. So the result does not depend on the division of the text into tokens. At the end, `remember` gets
     the ids and returns their texts.
 
-    `marks`: the special tokens of the dialect are marks in the text; a stop string is found in their spelling too.
+    `marks`: the special tokens of the dialect are marks in the text; a stop string is found in their spelling too, but
+    not in the headers of messages.
     `complete` gets the text piece by piece; once it returns True, the reply ends.
     """
 
@@ -39,6 +40,7 @@ class ReplyText(TextOutput):
         self._marks = marks
         self._complete = complete
         self._held = ""
+        self._in_header = False
         self._stopped: str | None = None
 
     @property
@@ -56,10 +58,21 @@ class ReplyText(TextOutput):
         self._ids.append(token)
         mark = None if self._marks is None else self._marks.of_token.get(token)
         if mark is None:
-            return self._release(self._detokenizer.push(token))
+            text = self._detokenizer.push(token)
+            return self._given(text) if self._in_header else self._release(text)
         # The bytes before it are no character. The token has no text of its own, or its spelling.
         text = self._detokenizer.flush()
         self._detokenizer.push(token)
+        channels = None if self._marks is None else self._marks.channels
+        if channels is not None and mark in (channels.start, channels.channel):
+            # No stop string goes on in a header.
+            text = self._release(text)
+            text += self._given(self._held)
+            self._held, self._in_header = "", True
+            return text + self._given(mark)
+        if channels is not None and self._in_header:
+            self._in_header = mark not in (channels.message, *channels.ends)
+            return self._given(text + mark)
         return self._release(text + mark)
 
     def flush(self) -> str:
@@ -82,6 +95,12 @@ class ReplyText(TextOutput):
             return self._first(text, at)[0]
         held = max((overlap(spelled, stop) for stop in self._stops), default=0)
         text, self._held = self._first(text, len(spelled) - held, whole=True)
+        return self._given(text)
+
+    def _given(self, text: str) -> str:
+        """A text that is final; empty once a stop string was reached, or the reply is complete."""
+        if self._stopped is not None:
+            return ""
         if self._complete is not None and text and self._complete(text):
             self._stopped, self._held = "", ""
         return text

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 from luce.engine.reasoning_limit import ReasoningLimit
+from luce.models.channels import Channels
 from luce.models.spec import Dialect, Markers
 from luce.text.tokenizer import Tokenizer
 
 # Tokens at the end of a prompt without control tokens in which a marker of the template is searched.
 _SUFFIX = 16
+
+
+#: where a reply of channels begins: in front of a header, or inside a message
+Place = Literal["header", "reasoning", "content"]
 
 
 class Delta(NamedTuple):
@@ -21,7 +26,25 @@ class Delta(NamedTuple):
     reasoning: str = ""
 
 
-class ReasoningSplitter:
+class Splitter(Protocol):
+    """Separates the reasoning of one reply from its content. The parts do not depend on the division of the text into
+    pieces."""
+
+    @property
+    def inside(self) -> bool:
+        """Whether the next text belongs to the reasoning, as far as the text so far tells."""
+        ...
+
+    def push(self, text: str) -> Delta:
+        """The parts that are final after more text."""
+        ...
+
+    def flush(self) -> Delta:
+        """The text that was held back, at the end of the reply."""
+        ...
+
+
+class ReasoningSplitter(Splitter):
     """Reasoning is the text between the markers at the start of a reply, or up to the closing marker in a reply that
     begins inside. White space around it belongs to neither part. Text is held back only while it may be such white
     space or a part of a marker. The parts do not depend on the division of the text into pieces.
@@ -39,11 +62,11 @@ class ReasoningSplitter:
 
     @property
     def inside(self) -> bool:
-        """Whether the next text belongs to the reasoning, as far as the text so far tells."""
+        """As in Splitter."""
         return self._state == "reasoning"
 
     def push(self, text: str) -> Delta:
-        """The parts that are final after more text."""
+        """As in Splitter."""
         text, self._held = self._held + text, ""
         reasoning = ""
         if self._state == "start":
@@ -80,7 +103,7 @@ class ReasoningSplitter:
         return (before, True, call + behind + found + rest) if call else (inner, bool(found), rest)
 
     def flush(self) -> Delta:
-        """The text that was held back, at the end of the reply."""
+        """As in Splitter."""
         text, self._held = self._held, ""
         return Delta("", text.rstrip()) if self._state == "reasoning" else Delta(text)
 
@@ -93,6 +116,8 @@ class ReasoningTokens(NamedTuple):
     inside: bool
     #: further tokens that end the reasoning, with which calls begin
     calls: frozenset[int] = frozenset()
+    #: the channels of which the reply consists, and where it begins: the markers are not enough then to tell its parts
+    channels: tuple[Channels, Place] | None = None
 
 
 def reasoning_tokens(markers: Markers, tokenizer: Tokenizer, prompt: Sequence[int]) -> ReasoningTokens | None:
@@ -117,16 +142,12 @@ _BLANKS = ("\n", "\n\n", "\n\n\n", " ", "  ", "\t", "\r\n")
 
 
 def reasoning_limit(
-    dialect: Dialect, tokenizer: Tokenizer, prompt: Sequence[int], budget: int | None, reply_reserve: int
-) -> ReasoningLimit | None:
-    """The limit of the reasoning in a reply to a prompt; `budget`, `reply_reserve` as in ReasoningLimit.
-
-    None if the model marks no reasoning, or the vocabulary lacks one of the markers.
-    """
+    dialect: Dialect, tokenizer: Tokenizer, found: ReasoningTokens, budget: int | None, reply_reserve: int
+) -> ReasoningLimit:
+    """The limit of the reasoning in a reply whose markers are `found`; `budget`, `reply_reserve` as in
+    ReasoningLimit."""
     markers, ending = dialect.reasoning, dialect.budget
-    found = None if markers is None else reasoning_tokens(markers, tokenizer, prompt)
-    if markers is None or found is None:
-        return None
+    assert markers is not None
     blanks = [tokenizer.encode(text, specials=False) for text in _BLANKS]
     return ReasoningLimit(
         opening=tuple(tokenizer.encode(markers.open, specials=True)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
-from luce.text.reasoning import Delta, ReasoningSplitter
+from luce.text.reasoning import Delta, Splitter
 
 if TYPE_CHECKING:
     from luce.text.call_parser import CallParser
@@ -57,7 +57,7 @@ class ReplyParser:
     the request has no tools.
     """
 
-    def __init__(self, splitter: ReasoningSplitter | None = None, calls: CallParser | None = None) -> None:
+    def __init__(self, splitter: Splitter | None = None, calls: CallParser | None = None) -> None:
         self._splitter = splitter
         self._calls = calls
         #: tokens of the reasoning between its markers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import string
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,6 +14,8 @@ from luce.models.tool_formats import shows_tools
 
 Message = dict[str, Any]
 
+# A key of messages, not the variable that turns reasoning on.
+_THINKING = re.compile(r"\.thinking\b|\[['\"]thinking['\"]\]")
 _BASE62 = string.digits + string.ascii_letters
 _INTRODUCTION = (
     "# Tools\n\nYou may call one or more functions to help with the user's request. Their signatures are within "
@@ -26,10 +29,13 @@ def for_template(
 ) -> tuple[list[Message], Sequence[Mapping[str, Any]] | None]:
     """The messages and the tools that a template gets. `calls`: how the model writes calls; `source`: the template's.
 
-    Results stand in the order of the calls that they answer. A template that shows no tools gets them as text in the
+    Results stand in the order of the calls that they answer. The reasoning is `thinking` for a template that reads that
+    alone. A template that shows no tools gets them as text in the
     system message, and results as messages of the user; one that prints no calls gets them as text of the assistant.
     """
     found = [_parsed(message) for message in _in_order(_modern(messages))]
+    if _THINKING.search(source) and "reasoning_content" not in source:
+        found = [_with_thinking(message) for message in found]
     if calls.id_length:
         found = [_with_ids(message, calls.id_length) for message in found]
     if "tool_calls" not in source:
@@ -158,6 +164,18 @@ def _ids(message: Message) -> list[Any]:
 # --- what templates take
 
 
+def _with_thinking(message: Message) -> Message:
+    """The message with its reasoning under `thinking`. What it says before calls goes with it: templates that write
+    reasoning there take one text."""
+    reasoning = message.get("reasoning_content")
+    if not reasoning:
+        return message
+    found = {key: value for key, value in message.items() if key != "reasoning_content"}
+    if not message.get("tool_calls") or not message.get("content"):
+        return {**found, "thinking": reasoning}
+    return {**found, "thinking": f"{reasoning}\n\n{message['content']}", "content": ""}
+
+
 def _with_ids(message: Message, length: int) -> Message:
     """The message with ids of this many characters; equal ids stay equal."""
     found = dict(message)
@@ -230,8 +248,9 @@ def _one_call_each(messages: Sequence[Message]) -> list[Message]:
         results: list[Message] = []
         while rest and rest[0].get("role") == "tool":
             results.append(rest.pop(0))
+        later = {key: value for key, value in message.items() if key not in ("reasoning_content", "thinking")}
         for i, call in enumerate(calls):
-            found.append({**message, "content": message.get("content") if not i else "", "tool_calls": [call]})
+            found.append({**later, "content": "", "tool_calls": [call]} if i else {**message, "tool_calls": [call]})
             id = call.get("id") if isinstance(call, Mapping) else None
             own = [result for result in results if result.get("tool_call_id") == id]
             found += own

@@ -14,6 +14,7 @@ from tests.support.tool_templates import marks, rendered
 #: where the text of an assistant's message begins and ends in the templates of tool_templates
 _AROUND = {
     "gemma4": ("<|turn>model\n", "<turn|>"),
+    "harmony": ("<|start|>assistant", "<|call|>"),
     "llama3": ("<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>"),
 }
 

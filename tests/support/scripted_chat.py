@@ -118,8 +118,15 @@ class ScriptedModel:
         return list(text.encode())
 
     def generate(
-        self, ids: Sequence[int], *, on_progress: Callable[[int, int], None] | None = None, **options: Any
+        self,
+        ids: Sequence[int],
+        *,
+        split: bool,
+        on_progress: Callable[[int, int], None] | None = None,
+        **options: Any,
     ) -> ScriptedGeneration:
+        # The text of a chat's reply is for its splitter.
+        assert split or self.chat.template is None
         self.prompts.append(json.loads(bytes(ids)))
         form = options.pop("response_format", None)
         if options["reasoning_budget"] is None:

@@ -108,7 +108,7 @@ def saying(text: str | Sequence[int], *, marker: str = "<|im_start|>assistant\n"
 
 class ScriptedModel:
     """The attributes of luce.api.Model that the server uses. `backend` is for tests to look at; `drafter`,
-    `no_drafter_reason` as for Engine."""
+    `no_drafter_reason` as for Engine; `vocabulary`: that of `chat`, if it is another one."""
 
     def __init__(
         self,
@@ -120,12 +120,13 @@ class ScriptedModel:
         drafter: Drafter | None = None,
         no_drafter_reason: str = "",
         chat: Callable[[], ChatFormat] = chat_format,
+        vocabulary: Tokenizer | None = None,
         **backend: Any,
     ) -> None:
         self.config = config
-        self.tokenizer = tokenizer(add_bos=add_bos)
+        self.tokenizer = vocabulary or tokenizer(add_bos=add_bos)
         self.chat = chat()
-        self.grammars = GrammarCompiler(self.tokenizer, VOCAB, config.grammar_seconds)
+        self.grammars = GrammarCompiler(self.tokenizer, self.tokenizer.vocab, config.grammar_seconds)
         self.name = config.alias[0] if config.alias else "scripted"
         self.path = Path("scripted.gguf")
         self.context = context
@@ -133,7 +134,7 @@ class ScriptedModel:
         self.chunk = config.chunk or 512
         self.fingerprint = "0123abcd"
         self.tokenizer_id = "default"
-        self.spec = ModelSpec("scripted", 64, VOCAB, context, 1e-6, (), tied_head=True, dialect=DIALECT)
+        self.spec = ModelSpec("scripted", 64, self.tokenizer.vocab, context, 1e-6, (), tied_head=True, dialect=DIALECT)
         self.placement: list[dict[str, Any]] = [
             {"device": "cpu:0", "layers": [0, 2], "weights": 300, "state": 20, "activation_bytes_per_token": 256},
             {"device": "cpu:1", "layers": [3, 3], "weights": 100, "state": 10, "activation_bytes_per_token": 0},
@@ -141,7 +142,7 @@ class ScriptedModel:
         pool = KVFlashRequest.parse(config.kvflash)
         self.backend = ScriptedBackend(
             bound=None if pool is None else pool.size // PAGE,
-            vocab=VOCAB,
+            vocab=self.tokenizer.vocab,
             context=context,
             slots=config.parallel,
             chunk=self.chunk,

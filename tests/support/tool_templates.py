@@ -84,6 +84,29 @@ _LLAMA3 = (
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
 
+# As the publisher's: one call of a message, its text or its reasoning as analysis, a result as a JSON string.
+_HARMONY = (
+    "{% set ns = namespace(name='') %}<|start|>system<|message|>Reasoning: {{ reasoning_effort or 'medium' }}\n"
+    "{% if tools %}Calls to these tools must go to the commentary channel: 'functions'.{% endif %}<|end|>"
+    "{% if tools or messages[0].role == 'system' %}<|start|>developer<|message|>"
+    "{% if messages[0].role == 'system' %}# Instructions\n\n{{ messages[0].content }}\n\n{% endif %}"
+    "{% if tools %}# Tools\n\nnamespace functions {\n{% for t in tools %}type {{ t.function.name }} = (_: "
+    "{{ t.function.parameters | tojson }}) => any;\n{% endfor %}}{% endif %}<|end|>{% endif %}"
+    "{% for m in messages if m.role != 'system' %}"
+    "{% if m.role == 'user' %}<|start|>user<|message|>{{ m.content }}<|end|>"
+    "{% elif m.role == 'tool' %}<|start|>functions.{{ ns.name }} to=assistant<|channel|>commentary<|message|>"
+    "{{ m.content | tojson }}<|end|>"
+    "{% elif 'tool_calls' in m %}"
+    "{% if m.content and m.thinking %}{{ raise_exception('Cannot pass both content and thinking') }}{% endif %}"
+    "{% if m.content or m.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ m.content or m.thinking }}"
+    "<|end|>{% endif %}"
+    "{% set c = m.tool_calls[0].function %}{% set ns.name = c.name %}"
+    "<|start|>assistant to=functions.{{ c.name }}<|channel|>commentary json<|message|>{{ c.arguments | tojson }}"
+    "<|call|>"
+    "{% else %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+
 _DSML = (
     "{% if m.tool_calls %}\n\n<｜DSML｜SECTION>\n{% for c in m.tool_calls %}"
     '<｜DSML｜invoke name="{{ c.function.name }}">\n' + _ITEMS + '<｜DSML｜parameter name="{{ k }}" '
@@ -110,6 +133,7 @@ TEMPLATES: Mapping[str, str] = {
         _EACH + _BEFORE + "<tool_call>\n" + _JSON_CALL + "\n</tool_call>{% endfor %}",
     ),
     "gemma4": _GEMMA4,
+    "harmony": _HARMONY,
     "glm45": _chatml(
         "<tool_call>{name}\n<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>\n</tool_call>",
         _EACH
@@ -169,6 +193,7 @@ _V3_TOKENS = tuple(f"<｜tool▁{name}｜>" for name in ("calls▁begin", "calls
 #: the special tokens of each dialect's vocabularies, as the published ones have them
 SPECIALS: Mapping[str, Sequence[str]] = {
     "qwen_xml": (*_MESSAGES, *_TOOL_CALL),
+    "harmony": ("<|start|>", "<|end|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|call|>", "<|return|>"),
     "hermes": (*_MESSAGES, *_TOOL_CALL),
     "gemma4": ("<|turn>", "<turn|>", "<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_response>", "<tool_response|>"),
     "glm45": (*_MESSAGES, *_TOOL_CALL, *_ARGUMENT_TAGS),
@@ -195,9 +220,14 @@ def byte_tokenizer(name: str, *, special: bool = True) -> Tokenizer:
     ends = SPECIALS[name][:2] if name != "llama3" else SPECIALS[name][:4]
     others = tuple(text for text in SPECIALS[name] if text not in ends) if special else ()
     # Gemma's and DeepSeek's are control tokens in some files, so both kinds are here.
-    control = others if name.startswith(("gemma", "deepseek", "mistral", "llama")) else ()
+    control = others if name.startswith(("gemma", "deepseek", "mistral", "llama", "harmony")) else ()
     visible = () if control else others
-    return Tokenizer(byte_level(control=(*ends, *control), visible=visible, eos_token_id=257))
+    keys = byte_level(control=(*ends, *control), visible=visible, eos_token_id=257)
+    if name == "harmony" and special:
+        # The end of a message is not that of a reply.
+        keys["tokenizer.ggml.eos_token_id"] = 255 + len(SPECIALS[name])
+        return Tokenizer(keys, eos_texts=("<|call|>", "<|return|>"))
+    return Tokenizer(keys)
 
 
 @functools.cache

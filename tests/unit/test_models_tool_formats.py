@@ -11,6 +11,7 @@ from luce.models.tool_formats import GLM45, HERMES, QWEN_XML, TOOL_FORMATS, choo
 TEMPLATES = {
     "qwen_xml": "{% if tools %}<tool_call>\n<function=example>\n<parameter=p>\n{% endif %}",
     "hermes": '{% if tools %}<tool_call>\n{"name": <function-name>, "arguments": {}}\n</tool_call>{% endif %}',
+    "harmony": "{% if tools %}{{ 'functions.' + c.name + '<|channel|>commentary ' }}{% endif %}",
     "gemma4": "{% if tools %}{{ '<|tool_call>call:' + f.name }}{% endif %}",
     "glm45": "{% if tools %}<tool_call>n\n<arg_key>k</arg_key>\n<arg_value>v</arg_value>\n</tool_call>{% endif %}",
     "glm47": "{% if tools %}<tool_call>{n}<arg_key>{k}</arg_key><arg_value>{v}</arg_value></tool_call>{% endif %}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -33,6 +34,11 @@ def ids(name: str, text: str) -> list[int]:
 
 
 def reply(name: str, calls: list[tuple[str, Any]]) -> list[int]:
+    if name == "harmony":
+        # The template writes the recipient into the role.
+        ((tool, arguments),) = calls
+        header = f"<|channel|>commentary to=functions.{tool} <|constrain|>json<|message|>"
+        return ids(name, header + json.dumps(arguments, ensure_ascii=False))
     return ids(name, printed(name, "", calls).strip())
 
 
@@ -45,7 +51,7 @@ def test_a_call_of_the_same_meaning_has_the_ids_of_the_reply(name: str) -> None:
     assert ids(name, prompt.strip()) != said or name == "gemma4"
     (known,) = calls.find(prompt, {}, TOOLS)
     assert known.ids == tuple(said[begin:end])
-    assert ids(name, prompt[known.begin : known.end])[0] == said[begin]
+    assert ids(name, prompt[known.begin : known.end])[0] == (said[begin] if name != "harmony" else ord(" "))
     rest = prompt[: known.begin] + prompt[known.end :]
     assert not rest.replace("</tool_call>", "").strip()
     # As after a restart: the ids of the digest are looked up, and wrong ones are not believed.

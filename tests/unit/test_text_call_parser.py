@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from luce.text.reply_parser import CallArguments, CallEnded, CallStarted, Part, TextPart
 from tests.support.call_parts import Found, fed, of_parts, parser, pieces, printed, read
-from tests.support.tool_templates import TEMPLATES
+from tests.support.tool_templates import TEMPLATES, format_named
 
 TOOLS: dict[str, Any] = {
     "write": {
@@ -85,6 +85,8 @@ _ARGUMENTS = st.fixed_dictionaries(
 _BEHIND_NAME = {
     "qwen_xml": ">",
     "gemma4": "{",
+    # The spelling of the template in the file's tokens.
+    "harmony": "<|channel|>commentary json<|message|>",
     "glm45": "\n",
     "glm47": "<arg_key>",
     "mistral_v11": "[ARGS]",
@@ -123,11 +125,11 @@ def _sayable(name: str, value: Any) -> bool:
 def test_what_the_template_prints_is_read_back_wherever_it_is_cut(
     name: str, special: bool, data: st.DataObject
 ) -> None:
-    most = 1 if name == "llama3" else 3
+    most = 3 if format_named(name).parallel else 1
     calls = data.draw(
         st.lists(st.tuples(st.just("write"), _ARGUMENTS.filter(lambda a: _sayable(name, a))), min_size=1, max_size=most)
     )
-    content = data.draw(st.sampled_from(["", "Let me look."])) if name not in ("llama3", "gemma4") else ""
+    content = data.draw(st.sampled_from(["", "Let me look."])) if name not in ("llama3", "gemma4", "harmony") else ""
     text = printed(name, content, calls)
     cuts = data.draw(st.lists(st.integers(0, 10_000), max_size=12))
     whole = parser(name, TOOLS, special=special)
@@ -212,6 +214,8 @@ def test_a_call_behind_prose_is_found_with_text_between_and_behind_calls() -> No
 def test_two_calls_and_their_ends_in_one_step(name: str) -> None:
     if name == "llama3":
         text = '{"name": "get", "parameters": {}}; {"name": "write", "parameters": {"lines": 1}}'
+    elif name == "harmony":
+        text = printed(name, "", [("get", {})]) + printed(name, "", [("write", {"lines": 1})])
     else:
         text = printed(name, "", [("get", {}), ("write", {"lines": 1})])
     found = parser(name, TOOLS)
@@ -266,6 +270,14 @@ def test_a_name_that_begins_another_tools_name_is_told_apart() -> None:
         # The other line feeds of the family's two dialects.
         ("glm45", "<tool_call>get<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>"),
         ("glm47", "<tool_call>get\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"),
+        # The recipient behind the channel or in front of it, words of other kinds of bodies, the reasoning's channel.
+        ("harmony", '<|channel|>commentary to=functions.get <|constrain|>json<|message|>{"a": 1}'),
+        ("harmony", '<|channel|>commentary to=functions.get<|constrain|>json<|message|>{"a": 1}'),
+        ("harmony", '<|channel|>commentary to=functions.get json<|message|>{"a": 1}'),
+        ("harmony", '<|channel|>commentary to=functions.get<|message|>{"a": 1}'),
+        ("harmony", '<|channel|>analysis to=functions.get code<|message|>{"a": 1}'),
+        ("harmony", ' to=functions.get<|channel|>commentary <|constrain|>json<|message|>{"a": 1}'),
+        ("harmony", ' to=functions.get<|channel|>analysis<|message|>{"a": 1}'),
         # Round brackets, an equals sign.
         ("gemma4", "<|tool_call>call:get(a:1)<tool_call|>"),
         ("gemma4", "<|tool_call>call:get{a=1}<tool_call|>"),

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from luce.text.constraint import GrammarConstraint
-from luce.text.digit_limit import MOST_DIGITS, DigitRun
+from luce.text.digit_limit import MOST_DIGITS, DigitLimit, DigitRun
 from luce.text.grammar import GrammarCompiler
 from luce.text.tokenizer import Tokenizer
 from tests.support.masks import allowed_ids
@@ -79,3 +79,12 @@ def test_the_run_of_digits_is_that_of_the_text(text: str, cut: int) -> None:
     in_string = outside.endswith('"') and run.in_string
     tail = re.search(r"[0-9]*$", outside)
     assert tail is not None and run.digits == (0 if in_string else len(tail[0]))
+
+
+def test_a_special_token_begins_another_text() -> None:
+    """A quotation mark in the reasoning in front of JSON opens no string in it."""
+    limit = DigitLimit(TOKENIZER)
+    run = DigitRun()
+    for token in [*b'5 "12', END, *b"34"]:
+        run = limit.behind(run, token)
+    assert run == DigitRun(in_string=False, digits=2)

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from luce.text.output import ReplyText
 from luce.text.tokenizer import Tokenizer
+from tests.support.harmony import marks as harmony_marks
+from tests.support.harmony import tokenizer as harmony_tokenizer
 from tests.support.vocabulary import byte_level
 
 # Every text over "abé" of up to three characters, as a single token.
@@ -64,3 +66,22 @@ def test_an_unfinished_character_is_shown_at_the_end_and_can_complete_a_stop_str
     reply = ReplyText(TOKENIZER, ["a\ufffd"])
     assert [reply.push(IDS["ba"]), reply.push(0xC3), reply.flush()] == ["b", "", ""]
     assert reply.stopped == "a\ufffd"
+
+
+def harmony(text: str, *stops: str) -> tuple[str, str | None]:
+    """The text of a reply of channels, spelled, and its stop string."""
+    reply = ReplyText(harmony_tokenizer(), stops, marks=harmony_marks())
+    found = "".join(map(reply.push, harmony_tokenizer().encode(text, specials=True))) + reply.flush()
+    return harmony_marks().spelled(found), reply.stopped
+
+
+def test_a_stop_string_is_not_found_in_a_header() -> None:
+    said = "<|channel|>analysis<|message|>A<|end|><|start|>assistant<|channel|>final<|message|>the end"
+    for stop in ("analysis", "assistant", "final", "<|message|>", "A<|end|><|start|>assi", "lthe"):
+        assert harmony(said, stop) == (said, None)
+    assert harmony(said, "A") == ("<|channel|>analysis<|message|>", "A")
+    assert harmony(said, "e e") == (said.removesuffix("e end"), "e e")
+    assert harmony(said, "<|end|>") == ("<|channel|>analysis<|message|>A", "<|end|>")
+    # What was held back for a stop string comes in front of the header, and a header that does not end hides no more.
+    assert harmony("x th<|start|>assistant", "the") == ("x th<|start|>assistant", None)
+    assert harmony("<|channel|>the<|end|>the", "the") == ("<|channel|>the<|end|>", "the")

@@ -13,7 +13,8 @@ from luce.gguf.reader import open_gguf
 from luce.models.keys import Source
 from luce.models.registry import read_spec
 from luce.models.spec import Dialect, Markers, ReasoningBudget
-from luce.text.reasoning import ReasoningSplitter, reasoning_limit, reasoning_splitter
+from luce.text.chat import ChatFormat
+from luce.text.reasoning import ReasoningSplitter, ReasoningTokens, reasoning_limit, reasoning_splitter
 from luce.text.tokenizer import USER_DEFINED, Tokenizer
 from tests.support.vocabulary import DIRECTORY, NAMES, byte_level, cases, metadata, nfc
 
@@ -112,15 +113,23 @@ def test_the_limit_of_a_family_has_its_ids() -> None:
     vocabulary = Tokenizer(byte_level(visible=("<t>", "</t>")))
     opens, closes = (vocabulary.encode(text, specials=True)[0] for text in ("<t>", "</t>"))
     family = Dialect(Markers("<t>go\n", "</t>"), ReasoningBudget(lead_in="<t>?", lead_out="\n"))
-    found = reasoning_limit(family, vocabulary, [opens, *vocabulary.encode("go\n", specials=False)], 5, 7)
-    assert found is not None
+    found = reasoning_limit(family, vocabulary, ReasoningTokens(opens, closes, inside=True), 5, 7)
     bytes_of = functools.partial(vocabulary.encode, specials=False)
     assert found.opening == (opens, *bytes_of("go\n")) and found.closers == {closes}
     # Only the markers are special tokens.
     assert found.closing == (closes, *bytes_of("\n")) and found.lead_in == tuple(bytes_of("<t>?"))
     assert found.blank == {token for text in " \t\n" for token in bytes_of(text)}
     assert (found.inside, found.budget, found.reply_reserve) == (True, 5, 7)
-    closed = reasoning_limit(family, vocabulary, [opens, closes], None, 0)
-    assert closed is not None and not closed.inside and closed.budget is None
-    assert reasoning_limit(Dialect(), vocabulary, [], 5, 0) is None
-    assert reasoning_limit(Dialect(Markers("<t>", "</u>")), vocabulary, [], 5, 0) is None
+    closed = reasoning_limit(family, vocabulary, ReasoningTokens(opens, closes, inside=False), None, 0)
+    assert not closed.inside and closed.budget is None
+
+
+def test_the_limit_of_a_reply_depends_on_its_prompt() -> None:
+    vocabulary = Tokenizer(byte_level(visible=("<t>", "</t>")))
+    opens, closes = (vocabulary.encode(text, specials=True)[0] for text in ("<t>", "</t>"))
+    chat = ChatFormat(None, vocabulary, Dialect(MARKERS))
+    for prompt, inside in (([opens, 10], True), ([opens, closes], False), ([], False)):
+        found = chat.reasoning_limit(prompt, 5, 0)
+        assert found is not None and found.inside is inside
+    for dialect in (Dialect(), Dialect(Markers("<t>", "</u>"))):
+        assert ChatFormat(None, vocabulary, dialect).reasoning_limit([], 5, 0) is None

@@ -117,3 +117,40 @@ def test_conversations_without_tools_stay_as_they_are() -> None:
     history = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
     for name, template in TEMPLATES.items():
         assert for_template(history, None, format_named(name), template) == (history, None)
+
+
+def test_harmony_gets_reasoning_as_thinking_and_one_call_of_a_message() -> None:
+    """The rendered conversation is written by hand from openai/harmony's docs/format.md."""
+    calls, template = format_named("harmony"), TEMPLATES["harmony"]
+    history = [
+        {"role": "user", "content": "hi"},
+        {**calling(("a", {"n": 1}), ("b", {})), "reasoning_content": "Two."},
+        result("b", "2"),
+        result("a", "1"),
+        {**calling(("c", {}), content="I go on."), "reasoning_content": "More."},
+        result("c", "3"),
+        {"role": "assistant", "content": "Done.", "reasoning_content": "End."},
+    ]
+    found, _ = for_template(history, [], calls, template)
+    text = rendered("harmony", found)
+    assert text[text.index("<|end|>") + len("<|end|>") :] == (
+        "<|start|>user<|message|>hi<|end|>"
+        "<|start|>assistant<|channel|>analysis<|message|>Two.<|end|>"
+        '<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{"n": 1}<|call|>'
+        '<|start|>functions.f to=assistant<|channel|>commentary<|message|>"1"<|end|>'
+        "<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{}<|call|>"
+        '<|start|>functions.f to=assistant<|channel|>commentary<|message|>"2"<|end|>'
+        # The template has one text in front of a call.
+        "<|start|>assistant<|channel|>analysis<|message|>More.\n\nI go on.<|end|>"
+        "<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{}<|call|>"
+        '<|start|>functions.f to=assistant<|channel|>commentary<|message|>"3"<|end|>'
+        "<|start|>assistant<|channel|>final<|message|>Done.<|end|>"
+    )
+
+
+def test_reasoning_keeps_its_name_where_the_template_does_not_read_thinking_alone() -> None:
+    history = [{"role": "assistant", "content": "", "reasoning_content": "So."}]
+    for source in ("{{ m.reasoning_content or m.thinking }}", "{% if thinking %}{{ m.content }}{% endif %}"):
+        assert for_template(history, None, format_named("hermes"), source)[0] == history
+    found, _ = for_template(history, None, format_named("hermes"), "{{ message['thinking'] }}")
+    assert found == [{"role": "assistant", "content": "", "thinking": "So."}]

@@ -13,7 +13,7 @@ from luce.engine.events import Token
 from luce.errors import RequestError, UsageError
 from luce.text.chat import ChatFormat
 from luce.text.effort import EFFORT, NONE, SWITCHES, ReasoningRequest, has_switch
-from luce.text.reasoning import Delta, ReasoningSplitter
+from luce.text.reasoning import Delta, Splitter
 
 _MIB = 2**20
 
@@ -21,7 +21,7 @@ _MIB = 2**20
 class ModelReply(Reply):
     """The reply of a generation. `splitter` separates its reasoning; None: it has none."""
 
-    def __init__(self, generation: Generation, splitter: ReasoningSplitter | None, prompt: int | None) -> None:
+    def __init__(self, generation: Generation, splitter: Splitter | None, prompt: int | None) -> None:
         self._generation = generation
         self._splitter = splitter
         self.prompt = prompt
@@ -95,6 +95,7 @@ class ModelReplier(Replier):
             ids,
             response_format=request.response_format,
             reasoning_budget=model.envelope.budget(asked),
+            split=True,
             on_progress=on_progress,
             **request.sampling,
         )
