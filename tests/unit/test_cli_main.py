@@ -291,9 +291,14 @@ def test_run_without_a_template_continues_the_text(scripted: Any, capsys: pytest
     model = scripted()
     model.chat.template = None
     given: list[Any] = []
-    model.generate = lambda ids, **options: given.append(ids) or ScriptedModel("more").generate(b"[]", **options)
+
+    def generate(ids: Any, *, split: bool, **options: Any) -> Any:
+        given.append((ids, split))
+        return ScriptedModel("more").generate(b"[]", split=True, **options)
+
+    model.generate = generate
     assert main(["run", "x.gguf", "Once upon"]) == 0
-    assert given == ["Once upon"]
+    assert given == [("Once upon", False)]
     assert capsys.readouterr().out == "more\n"
 
 
