@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from luce.text.call_parser import CallParser
-from luce.text.reply_parser import CallArguments, CallEnded, CallStarted, Part, TextPart, joined
+from luce.text.reply_parser import CallArguments, CallEnded, CallStarted, Part, ReplyParser, TextPart, joined
 from tests.support.tool_templates import marks, rendered
 
 #: where the text of an assistant's message begins and ends in the templates of tool_templates
@@ -51,7 +51,7 @@ def read(name: str, text: str, tools: Mapping[str, Any], *, special: bool = True
     return of_parts(fed(found, pieces(name, text, special=special)), found)
 
 
-def of_parts(parts: Sequence[Part], found: CallParser) -> Found:
+def of_parts(parts: Sequence[Part], found: CallParser | ReplyParser) -> Found:
     """Text and calls of the parts; each call has started, has arguments and has ended."""
     text, calls = "", list[tuple[str, Any]]()
     open_name, fragments = "", list[str]()

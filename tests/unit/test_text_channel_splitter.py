@@ -1,20 +1,27 @@
 """luce/text/channel_splitter.py: replies in harmony's format. Expectations are written by hand from openai/harmony's
-docs/format.md, and from what users report that gpt-oss writes instead."""
+docs/format.md, and from what users report that gpt-oss writes instead; those of tests/reference/harmony.json are what
+the library openai-harmony reads."""
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from luce.models.channels import Channels
+from luce.text.call_parser import CallableTools
 from luce.text.channel_splitter import ChannelSplitter, channel_splitter
 from luce.text.chat import ChatFormat
 from luce.text.marks import Marks
-from tests.support.harmony import channels, dialect, marks, tokenizer
+from luce.text.reply_parser import Part, ReasoningPart
+from tests.support.call_parts import Found, of_parts
+from tests.support.harmony import channels, chat, dialect, marks, tokenizer
 from tests.support.tool_templates import byte_tokenizer
+from tests.support.vocabulary import DIRECTORY
 
 PROMPT = "<|start|>assistant"
 ANALYSIS = "<|channel|>analysis<|message|>"
@@ -88,6 +95,33 @@ def split(text: str, prompt: str = PROMPT, *, calls: bool = False, pieces: bool 
 )
 def test_messages_are_reasoning_or_content(text: str, content: str, reasoning: str, pieces: bool) -> None:
     assert split(text, pieces=pieces) == (content, reasoning)
+
+
+def _expected(messages: list[dict[str, Any]]) -> tuple[str, str, list[tuple[str, Any]]]:
+    """Content, reasoning and calls of messages."""
+    texts: dict[bool, list[str]] = {True: [], False: []}
+    calls = []
+    for message in messages:
+        reasons = message["channel"] == "analysis"
+        if message["recipient"] is not None:
+            calls.append((message["recipient"].removeprefix("functions."), json.loads(message["content"])))
+        elif text := message["content"].strip() if reasons else message["content"]:
+            texts[reasons].append(text)
+    return "\n\n".join(texts[False]), "\n\n".join(texts[True]), calls
+
+
+def test_replies_are_read_as_openai_harmony_reads_them() -> None:
+    prompt = tokenizer().encode(PROMPT, specials=True)
+    tools = CallableTools(dict.fromkeys(("get", "get_weather", "a-b_c", "x.y")))
+    for case in json.loads((DIRECTORY / "harmony.json").read_text()):
+        text, parser = chat().reply_text(prompt=prompt, tools=tools), chat().reply_parser(prompt, tools)
+        parts: list[Part] = []
+        for token in tokenizer().encode(case["text"], specials=True):
+            parts += parser.push(token, text.push(token))
+        parts += parser.flush(text.flush())
+        content, reasoning, calls = _expected(case["messages"])
+        assert "".join(part.text for part in parts if isinstance(part, ReasoningPart)) == reasoning
+        assert of_parts(parts, parser) == Found(content, calls)
 
 
 @pytest.mark.parametrize(
