@@ -8,13 +8,14 @@
 Each reply has a schema of its own, from the suite of tests/reference, from DIR (JSON schemas, one a file), or made at
 random; half of them are bodies (`response_format`, strict and not), half calls (`tool_choice` required, named, and auto
 with a bias that brings the call), in each dialect in turn. Half are drafted (`--draft ngram`), half run on one shard,
-half on three. Requests, grammars and responses are those of the server's /v1/chat/completions, at temperature 1. Half
-of the requests have a bias for quotes and brackets, so that more replies end. In dialects that do not write arguments
+half on three. Requests, grammars and responses are those of the server's /v1/chat/completions, at temperature 1. Four
+of five requests have a bias for quotes and brackets, so that more replies end. In dialects that do not write arguments
 as JSON, half of the tools are strict; of the others only the parameters' names are enforced.
 
 The package jsonschema judges. Keywords that a response's request did not enforce (`relaxed`) are taken out before.
 `cut`: the reply came to --max-tokens, and is neither valid nor invalid. `refused`: the request was, by a limit or, if
-strict, for a keyword. Exit code 1 if a reply is invalid; each comes as one line of JSON on stderr.
+strict, for a keyword. Exit code 1 if a reply is invalid; each comes as one line of JSON on stderr. SIGINT and SIGTERM
+end it with a table, in which replies of models that are still loaded are missing.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import multiprocessing
 import queue
 import random
+import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -222,7 +225,7 @@ def schemas_of(path: Path) -> list[_Json]:
         if isinstance(value, dict):
             found.append(value)
     if not found:
-        raise SystemExit(f"check_constrained: --schemas {path}: has no JSON schema")
+        raise ValueError(f"--schemas {path}: has no JSON schema")
     return found
 
 
@@ -349,7 +352,7 @@ class Case:
             body["thinking_token_budget"] = draw.randrange(3)
         if draw.random() < 0.3:
             body["top_k"] = 40
-        bias = dict(_closers(model)) if draw.random() < 0.5 else {}
+        bias = dict(_closers(model)) if draw.random() < 0.8 else {}
         if self.kind.endswith("body"):
             form = {"name": "reply", "schema": self.schema, "strict": self.kind == "strict body"}
             body["response_format"] = {"type": "json_schema", "json_schema": form}
@@ -391,6 +394,17 @@ class Report:
     def add(self, case: Case, outcome: str) -> None:
         """Count one."""
         self.counts[case.run.place, "bodies" if case.kind.endswith("body") else "calls", outcome] += 1
+
+    def merge(self, other: Report) -> None:
+        """Count those of another report too."""
+        self.counts += other.counts
+        self.invalid += other.invalid
+        self.relaxed += other.relaxed
+
+    @property
+    def failed(self) -> bool:
+        """Whether a reply is invalid, or failed."""
+        return bool(self.invalid) or any(key[2].startswith("failed") for key in self.counts)
 
     def total(self, outcome: str) -> int:
         """How many came to this."""
@@ -460,8 +474,9 @@ class _Running:
         return None
 
 
-def generate(run: Run, cases: Sequence[Case], report: Report, *, max_tokens: int, sequences: int) -> None:
+def generate(run: Run, cases: Sequence[Case], max_tokens: int, sequences: int) -> Report:
     """Generate and judge the replies to some requests, `sequences` at a time."""
+    report = Report()
     drafting: _Json = {"draft": "ngram"} if run.drafted else {}
     place = {"target_devices": run.devices, "parallel": sequences, "tool_format": run.dialect}
     with luce.load(run.target, max_ctx=_CONTEXT, cache_ram=0, **place, **drafting) as model:
@@ -474,7 +489,7 @@ def generate(run: Run, cases: Sequence[Case], report: Report, *, max_tokens: int
                 if found is not None:
                     running[case.number] = found
             if not running:
-                return
+                return report
             number, event = events.get(timeout=_TIMEOUT)
             if isinstance(event, Failed):
                 report.add(running.pop(number).case, f"failed ({event.error.code or event.error.type})")
@@ -496,7 +511,7 @@ def _submitted(
         model.engine.submit(
             prompt,
             job.params,
-            output=model.reply_text(job.stops, prompt, tools=job.tools),
+            output=model.reply_text(job.stops, prompt, split=job.chat, tools=job.tools),
             on_event=lambda event: events.put((case.number, event)),
             boundaries=job.boundaries[0],
             reasoning=job.reasoning,
@@ -508,21 +523,12 @@ def _submitted(
     return _Running(case, job, grammar, model)
 
 
-def check(
-    targets: Sequence[Path],
-    count: int,
-    *,
-    seed: int = 0,
-    schemas: Sequence[_Json] = (),
-    max_tokens: int = 200,
-    sequences: int = 16,
-    progress: Callable[[Report], None] = lambda report: None,
-) -> Report:
-    """Generate `count` replies of the targets and judge them."""
+def groups(targets: Sequence[Path], count: int, seed: int, schemas: Sequence[_Json]) -> dict[Run, list[Case]]:
+    """`count` requests to the targets, by where their replies are generated."""
     dialects = [calls.format for calls in TOOL_FORMATS]
     placed = list(itertools.product(targets, DEVICES, (False, True)))
     collections = [found for found in (suite_schemas(), list(schemas)) if found]
-    groups: dict[Run, list[Case]] = {}
+    found: dict[Run, list[Case]] = {}
     for number in range(count):
         # Each place has each kind of request, then each dialect.
         turn, place = divmod(number, len(placed))
@@ -530,12 +536,23 @@ def check(
         draw = random.Random(f"{seed} {number}")
         schema = RandomSchemas(draw).whole() if draw.random() < 0.5 else draw.choice(draw.choice(collections))
         run = Run(*placed[place], dialect)
-        groups.setdefault(run, []).append(Case(number, KINDS[turn % len(KINDS)], schema, run))
-    report = Report()
-    for run, cases in groups.items():
-        generate(run, cases, report, max_tokens=max_tokens, sequences=sequences)
-        progress(report)
-    return report
+        found.setdefault(run, []).append(Case(number, KINDS[turn % len(KINDS)], schema, run))
+    return found
+
+
+def reports(work: Sequence[tuple[Run, list[Case], int, int]], jobs: int) -> Iterator[Report]:
+    """The reports of some calls of `generate`, as they come from `jobs` processes."""
+    if jobs == 1:
+        yield from itertools.starmap(generate, work)
+        return
+    # The terminal sends SIGINT to all processes, and this one ends the others.
+    ignored = (signal.SIGINT, signal.SIG_IGN)
+    with multiprocessing.get_context("spawn").Pool(jobs, signal.signal, ignored) as pool:
+        yield from pool.imap_unordered(_generated, work)
+
+
+def _generated(arguments: tuple[Run, list[Case], int, int]) -> Report:
+    return generate(*arguments)
 
 
 def show(report: Report) -> None:
@@ -561,28 +578,32 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of schemas and replies, default 0")
     parser.add_argument("--schemas", type=Path, metavar="PATH", help="a JSON schema, or a directory of them")
     parser.add_argument("--max-tokens", type=int, default=200, help="of a reply, default 200")
-    parser.add_argument("--sequences", type=int, default=16, help="replies at a time, default 16")
+    parser.add_argument("--sequences", type=int, default=16, help="replies at a time in a process, default 16")
+    parser.add_argument("--jobs", type=int, default=1, help="processes, default 1")
     arguments = parser.parse_args()
 
-    def progress(report: Report) -> None:
-        print(f"\r{report.counts.total()} of {arguments.count}", end="", file=sys.stderr, flush=True)
+    def ended(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
 
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, ended)
+    report = Report()
     try:
         schemas = schemas_of(arguments.schemas) if arguments.schemas else []
-        report = check(
-            arguments.targets,
-            arguments.count,
-            seed=arguments.seed,
-            schemas=schemas,
-            max_tokens=arguments.max_tokens,
-            sequences=arguments.sequences,
-            progress=progress if sys.stderr.isatty() else lambda report: None,
-        )
+        found = groups(arguments.targets, arguments.count, arguments.seed, schemas)
+        work = [(run, cases, arguments.max_tokens, arguments.sequences) for run, cases in found.items()]
+        for part in reports(work, arguments.jobs):
+            report.merge(part)
+            if sys.stderr.isatty():
+                print(f"\r{report.counts.total()} of {arguments.count}", end="", file=sys.stderr, flush=True)
     except (LuceError, OSError, ValueError) as error:
         print(f"check_constrained: {error}", file=sys.stderr)
         return 2
+    except SystemExit as killed:
+        show(report)
+        return 1 if report.failed else int(killed.code or 0)
     show(report)
-    return 1 if report.invalid or any(key[2].startswith("failed") for key in report.counts) else 0
+    return 1 if report.failed else 0
 
 
 if __name__ == "__main__":

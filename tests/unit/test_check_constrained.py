@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ import jsonschema
 import pytest
 
 from tools import check_constrained
-from tools.check_constrained import RandomSchemas, error_of, without
+from tools.check_constrained import Case, RandomSchemas, Report, Run, error_of, without
 
 
 @pytest.mark.parametrize(
@@ -72,7 +75,7 @@ def test_random_schemas_are_schemas_and_differ() -> None:
 def test_replies(tmp_path: Path) -> None:
     schema = tmp_path / "one.json"
     schema.write_text('{"type": "object", "properties": {"n": {"enum": [1, null]}}, "required": ["n"]}')
-    options = ["-n", "48", "--schemas", str(schema), "--max-tokens", "60", "--seed", "3"]
+    options = ["-n", "48", "--schemas", str(schema), "--max-tokens", "60", "--seed", "3", "--jobs", "2"]
     command = [sys.executable, check_constrained.__file__, *options]
     ran = subprocess.run(command, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr
@@ -85,3 +88,30 @@ def test_replies(tmp_path: Path) -> None:
 def test_mistakes_end_in_one_line(what: list[str]) -> None:
     ran = subprocess.run([sys.executable, check_constrained.__file__, *what], capture_output=True, text=True)
     assert ran.returncode and ran.stderr.startswith("check_constrained: ") and ran.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("outcome", "code"), [("valid", 143), ("failed (x)", 1)])
+def test_a_signal_ends_with_the_table(
+    outcome: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[Run] = []
+
+    def generate(run: Run, cases: Sequence[Case], max_tokens: int, sequences: int) -> Report:
+        calls.append(run)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        report = Report()
+        for case in cases:
+            report.add(case, outcome)
+        return report
+
+    monkeypatch.setattr(check_constrained, "generate", generate)
+    monkeypatch.setattr(sys, "argv", ["check_constrained", "-n", "16"])
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        assert check_constrained.main() == code
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert len(calls) == 3
+    assert "\n4 replies, 0 invalid; " in capsys.readouterr().out
