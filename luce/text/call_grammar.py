@@ -49,13 +49,16 @@ class CallRules:
     def __init__(self, form: CallFormat, cut: Cut) -> None:
         self._form = form
         self._calls = form.calls
-        self._spellings = (form.calls, *(calls for calls in form.calls.accepts if calls.written))
         self._cut = cut
         first = next(cut(form.calls.trigger), (None, ""))
         #: the special token that is the trigger
         self.trigger = first[0] if first[1] == form.calls.trigger else None
         #: whether the trigger is text alone, so that free text could hold it
         self._spelled = all(token is None for token, _ in cut(form.calls.trigger))
+        # In a vocabulary without the special tokens a reply has no channels, and the white space that begins another
+        # spelling's trigger is lost behind the reasoning.
+        others = (calls for calls in form.calls.accepts if calls.written and not self._spelled)
+        self._spellings = (form.calls, *others)
         self.relaxed: list[str] = []
         self._tools = [_Tool(tool, self._plain(tool)) for tool in form.tools]
 
@@ -68,7 +71,7 @@ class CallRules:
         except SchemaError as error:
             if tool.strict:
                 raise SchemaError(tool.param + error.path, str(error), str(error.code)) from None
-            self.relaxed.append(tool.param + error.path)
+            self.relaxed.append(tool.param)
             return _any_object()
         self.relaxed += [tool.param + path for path in plain.relaxed]
         schema = plain.schema

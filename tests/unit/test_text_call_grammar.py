@@ -129,7 +129,9 @@ def test_what_templates_print_is_allowed(name: str, special: bool) -> None:
     assert grammar.relaxed == ()
     for some in (calls, calls[-1:], [("stop", {})]):
         text = text_of(name, some)
-        assert accepts(byte_tokenizer(name, special=special), grammar.constraint(), text), text
+        # Without its special tokens a reply of harmony has one spelling alone, which is not the template's.
+        allowed = special or name != "harmony"
+        assert accepts(byte_tokenizer(name, special=special), grammar.constraint(), text) is allowed, text
 
 
 @pytest.mark.parametrize("special", [True, False])
@@ -235,7 +237,8 @@ def test_a_reply_is_calls_or_the_format() -> None:
         ({"type": "object", "properties": 5}, ".properties"),
         ({"type": "string"}, ""),
         ({"$ref": "#/nowhere"}, ".$ref"),
-        ({"type": "object", "properties": {"a": {"$ref": "#"}}, "$ref": "#"}, ".$ref"),
+        # No part of it is left.
+        ({"type": "object", "properties": {"a": {"$ref": "#"}}, "$ref": "#"}, ""),
         (
             {"type": "object", "properties": {"a": {"type": "integer", "multipleOf": 999983}}},
             ".properties.a.multipleOf",
