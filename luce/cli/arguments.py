@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
+from typing import Any
 
 from luce.config.flags import add_flags
 from luce.config.resolve import resolve
@@ -42,5 +43,10 @@ def add_settings(parser: argparse.ArgumentParser, groups: Iterable[str]) -> None
 
 def settings(arguments: argparse.Namespace) -> Config:
     """The Config of a parsed command line. Raises UsageError that holds every problem found."""
+    return resolve(given(arguments))
+
+
+def given(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The settings that flags of a parsed command line give."""
     names = {*FIELDS, "config"}
-    return resolve({k: v for k, v in vars(arguments).items() if k in names})
+    return {k: v for k, v in vars(arguments).items() if k in names}

@@ -9,24 +9,30 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import faulthandler
 import logging
 import signal
 import socket
-import threading
-from collections.abc import Awaitable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from luce import log
 from luce.api import Model
 from luce.assembly import device_memory, open_model
-from luce.cli.arguments import LOADED, add_model, add_settings, settings
-from luce.config.settings import Config
+from luce.cli.arguments import LOADED, MODEL_HELP, add_settings, given, settings
+from luce.config.model_tables import ModelTable, read_tables
+from luce.config.resolve import config_file, resolve
+from luce.config.settings import Config, flag
 from luce.errors import UsageError
+from luce.hub.installed import gguf_models
 from luce.hub.lookup import resolve_model
 from luce.server.app import start
 from luce.server.auth import is_loopback
+from luce.server.model_pool import ModelEntry, ModelPool
 from luce.server.sdnotify import Notifier
 from luce.server.sockets import inherited, listen, url
 from luce.server.state import Server
@@ -46,13 +52,20 @@ SETTINGS = (*LOADED, "sampling", "reasoning", "server", "log")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """MODEL and the flags of the settings."""
-    add_model(parser)
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        help=f"{MODEL_HELP}; not needed with --models-dir, or tables [models.NAME] in the file of --config",
+    )
+    parser.set_defaults(behind_flags="model")
     add_settings(parser, SETTINGS)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal; the exit status is 0 after an orderly stop. Raises LuceError if the server cannot start."""
     config = settings(arguments)
+    entries = model_entries(arguments.model, given(arguments), config)
     writer = log.configure(config.log_level, as_json=config.log_json)
     # A signal such as SIGBUS or SIGSEGV ends the process: its name and the threads' stacks are the log's last lines.
     faulthandler.enable(2)
@@ -60,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
         sockets = inherited() or listen(config.host, config.port)
         notifier = Notifier()
         try:
-            asyncio.run(_Service(config, arguments.model, notifier, sockets).main())
+            asyncio.run(_Service(config, entries, notifier, sockets).main())
         finally:
             notifier.close()
     finally:
@@ -68,13 +81,69 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def model_entries(model: str | None, flags: Mapping[str, Any], config: Config) -> list[ModelEntry]:
+    """The models of a server: MODEL, which is pinned, those of the tables of the TOML file, and those of --models-dir.
+
+    Raises UsageError if there is none, if two have the same name, or if a setting of one is wrong.
+    """
+    path = config_file(flags)
+    tables = [] if path is None else read_tables(path)
+    if config.models_dir is not None:
+        tables += _in_directory(config.models_dir)
+    if model is not None and not tables:
+        return [ModelEntry(model, model, config, pinned=True, named=False)]
+    entries = []
+    if model is not None:
+        name = config.alias[0] if config.alias else Path(model).stem if model.endswith(".gguf") else model
+        own = config if config.alias else dataclasses.replace(config, alias=(name,))
+        entries.append(ModelEntry(name, model, own, pinned=True))
+    for table in tables:
+        own = resolve(flags, table=(table.settings, table.origin))
+        entries.append(ModelEntry(table.name, table.model, own, pinned=table.pinned, ttl=table.ttl))
+    if not entries:
+        raise UsageError("MODEL: missing; give a model, --models-dir, or tables [models.NAME]", param="model")
+    names = [name for entry in entries for name in entry.names]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UsageError(f"two models have the name {twice}", param="models")
+    return entries
+
+
+def _in_directory(folder: Path) -> list[ModelTable]:
+    """The models of --models-dir, by the names of their files."""
+    found = gguf_models(folder)
+    if not found:
+        raise UsageError(f"{flag('models_dir')} {folder}: holds no GGUF file", param="models_dir")
+    return [
+        ModelTable(name, str(path), settings={"alias": [name]}, origin=f"{flag('models_dir')} {folder}: {name}")
+        for name, path in found
+    ]
+
+
+def _open(entry: ModelEntry, progress: Callable[[float], None]) -> Model:
+    """The model of an entry, ready for requests."""
+    path = resolve_model(entry.source, memory=partial(device_memory, entry.config))
+    model = open_model(path, entry.config, progress)
+    # The first token builds kernels and graphs; clients that wait for READY do not wait for that.
+    model.warm_up()
+    return model
+
+
+def _wait_idle(models: Sequence[Model], seconds: float) -> None:
+    """Wait until all sequences of the models have ended, for at most so many seconds."""
+    end = time.monotonic() + seconds
+    for model in models:
+        model.engine.wait_idle(max(0.0, end - time.monotonic()))
+
+
 class _Service:
-    def __init__(self, config: Config, name: str, notifier: Notifier, sockets: Sequence[socket.socket]) -> None:
+    def __init__(
+        self, config: Config, entries: Sequence[ModelEntry], notifier: Notifier, sockets: Sequence[socket.socket]
+    ) -> None:
         self._config = config
-        self._name = name
         self._notifier = notifier
         self._sockets = sockets
-        self._server = Server(config)
+        self._pool = ModelPool(entries, _open, max_loaded=config.max_loaded_models, wait=config.load_wait)
+        self._server = Server(config, self._pool)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def main(self) -> None:
@@ -87,78 +156,73 @@ class _Service:
         server = self._server
         runner = await start(server, self._sockets)
         try:
-            devices = self._config.target_devices or (self._config.target_device,)
-            log.event(_log, "loading", model=self._name, devices=",".join(devices))
             for sock in self._sockets:
                 log.event(_log, "listening", url=url(sock))
             if not server.keys.required:
                 for host in self._config.host:
                     if not is_loopback(host):
                         _log.warning("--host %s: other machines can use this server without an API key", host)
-            server.model = await self._load()
-            if server.model is not None:
-                self._ready(server.model)
+            if await self._load():
+                self._ready()
                 await self._stop.wait()
-                await self._drain(server.model)
+                await self._drain()
         finally:
             server.draining = True
             await runner.cleanup()
-            if server.model is not None:
-                await asyncio.to_thread(server.model.close)
+            await self._pool.close()
             server.close()
             for task in self._tasks:
                 task.cancel()
 
-    async def _load(self) -> Model | None:
-        """The model, loaded and warmed up; None if a signal came first."""
-        loaded: asyncio.Future[Model] = asyncio.get_running_loop().create_future()
-        # Not in the loop's executor: loading cannot be interrupted, and the process must be able to end during it.
-        threading.Thread(target=self._load_thread, args=(loaded,), name="luce-load", daemon=True).start()
-        stopped = asyncio.ensure_future(self._stop.wait())
-        try:
-            while not (loaded.done() or stopped.done()):
-                self._notifier.send(STATUS=f"loading {self._name}", EXTEND_TIMEOUT_USEC=_EXTEND_USEC)
-                await asyncio.wait((loaded, stopped), timeout=_STATUS_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            stopped.cancel()
-        return loaded.result() if loaded.done() else None
+    async def _load(self) -> bool:
+        """Load the models of the start; False if a signal came first."""
+        for entry in self._pool.entries:
+            if not entry.pinned:
+                continue
+            devices = entry.config.target_devices or (entry.config.target_device,)
+            log.event(_log, "loading", model=entry.source, devices=",".join(devices))
+            loaded, stopped = asyncio.ensure_future(self._pool.load(entry)), asyncio.ensure_future(self._stop.wait())
+            try:
+                while not (loaded.done() or stopped.done()):
+                    self._notifier.send(STATUS=f"loading {entry.source}", EXTEND_TIMEOUT_USEC=_EXTEND_USEC)
+                    await asyncio.wait((loaded, stopped), timeout=_STATUS_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                stopped.cancel()
+            if not loaded.done():
+                loaded.cancel()
+                return False
+            loaded.result()
+        self._pool.starting = False
+        return True
 
-    def _load_thread(self, loaded: asyncio.Future[Model]) -> None:
-        result: Any
-        try:
-            path = resolve_model(self._name, memory=partial(device_memory, self._config))
-            model = open_model(path, self._config, self._progress)
-            # The first token builds kernels and graphs; clients that wait for READY do not wait for that.
-            model.warm_up()
-            settle, result = loaded.set_result, model
-        except BaseException as error:
-            settle, result = loaded.set_exception, error  # type: ignore[assignment]
-        # The loop is closed if a signal has ended the process meanwhile.
-        with contextlib.suppress(RuntimeError):
-            loaded.get_loop().call_soon_threadsafe(settle, result)
-
-    def _progress(self, share: float) -> None:
-        self._server.progress = share
-
-    def _ready(self, model: Model) -> None:
-        for shard in model.placement:
-            first, last = shard["layers"]
-            sizes = {name: shard[name] for name in ("weights", "state", "activation_bytes_per_token")}
-            log.event(_log, "shard", device=shard["device"], layers=f"{first}..{last}", **sizes)
-        log.event(_log, "ready", model=model.name, context=model.context)
-        self._notifier.send(READY=1, STATUS=f"serving {model.name}")
+    def _ready(self) -> None:
+        for entry in self._pool.loaded():
+            assert entry.model is not None
+            for shard in entry.model.placement:
+                first, last = shard["layers"]
+                sizes = {name: shard[name] for name in ("weights", "state", "activation_bytes_per_token")}
+                log.event(_log, "shard", device=shard["device"], layers=f"{first}..{last}", **sizes)
+            log.event(_log, "ready", model=entry.model.name, context=entry.model.context)
+        default = self._pool.default
+        name = default.names[0]
+        if self._pool.several:
+            log.event(_log, "models", count=len(self._pool.entries), default=name)
+        self._notifier.send(READY=1, STATUS=f"serving {name}")
         if self._notifier.watchdog:
-            self._spawn(self._notifier.feed_watchdog(lambda: model.engine.stats().stalled))
+            self._spawn(self._notifier.feed_watchdog(self._server.stalled))
 
-    async def _drain(self, model: Model) -> None:
+    async def _drain(self) -> None:
         server = self._server
         server.draining = True
-        running = model.engine.stats().running
+        models = [entry.model for entry in self._pool.loaded() if entry.model is not None]
+        running = sum(model.engine.stats().running for model in models)
         log.event(_log, "draining", running=running)
         self._notifier.send(STOPPING=1, STATUS=f"draining {running} requests")
-        model.engine.drain()
-        await self._wait_unless_forced(asyncio.to_thread(model.engine.wait_idle, self._config.drain_seconds))
-        model.engine.stop_running()
+        for model in models:
+            model.engine.drain()
+        await self._wait_unless_forced(asyncio.to_thread(_wait_idle, models, self._config.drain_seconds))
+        for model in models:
+            model.engine.stop_running()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_FLUSH_SECONDS):
                 await self._wait_unless_forced(server.idle.wait())
@@ -179,7 +243,7 @@ class _Service:
             _log.info("API keys reloaded")
         except UsageError as error:
             _log.error("API keys not reloaded: %s", error)
-        if self._server.model is not None:
+        if not self._pool.starting:
             self._notifier.send(READY=1)
 
     def _on_stop(self) -> None:

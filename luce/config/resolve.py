@@ -49,22 +49,34 @@ def _meant(name: str, name_of: Callable[[str], str]) -> str:
     return nearest(name, FIELDS, lambda found: name_of(found).rpartition(": ")[2])
 
 
+def config_file(given: Mapping[str, Any], env: Mapping[str, str] | None = None) -> Path | None:
+    """The TOML file of the settings, None if there is none."""
+    path = given.get("config") or (variables() if env is None else env).get("LUCE_CONFIG")
+    return Path(path) if path else None
+
+
 def resolve(
-    given: Mapping[str, Any], *, spell: Callable[[str], str] = flag, env: Mapping[str, str] | None = None
+    given: Mapping[str, Any],
+    *,
+    spell: Callable[[str], str] = flag,
+    env: Mapping[str, str] | None = None,
+    table: tuple[Mapping[str, Any], str] | None = None,
 ) -> Config:
     """The Config from flags or keywords, environment and file. Raises one UsageError that holds every problem found.
 
-    `spell` is the name of a field in messages: a flag by default, the bare keyword for luce.load.
+    `spell` is the name of a field in messages: a flag by default, the bare keyword for luce.load. `table`: settings of
+    one model of a server, which are stronger than all others, and where they come from.
     """
     env = variables() if env is None else env
     given = dict(given)
     problems: list[str] = []
     params: list[str] = []
     layers: list[tuple[dict[str, Any], Callable[[str], str]]] = []
-    path = given.pop("config", None) or env.get("LUCE_CONFIG")
+    path = config_file(given, env)
+    given.pop("config", None)
     if path:
         try:
-            content = {key.replace("-", "_"): value for key, value in read_file(Path(path)).items()}
+            content = {key.replace("-", "_"): value for key, value in read_file(path).items() if key != "models"}
             layers.append((content, lambda name: f"{path}: {name}"))
         except UsageError as error:
             problems.append(str(error))
@@ -80,6 +92,9 @@ def resolve(
         )
     )
     layers.append((given, spell))
+    if table is not None:
+        settings, origin = table
+        layers.append((dict(settings), lambda name: f"{origin}.{name}"))
     values: dict[str, Any] = {}
     spelled: dict[str, str] = {}
     for content, name_of in layers:

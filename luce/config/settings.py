@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from luce.config.field import SamplingDefaults, setting
+from luce.config.field import setting
+from luce.config.pool_settings import PoolSettings
 from luce.config.sampling import SamplingParams
 from luce.config.values import (
     choice,
@@ -52,7 +53,7 @@ _CACHE_TYPES = ("auto", "f16", "bf16", "q8_0", "q4_0")
 
 
 @dataclass(frozen=True)
-class Config(SamplingDefaults):
+class Config(PoolSettings):
     """All settings. Sizes are in the unit that the help text names."""
 
     target_device: str = setting(
@@ -423,7 +424,6 @@ class Config(SamplingDefaults):
         metavar="NAME[,NAME...]",
         group="server",
     )
-    strict_model: bool = setting(False, text, "answer 404 to requests that name another model", group="server")
     api_key: tuple[str, ...] = setting(
         (),
         names,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +62,17 @@ def find(name: RepositoryName) -> Path | None:
         if models and (len(models) == 1 or not name.wanted):
             return folder / models[0].files[0]
     return None
+
+
+def gguf_models(folder: Path) -> list[tuple[str, Path]]:
+    """The models below a folder: a name, the path without its ending, and the first file."""
+    found = []
+    for model in variants(_sizes(folder)):
+        stem = model.files[0][: -len(".gguf")]
+        if len(model.files) > 1:
+            stem = stem.rpartition("-of-")[0].rpartition("-")[0]
+        found.append((re.sub(r"[\s,]+", "-", stem), folder / model.files[0]))
+    return found
 
 
 def _sizes(folder: Path) -> dict[str, int]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import replace
 
 import msgspec
@@ -21,7 +22,8 @@ from luce.server.metrics import Metrics
 from luce.server.prepare import Job
 from luce.server.replies import Replies
 from luce.server.response import ResponseBuilder
-from luce.server.state import CALL, SERVER, Result, Server
+from luce.server.schema import named_model
+from luce.server.state import CALL, SERVER, Result, Server, check_devices
 from luce.server.stream import ClientGoneError, EventStream
 from luce.text.grammar import WantedReply
 from luce.text.reply_parser import Part
@@ -36,8 +38,15 @@ async def answer(
 ) -> web.StreamResponse:
     """The response to a request. `prepare` makes the job of a body, on a worker thread."""
     server = request.app[SERVER]
-    server.serving_model()
-    job, model = await prepared(request, prepare, server.serving_model)
+    async with received(request, devices=True) as (body, model):
+        job = await prepared(request, prepare, body, model)
+        return await _answer(request, server, job, model, builder_type)
+
+
+async def _answer(
+    request: web.Request, server: Server, job: Job, model: Model, builder_type: type[ResponseBuilder]
+) -> web.StreamResponse:
+    """The response to a job."""
     server.metrics.unknown_fields.inc(job.unknown_fields)
     server.metrics.skipped_tools.inc(job.skipped_tools)
     job = await _with_grammar(job, model, server.metrics)
@@ -75,17 +84,34 @@ async def _with_grammar(job: Job, model: Model, metrics: Metrics) -> Job:
     return replace(job, grammar=grammar)
 
 
+@contextlib.asynccontextmanager
+async def received(request: web.Request, *, devices: bool) -> AsyncIterator[tuple[bytes, Model]]:
+    """The body of a request and the model that it names, which is loaded if needed and stays until the block ends.
+    `devices`: the request needs those of the model.
+
+    Raises UnavailableError, NotFoundError for an unknown model, and what the load and luce.server.body.read_body raise.
+    """
+    server = request.app[SERVER]
+    server.check_open(devices=devices)
+    body = await read_body(request, server)
+    server.check_open()
+    name = await server.work(named_model, body) if server.pool.several else None
+    async with server.pool.lease(server.pool.entry(name)) as model:
+        if devices:
+            check_devices(model)
+        yield body, model
+
+
 async def prepared(
     request: web.Request,
     prepare: Callable[[bytes, Mapping[str, str], Model, Callable[[], bool]], Awaitable[Result]],
-    model: Callable[[], Model],
-) -> tuple[Result, Model]:
-    """What `prepare` makes of the body, on a worker thread, and the model; `model` is called when the body is there."""
-    body = await read_body(request, request.app[SERVER])
-    found = model()
+    body: bytes,
+    model: Model,
+) -> Result:
+    """What `prepare` makes of a body, on a worker thread."""
     left = threading.Event()
     try:
-        return await prepare(body, request.headers, found, left.is_set), found
+        return await prepare(body, request.headers, model, left.is_set)
     finally:
         # A client that has left cancels this task, not the thread.
         left.set()

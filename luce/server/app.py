@@ -55,7 +55,7 @@ _NOT_SERVED = (
 
 
 def create_app(server: Server) -> web.Application:
-    """The application. It answers at once: until `server.model` is set, requests get 503."""
+    """The application. It answers at once: until the models of the start are loaded, requests get 503."""
     app = web.Application(middlewares=[_guard], client_max_size=server.config.max_body_mib << 20)
     app[SERVER] = server
     app.on_response_prepare.append(_add_headers)
@@ -82,6 +82,8 @@ def create_app(server: Server) -> web.Application:
         add("POST", version + "/apply-template", tokens.apply_template)
         app.router.add_get(version + "/models", status.models)
         app.router.add_get(version + "/models/{id:.+}", status.model_card)
+        add("POST", version + "/models/load", status.load)
+        add("POST", version + "/models/unload", status.unload)
         app.router.add_get(version + "/cache", cache.listing)
         add("DELETE", version + "/cache", cache.purge)
         for path in _NOT_SERVED:

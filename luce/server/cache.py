@@ -8,31 +8,21 @@ from typing import Any
 from aiohttp import web
 
 from luce.api import Model
-from luce.server.state import SERVER, Server
+from luce.server.state import admins_server
 from luce.server.status import json_response
 
 
 async def listing(request: web.Request) -> web.Response:
     """GET /v1/cache: every checkpoint, and the counters of both tiers."""
-    server = _admins_server(request)
-    return json_response(await server.work(_listing, server.ready_model()))
+    server = admins_server(request)
+    return json_response(await server.work(_listing, server.shown_model(request.query.get("model"))))
 
 
 async def purge(request: web.Request) -> web.Response:
     """DELETE /v1/cache: remove all checkpoints, in memory and on the disk."""
-    server = _admins_server(request)
-    removed = await server.work(_forget, server.ready_model())
+    server = admins_server(request)
+    removed = await server.work(_forget, server.shown_model(request.query.get("model")))
     return json_response({"object": "cache.deleted", "deleted": True, "removed": removed})
-
-
-def _admins_server(request: web.Request) -> Server:
-    """The server. Raises ForbiddenError unless the request is an admin's."""
-    server = request.app[SERVER]
-    server.keys.check_admin(request.headers, request.remote or "")
-    if not server.keys.required:
-        # A page of another site reaches an address that is not loopback's under its own name.
-        server.host_check.check_admin(request.headers.get("Host"))
-    return server
 
 
 def _forget(model: Model) -> int:

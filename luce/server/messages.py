@@ -10,7 +10,7 @@ from functools import partial
 from aiohttp import web
 
 from luce.api import Model
-from luce.server.answer import answer, prepared
+from luce.server.answer import answer, prepared, received
 from luce.server.chat_prompt import chat_prompt
 from luce.server.errors import invalid
 from luce.server.messages_chat import Translated, translated
@@ -42,8 +42,8 @@ async def messages(request: web.Request) -> web.StreamResponse:
 async def count_tokens(request: web.Request) -> web.Response:
     """POST /v1/messages/count_tokens: the tokens of the prompt that /v1/messages would read. Needs no device."""
     server = request.app[SERVER]
-    server.ready_model()
-    count, _ = await prepared(request, partial(server.chat_work, token_count), server.ready_model)
+    async with received(request, devices=False) as (body, model):
+        count = await prepared(request, partial(server.chat_work, token_count), body, model)
     return json_response({"input_tokens": count})
 
 

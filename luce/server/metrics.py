@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -11,7 +11,6 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from luce.api import Model
-from luce.engine.engine_options import EngineStats
 from luce.engine.masks import MaskStats
 from luce.engine.speculate import DraftStats
 from luce.kvcache.disk.stats import DiskStats
@@ -24,12 +23,10 @@ _TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0
 
 
 class Metrics:
-    """The server's counters, and collectors that read those of the engine (`stats`) and of the shards (`model`).
+    """The server's counters, and a collector that reads those of the engines and of the shards of the loaded models:
+    (name, or None where there is only one; model)."""
 
-    Both functions return None until the model is loaded.
-    """
-
-    def __init__(self, stats: Callable[[], EngineStats | None], model: Callable[[], Model | None]) -> None:
+    def __init__(self, models: Callable[[], Sequence[tuple[str | None, Model]]]) -> None:
         registry = self._registry = CollectorRegistry()
         self.requests = Counter(
             "luce_requests", "Requests answered, by route and status.", ("endpoint", "status"), registry=registry
@@ -84,23 +81,37 @@ class Metrics:
             "Tool calls of replies that were malformed: text in the response, or cut.",
             registry=registry,
         )
-        registry.register(_EngineCollector(stats))
-        registry.register(_CompilerCollector(model))
-        registry.register(_ShardCollector(model))
+        registry.register(_ModelsCollector(models))
 
     def text(self) -> bytes:
         """All metrics in the Prometheus text format. Any thread may call it."""
         return generate_latest(self._registry)
 
 
-class _EngineCollector(Collector):
-    def __init__(self, stats: Callable[[], EngineStats | None]) -> None:
-        self._stats = stats
+class _ModelsCollector(Collector):
+    """The metrics of each model; with the label `model` where there are several."""
+
+    def __init__(self, models: Callable[[], Sequence[tuple[str | None, Model]]]) -> None:
+        self._models = models
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._stats()
-        if stats is None:
-            return
+        families: dict[str, Metric] = {}
+        for name, model in self._models():
+            for part in (_EngineCollector(model), _CompilerCollector(model), _ShardCollector(model)):
+                for metric in part.collect():
+                    family = families.setdefault(metric.name, metric)
+                    if name is not None:
+                        own = [sample._replace(labels={**sample.labels, "model": name}) for sample in metric.samples]
+                        family.samples = own if family is metric else [*family.samples, *own]
+        yield from families.values()
+
+
+class _EngineCollector:
+    def __init__(self, model: Model) -> None:
+        self._model = model
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._model.engine.stats()
         yield GaugeMetricFamily("luce_queued_sequences", "Sequences that wait for a slot.", stats.waiting)
         slots = GaugeMetricFamily("luce_slots", "Slots for sequences, by state.", labels=["state"])
         slots.add_metric(["busy"], stats.running)
@@ -242,15 +253,12 @@ def _tiers(
     return metric
 
 
-class _CompilerCollector(Collector):
-    def __init__(self, model: Callable[[], Model | None]) -> None:
+class _CompilerCollector:
+    def __init__(self, model: Model) -> None:
         self._model = model
 
     def collect(self) -> Iterator[Metric]:
-        model = self._model()
-        if model is None:
-            return
-        stats = model.grammars.stats()
+        stats = self._model.grammars.stats()
         seconds = HistogramMetricFamily("luce_grammar_compile_seconds", "Seconds that a grammar took to compile.")
         seconds.add_metric((), _buckets(stats.seconds), stats.seconds.total)
         yield seconds
@@ -258,14 +266,12 @@ class _CompilerCollector(Collector):
         yield CounterMetricFamily("luce_grammar_cache_misses", "Grammars that had to be compiled.", stats.misses)
 
 
-class _ShardCollector(Collector):
-    def __init__(self, model: Callable[[], Model | None]) -> None:
+class _ShardCollector:
+    def __init__(self, model: Model) -> None:
         self._model = model
 
     def collect(self) -> Iterator[Metric]:
-        model = self._model()
-        if model is None:
-            return
+        model = self._model
         work = HistogramMetricFamily(
             "luce_shard_seconds",
             "Seconds that a shard's device computed for one step or microbatch.",

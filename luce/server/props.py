@@ -32,7 +32,9 @@ async def props(request: web.Request) -> web.Response:
     """GET /props. Only callers with a key, or on this machine, get paths of files."""
     server = request.app[SERVER]
     paths = server.keys.required or is_loopback(request.remote or "")
-    return json_response(_props(server.ready_model(), server, request.app[ENDPOINTS], paths=paths))
+    return json_response(
+        _props(server.shown_model(request.query.get("model")), server, request.app[ENDPOINTS], paths=paths)
+    )
 
 
 def _props(model: Model, server: Server, endpoints: tuple[str, ...], *, paths: bool) -> dict[str, Any]:

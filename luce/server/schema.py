@@ -250,6 +250,17 @@ def decode(body: bytes, kind: type[Body]) -> tuple[Body, int]:
         raise _refusal(error, "") from None
 
 
+class NamedModel(msgspec.Struct):
+    """The field of all bodies that picks the model."""
+
+    model: str | None = None
+
+
+def named_model(body: bytes) -> str | None:
+    """The model that a body names. Raises as `decode`."""
+    return decode(body, NamedModel)[0].model
+
+
 def converted(value: Any, kind: type[Body], where: str) -> Body:
     """A decoded JSON value of the field `where`, checked. Raises RequestError with `param`."""
     try:

@@ -14,7 +14,7 @@ from luce.server.status import json_response
 
 async def slots(request: web.Request) -> web.Response:
     """GET /slots; with `fail_on_no_slot=1` 503 if no slot is free."""
-    model = request.app[SERVER].ready_model()
+    model = request.app[SERVER].shown_model(request.query.get("model"))
     stats, busy = model.engine.stats(), {slot.slot: slot for slot in model.engine.slots()}
     if request.query.get("fail_on_no_slot") == "1" and len(busy) >= stats.slots:
         raise UnavailableError("no slot is free", code="no_slot")

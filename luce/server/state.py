@@ -14,10 +14,10 @@ from aiohttp import web
 
 from luce.api import Model
 from luce.config.settings import Config
-from luce.engine.engine_options import EngineStats
 from luce.errors import UnavailableError
 from luce.server.auth import Cors, HostCheck, Keys
 from luce.server.metrics import Metrics
+from luce.server.model_pool import ModelEntry, ModelPool
 
 Result = TypeVar("Result")
 
@@ -41,17 +41,16 @@ class Call:
 
 
 class Server:
-    """One per process. `model` is None until it is loaded; `draining` refuses new work. Used on the event loop."""
+    """One per process. `draining` refuses new work. Used on the event loop."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, pool: ModelPool | None = None) -> None:
+        """Without `pool` the server has one model, which the caller sets."""
         self.config = config
+        self.pool = ModelPool([ModelEntry("", "", config, named=False)]) if pool is None else pool
         self.keys = Keys(config)
         self.host_check = HostCheck(config)
         self.cors = Cors(config, keyed=self.keys.required)
-        self.model: Model | None = None
-        #: share of the model that is loaded; the loading thread writes it
-        self.progress = 0.0
-        self.metrics = Metrics(self.stats, lambda: self.model)
+        self.metrics = Metrics(self._measured)
         self.draining = False
         self.started = int(time.time())
         #: requests whose handler has not returned; `idle` is set while there are none
@@ -62,38 +61,59 @@ class Server:
         self._chat_pool = ThreadPoolExecutor(_WORKERS, "luce-chat")
         self._text_pool = ThreadPoolExecutor(_WORKERS, "luce-text")
 
-    def ready_model(self) -> Model:
-        """The model. Raises UnavailableError while loading or draining."""
+    @property
+    def model(self) -> Model | None:
+        """The model of requests that name none; None while it is not loaded."""
+        return self.pool.default.model
+
+    @model.setter
+    def model(self, model: Model) -> None:
+        self.pool.default.model, self.pool.default.state = model, "loaded"
+        self.pool.starting = False
+
+    def check_open(self, *, devices: bool = False) -> None:
+        """Raises UnavailableError while the server starts or drains. `devices`: also if the only model has lost a shard
+        for good."""
         if self.draining:
             raise UnavailableError("the server is shutting down", code="draining")
-        if self.model is None:
+        if self.pool.starting:
             raise UnavailableError("the model is being loaded")
-        return self.model
+        if devices and not self.pool.several and self.model is not None:
+            check_devices(self.model)
 
-    def serving_model(self) -> Model:
-        """The model, for requests that need its devices. Also raises UnavailableError if a shard is lost for good."""
-        model = self.ready_model()
-        if why := model.down():
-            raise UnavailableError(why, code="shard_lost")
-        return model
+    def shown_model(self, name: str | None) -> Model:
+        """A loaded model, for requests that ask about it: that of a name, or without one the default, else the last
+        used. Raises UnavailableError if it is not loaded, or while the server starts or drains, and NotFoundError."""
+        self.check_open()
+        entry = self.pool.entry(name)
+        if entry.model is None and name is None and (loaded := self.pool.loaded()):
+            entry = loaded[0]
+        if entry.model is None:
+            raise UnavailableError(f"the model {entry.names[0]} is not loaded", code="not_loaded")
+        return entry.model
 
-    def stats(self) -> EngineStats | None:
-        """The engine's counters, None without a model. Any thread may call it."""
-        return None if self.model is None else self.model.engine.stats()
+    def stalled(self) -> float:
+        """The longest time without progress of an engine that has work, in seconds. Any thread may call it."""
+        return max((model.engine.stats().stalled for _, model in self._measured()), default=0.0)
+
+    def _measured(self) -> list[tuple[str | None, Model]]:
+        """The loaded models, with their names if there are several. Any thread may call it."""
+        found = [(entry, entry.model) for entry in self.pool.entries]
+        return [(e.names[0] if self.pool.several else None, model) for e, model in found if model is not None]
 
     def health(self) -> tuple[int, dict[str, Any]]:
         """HTTP status and body of /health."""
         if self.draining:
             return 503, {"status": "draining"}
-        stats = self.stats()
-        if stats is None:
-            return 503, {"status": "loading", "progress": round(self.progress, 3)}
-        if self.model is not None and (why := self.model.down()):
-            return 503, {"status": "error", "reason": why}
-        if self.model is not None and self.model.chat.template is not None and (why := self.model.chat.template.down()):
-            return 503, {"status": "error", "reason": why}
-        if stats.stalled > STALLED_SECONDS:
-            return 503, {"status": "error", "reason": f"no progress for {stats.stalled:.0f} s"}
+        if self.pool.starting:
+            return 503, {"status": "loading", "progress": round(self.pool.default.progress, 3)}
+        for name, model in self._measured():
+            why = model.down() or ("" if model.chat.template is None else model.chat.template.down())
+            stalled = model.engine.stats().stalled
+            if not why and stalled > STALLED_SECONDS:
+                why = f"no progress for {stalled:.0f} s"
+            if why:
+                return 503, {"status": "error", "reason": why if name is None else f"{name}: {why}"}
         return 200, {"status": "ok"}
 
     def request_started(self) -> None:
@@ -124,6 +144,22 @@ class Server:
         """Release the worker threads without waiting for the calls that still run."""
         for pool in (self._pool, self._chat_pool, self._text_pool):
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def admins_server(request: web.Request) -> Server:
+    """The server. Raises ForbiddenError unless the request is an admin's."""
+    server = request.app[SERVER]
+    server.keys.check_admin(request.headers, request.remote or "")
+    if not server.keys.required:
+        # A page of another site reaches an address that is not loopback's under its own name.
+        server.host_check.check_admin(request.headers.get("Host"))
+    return server
+
+
+def check_devices(model: Model) -> None:
+    """Raises UnavailableError if a shard of a model is lost for good."""
+    if why := model.down():
+        raise UnavailableError(why, code="shard_lost")
 
 
 async def _on_thread(pool: ThreadPoolExecutor, function: Callable[..., Result], *args: Any) -> Result:

@@ -13,7 +13,7 @@ import msgspec
 from aiohttp import web
 
 from luce.api import Model
-from luce.server.answer import prepared
+from luce.server.answer import prepared, received
 from luce.server.chat_prompt import chat_prompt, chat_text
 from luce.server.errors import invalid
 from luce.server.prepare import served_name, token_texts
@@ -54,15 +54,15 @@ async def _answered(
 ) -> web.Response:
     """The response of a function that computes it from a body, on a thread on which templates may be waited for."""
     server = request.app[SERVER]
-    server.ready_model()
 
     def encoded(*args: Any) -> tuple[bytes, int]:
         value, unknown = compute(*args)
         return msgspec.json.encode(value), unknown
 
-    (body, unknown), _ = await prepared(request, partial(server.chat_work, encoded), server.ready_model)
+    async with received(request, devices=False) as (body, model):
+        answer, unknown = await prepared(request, partial(server.chat_work, encoded), body, model)
     server.metrics.unknown_fields.inc(unknown)
-    return web.Response(body=body, content_type="application/json")
+    return web.Response(body=answer, content_type="application/json")
 
 
 def tokenized(

@@ -133,7 +133,7 @@ async def test_a_template_error_is_the_clients() -> None:
         kwargs = {"strict": True, "tools_in_user": 1}
         status, _, _ = await here.post(CHAT, {"messages": messages, "chat_template_kwargs": kwargs, "max_tokens": 1})
         assert status == 200
-        model = here.server.ready_model()
+        model = here.server.shown_model(None)
         model.chat = ChatFormat(None, model.tokenizer)
         status, body, _ = await here.post(CHAT, HI)
         assert status == 400 and body["error"]["code"] == "template_error"
@@ -301,7 +301,7 @@ async def test_before_the_model_is_loaded() -> None:
     async with running(loaded=False) as here:
         status, body, headers = await here.get("/health")
         assert (status, body) == (503, {"status": "loading", "progress": 0.0}) and headers["Retry-After"]
-        here.server.progress = 0.25
+        here.server.pool.default.progress = 0.25
         assert (await here.get("/health"))[1] == {"status": "loading", "progress": 0.25}
         assert (await here.get("/livez"))[:2] == (200, {"status": "ok"})
         status, body, headers = await here.post(CHAT, HI)
@@ -373,7 +373,7 @@ async def test_an_error_in_a_stream_ends_the_connection() -> None:
 
 async def test_a_bug_is_a_500_without_details(caplog: pytest.LogCaptureFixture) -> None:
     async with running() as here:
-        here.server.ready_model().reply_text = None  # type: ignore[method-assign,assignment]
+        here.server.shown_model(None).reply_text = None  # type: ignore[method-assign,assignment]
         status, body, _ = await here.post(CHAT, HI)
         assert status == 500 and body["error"]["message"] == "internal error"
         assert "request handler failed" in caplog.text

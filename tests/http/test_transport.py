@@ -145,7 +145,7 @@ async def test_bugs_are_logged_without_what_a_request_holds(caplog: pytest.LogCa
             except ValueError:
                 raise KeyError("a-key") from None
 
-        here.server.ready_model().reply_text = bug  # type: ignore[method-assign]
+        here.server.shown_model(None).reply_text = bug  # type: ignore[method-assign]
         status, body, _ = await here.post(CHAT, HI)
         assert status == 500 and body["error"]["message"] == "internal error"
         assert "request handler failed" in caplog.text and "KeyError" in caplog.text and "in bug" in caplog.text

@@ -16,6 +16,7 @@ import aiohttp
 from luce.api import Model
 from luce.config.settings import Config
 from luce.server.app import KEEPALIVE_SECONDS, start
+from luce.server.model_pool import ModelPool
 from luce.server.state import Server
 from tests.support.scripted_model import ScriptedModel
 
@@ -94,16 +95,20 @@ async def running(
     sock: socket.socket | None = None,
     model: dict[str, Any] | None = None,
     keepalive: float = KEEPALIVE_SECONDS,
+    pool: ModelPool | None = None,
     **settings: Any,
 ) -> AsyncIterator[Running]:
-    """A server with these settings and these arguments for the ScriptedModel; `loaded` False: no model yet."""
+    """A server with these settings and these arguments for the ScriptedModel; `loaded` False: no model yet. `pool`: the
+    models of a server that has several."""
     config = Config(**settings)
-    server = await asyncio.to_thread(Server, config)
+    server = await asyncio.to_thread(Server, config, pool)
     sock = sock or socket.create_server(("127.0.0.1", 0))
     sock.setblocking(False)
     runner = await start(server, [sock], keepalive=keepalive)
     scripted = await asyncio.to_thread(lambda: ScriptedModel(config, **(model or {})))
-    if loaded:
+    if pool is not None:
+        pool.starting = False
+    elif loaded:
         server.model = cast(Model, scripted)
     before = {task for task in asyncio.all_tasks() if not task.done()}
     try:
@@ -116,6 +121,8 @@ async def running(
             await here.quiet()
     finally:
         await runner.cleanup()
+        if pool is not None:
+            await pool.close()
         await asyncio.to_thread(scripted.close)
         server.close()
     left = {task for task in asyncio.all_tasks() if not task.done()} - before - {asyncio.current_task()}
