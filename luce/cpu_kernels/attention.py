@@ -204,4 +204,4 @@ def attention(
     arguments[_WIDTH], arguments[_WINDOW] = table.shape[1], window
     arguments[_ROWS], arguments[_PART] = n, part
     put_float(arguments.ctypes.data + _SCALE * 8, scale)
-    run_job(slot, kernels[0], arguments.ctypes.data, (n + part - 1) // part * kv_heads)
+    run_job(slot, kernels[0], arguments, (n + part - 1) // part * kv_heads)

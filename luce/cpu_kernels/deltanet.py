@@ -375,6 +375,6 @@ def gated_delta_net(
     put_float(arguments.ctypes.data + _EPS * 8, eps)
     parts = len(spans) * memory.shape[1]
     if len(pending) > 0:
-        run_job(slot, kernels[0], arguments.ctypes.data, parts)
+        run_job(slot, kernels[0], arguments, parts)
     if len(x) > 0:
-        run_job(slot, kernels[1], arguments.ctypes.data, parts)
+        run_job(slot, kernels[1], arguments, parts)

@@ -18,7 +18,7 @@ from numba import int32
 from luce.cpu_kernels.dimensions import RECORD
 from luce.cpu_kernels.jit import compiled, compiled_as, inlined
 from luce.cpu_kernels.quantised_rows import FINER, REST, SCALE, SCALED, SUMS, quantise_rows
-from luce.cpu_kernels.thread_pool import run_job
+from luce.cpu_kernels.thread_pool import hold, run_job
 from luce.cpu_kernels.unpack import MINIMUMS, SCALES, SLICE, UNPACKED_BYTES, unpack
 from luce.cpu_kernels.vector_rows import (
     add_products,
@@ -238,4 +238,5 @@ def multiply(slot, kernels, plan, x, padded, out, whole, threads):
         own[RESULTS] = out.ctypes.data + own[FIRST] * out.strides[0] + own[PLACE]
         own[RESULTS + 1] = out.strides[0]
     plan[1] = 1 if plan[2] * len(x) < _ALONE else _PARTS * threads
-    run_job(slot, kernels[0], plan.ctypes.data, plan[1])
+    run_job(slot, kernels[0], plan, plan[1])
+    hold(records)

@@ -156,13 +156,22 @@ def _work(pool, scratch):
 
 
 @compiled
+def hold(array):
+    """Keep an array of compiled code until here. numba frees it behind its last use, and its address is none."""
+    return array.size
+
+
+@compiled
 def run_job(slot, kernel, arguments, parts):
-    """Call the kernel at an address for parts 0 to `parts` - 1, in any order, with the workers that are free."""
+    """Call the kernel at an address for parts 0 to `parts` - 1, in any order, with the workers that are free.
+
+    `arguments`: int64 [n]. Other arrays whose addresses it holds need `hold` behind the job, unless Python has them.
+    """
     pool, scratch = _load(slot + _POOL * 8), _load(slot + _SCRATCH * 8)
     job = (_load(slot + _TICKET * 8) >> 32) + 1
     _store(slot + _DONE * 8, 0)
     _store(slot + _KERNEL * 8, kernel)
-    _store(slot + _ARGUMENTS * 8, arguments)
+    _store(slot + _ARGUMENTS * 8, arguments.ctypes.data)
     _store(slot + _TICKET * 8, (job & 0x7FFFFFFF) << 32 | parts << 16)
     sleeping = min(_load(pool + _SLEEPING * 8), parts - 1)
     for _ in range(sleeping):
@@ -174,6 +183,7 @@ def run_job(slot, kernel, arguments, parts):
         turns += 1
         if turns > _BUSY:
             _yield(())
+    hold(arguments)
 
 
 class Job(NamedTuple):

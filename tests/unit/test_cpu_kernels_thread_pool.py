@@ -30,7 +30,7 @@ def count(slot, kernels, counts, turns):  # type: ignore[no-untyped-def]
     """A job with a part for each of the counts."""
     arguments = np.empty(2, np.int64)
     arguments[0], arguments[1] = counts.ctypes.data, turns
-    run_job(slot, kernels[0], arguments.ctypes.data, len(counts))
+    run_job(slot, kernels[0], arguments, len(counts))
 
 
 KERNEL = pool_kernel(count_part)
