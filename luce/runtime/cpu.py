@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -13,6 +15,11 @@ if TYPE_CHECKING:
     from luce.cpu_kernels.thread_pool import Pool
 
 
+# mallopt's options of glibc, and what a step's arrays stay below.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_MOST_FREE, _MOST_OF_HEAP = 1 << 28, 1 << 25
+
+
 class CpuDevice(HostDevice):
     """Host memory, NumPy and compiled kernels. All such devices of a process share their threads."""
 
@@ -22,11 +29,25 @@ class CpuDevice(HostDevice):
         super().__init__(index)
         from luce.cpu_kernels.catalogue import kernels
 
+        _keep_freed_memory()
         self.kernels: Kernels = kernels()
         self.pool: Pool = _pool(thread_count(), self.kernels.scratch)
 
     def describe(self) -> dict[str, str | int]:
         return {**super().describe(), "threads": self.pool.threads}
+
+
+@cache
+def _keep_freed_memory() -> None:
+    """Let a step's arrays take the memory of the step before: given back to the system, each page faults again.
+
+    A prompt of 128 tokens of SmolLM2 faulted 14,000 times, 30 of its 255 ms (one thread of an AMD EPYC).
+    """
+    # Other C libraries have no mallopt.
+    with suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_MMAP_THRESHOLD, _MOST_OF_HEAP)
+        mallopt(_TRIM_THRESHOLD, _MOST_FREE)
 
 
 @cache
