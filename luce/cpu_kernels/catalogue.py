@@ -35,11 +35,11 @@ class Kernels:
     multiply: Job
     attention: Job
     gated_delta_net: Job
+    rms_norm: Job
+    gated_activation: Job
     #: bytes of memory that a thread of the pool needs
     scratch: int
     product_words: ProductWords
-    rms_norm: Callable[..., None]
-    gated_activation: Callable[..., None]
     #: of heads: norms and rotation, writing keys and values, and both
     prepare: Callable[..., None]
     write: Callable[..., None]
@@ -67,7 +67,7 @@ def _kernels() -> Kernels:
     fresh, begun = not any(FOLDER.rglob("*.nbc")), time.monotonic()
     if fresh:
         _log.info("compiling the kernels of the CPU, once for this machine")
-    from luce.cpu_kernels import attention, deltanet, elementwise, heads, lowering, product, unpack
+    from luce.cpu_kernels import attention, deltanet, elementwise, heads, lowering, product, quantised_rows, unpack
     from luce.cpu_kernels.thread_pool import Job
 
     functions: list[Any] = []
@@ -78,13 +78,13 @@ def _kernels() -> Kernels:
         return Job(function, tuple(each.address for each in own))
 
     made = Kernels(
-        multiply=job(product.multiply, product.product),
+        multiply=job(product.multiply, product.product, quantised_rows.quantise_part),
         attention=job(attention.attention, attention.attend),
         gated_delta_net=job(deltanet.gated_delta_net, deltanet.accept, deltanet.advance),
+        rms_norm=job(elementwise.rms_norm, elementwise.rms_norm_rows),
+        gated_activation=job(elementwise.gated_activation, elementwise.gated_activation_rows),
         scratch=-(-max(product.SCRATCH, attention.SCRATCH, deltanet.SCRATCH) // 64) * 64,
         product_words=ProductWords(product.WEIGHT_WORDS, product.COUNT, product.FIRST, product.PLACE),
-        rms_norm=elementwise.rms_norm,
-        gated_activation=elementwise.gated_activation,
         prepare=heads.prepare,
         write=heads.write,
         prepare_and_write=heads.prepare_and_write,

@@ -14,3 +14,5 @@ MOST_HEAD, MOST_GROUP = 512, 64
 MOST_DELTA_HEAD = 256
 #: most rows of a draft tree, as luce.runtime.step.MAX_TREE_ROWS
 TREE_ROWS = 16
+#: rows of a part of what is computed row by row
+ROWS = 8

@@ -217,7 +217,7 @@ def product(arguments, part, scratch):
 _X = "float32[:, ::1]"
 
 
-@compiled_as(f"void(int64, UniTuple(int64, 1), int64[::1], {_X}, {_X}, {_X}, boolean, int64)")
+@compiled_as(f"void(int64, UniTuple(int64, 2), int64[::1], {_X}, {_X}, {_X}, boolean, int64)")
 def multiply(slot, kernels, plan, x, padded, out, whole, threads):
     """The products of a plan's weights with rows of x, written to out. `padded`: x for matrices of floats, whose rows
     are multiples of 16 columns. `whole`: each weight multiplies all rows of x."""
@@ -231,8 +231,7 @@ def multiply(slot, kernels, plan, x, padded, out, whole, threads):
             rows, stride = padded.ctypes.data, padded.strides[0]
         else:
             if len(records) == 0:
-                records = np.empty((len(x), x.shape[1] // 32 * RECORD), np.int8)
-                quantise_rows(x, records)
+                records = quantise_rows(slot, kernels[1], x)
             rows, stride = records.ctypes.data, records.strides[0]
         own[ROWS_OF_X], own[ROWS_OF_X + 1] = rows + own[FIRST] * stride, stride
         own[RESULTS] = out.ctypes.data + own[FIRST] * out.strides[0] + own[PLACE]

@@ -17,18 +17,20 @@ An infinity or a NaN makes every product with its record NaN; a record whose mag
 from __future__ import annotations
 
 import numpy as np
+from numba import carray
 
-from luce.cpu_kernels.dimensions import RECORD
-from luce.cpu_kernels.jit import compiled_as
-from luce.cpu_kernels.vectors import as_float
+from luce.cpu_kernels.dimensions import RECORD, ROWS
+from luce.cpu_kernels.jit import compiled
+from luce.cpu_kernels.thread_pool import run_job
+from luce.cpu_kernels.vectors import as_float, pointer, word
 
 REST, SCALE, SUMS, SCALED = 32, 64, 68, 80
 #: steps of the second int8 in one of the first
 FINER = 254
 
 
-@compiled_as("void(float32[:, ::1], int8[:, ::1])")
-def quantise_rows(x, out):
+@compiled
+def _quantise(x, out):
     """x float32 [n, cols], cols a multiple of 32, to records: int8 [n, cols / 32 * RECORD]."""
     bits, floats, ints = x.view(np.int32), out.view(np.float32), out.view(np.int32)
     for row in range(x.shape[0]):
@@ -66,3 +68,26 @@ def quantise_rows(x, out):
             floats[row, scaled] = np.float32(first) * scale
             floats[row, scaled + 1] = np.float32(last) * scale
             floats[row, scaled + 2] = np.float32(first + last) * scale
+
+
+@compiled
+def quantise_part(arguments, part, scratch):
+    """ROWS rows of those that int64 arguments name: addresses of x and of the records, rows, columns."""
+    rows, cols = word(arguments, 2), word(arguments, 3)
+    x = carray(pointer(word(arguments, 0)), (rows, cols), np.float32)
+    out = carray(pointer(word(arguments, 1)), (rows, cols // 32 * RECORD), np.int8)
+    own = slice(part * ROWS, min(part * ROWS + ROWS, rows))
+    _quantise(x[own], out[own])
+
+
+@compiled
+def quantise_rows(slot, kernel, x):
+    """The records of x float32 [n, cols]: int8 [n, cols / 32 * RECORD]. `kernel`: the address of quantise_part."""
+    out = np.empty((len(x), x.shape[1] // 32 * RECORD), np.int8)
+    if len(x) <= ROWS:
+        _quantise(x, out)
+    else:
+        arguments = np.empty(4, np.int64)
+        arguments[0], arguments[1], arguments[2], arguments[3] = x.ctypes.data, out.ctypes.data, len(x), x.shape[1]
+        run_job(slot, kernel, arguments, (len(x) + ROWS - 1) // ROWS)
+    return out

@@ -280,6 +280,16 @@ def move_float(typing: Any, target: Any, source: Any) -> Any:
 
 
 @intrinsic
+def pointer(typing: Any, address: Any) -> Any:
+    """The pointer to an address, for numba.carray."""
+
+    def make(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.int64), make
+
+
+@intrinsic
 def as_float(typing: Any, bits: Any) -> Any:
     """The float32 with the bits of an int32."""
 

@@ -30,7 +30,7 @@ def gated_activation(device: Device, gate: Array, up: Array, activation: Activat
     """
     if isinstance(device, CpuDevice) and gate.shape[1] % LANES == 0 and activation in FUSED:
         out = device.empty(gate.shape)
-        device.kernels.gated_activation(gate, up, out, activation == "gelu")
+        device.pool.call(device.kernels.gated_activation, gate, up, out, activation == "gelu")
         return out
     if device.host:
         return _HOST[activation](gate, up)

@@ -36,7 +36,8 @@ def add_rms_norm(device: Device, x: Array, delta: Array, weight: Array, eps: flo
 
 def _compiled(device: CpuDevice, x: Array, delta: Array | None, weight: Array, eps: float) -> Array:
     out = device.empty(x.shape)
-    device.kernels.rms_norm(x, x if delta is None else delta, weight, out, np.float32(eps), delta is not None)
+    facts = weight, out, np.float32(eps), delta is not None
+    device.pool.call(device.kernels.rms_norm, x, x if delta is None else delta, *facts)
     return out
 
 
