@@ -11,6 +11,7 @@ The packages in the order in which a request flows down them; imports point the 
     engine    sequences and steps: the pure scheduler, sampling, speculative decoding, the engine thread
     kvcache   keys and values: page tables, paging, the prefix cache in RAM and on disk
     draft     drafters, which propose tokens for the target to verify
+    compress  prompt compression: a small model reads a long prompt, the target the parts that matter
     backend   the pipeline of shards as one model: placement, steps through all shards
     remote    shards in other processes: the engine's messages, both sides
     shard     consecutive layers on one device: run, save, restore

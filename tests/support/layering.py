@@ -13,6 +13,7 @@ FLOW = (
     "engine",
     "kvcache",
     "draft",
+    "compress",
     "backend",
     "remote",
     "shard",
