@@ -20,5 +20,6 @@ dynamic_conv        grouped dynamic causal convolution
 norm, activation    norms; gates and the residual addition
 embedding, sample   token embedding; argmax and candidates
 features            hidden states that drafters read
+tail_attention      how much a text's last rows attend to each token
 page_ranking        statistics by which KVFlash ranks pages
 """

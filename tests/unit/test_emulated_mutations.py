@@ -26,6 +26,7 @@ from tests.support import (
     op_checks_norm,
     op_checks_qkv,
     op_checks_sample,
+    op_checks_tail_attention,
 )
 from tests.support.emulated import EmulatedDevice
 from tests.support.emulated_build import KERNELS
@@ -171,6 +172,9 @@ CHECKS: dict[str, Callable[[Device], None]] = {
     "reduce.h": _reduce,
     "fp16.cu": lambda device: op_checks_matmul.check_fp16_rows(device, (3, 2100), slots=False),
     "argmax_logsumexp.cu": lambda device: op_checks_sample.check_argmax_logsumexp(device, 9000, 1.0, 0.0),
+    "tail_attention.cu": lambda device: op_checks_tail_attention.check_weights(
+        device, "f16", (4, 2, 32), 50, 8, "halves"
+    ),
     "tile.h": _matmul_tile,
     "sample.cu": lambda device: op_checks_sample.check_argmax(device, 9000),
 }
