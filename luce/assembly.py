@@ -15,6 +15,7 @@ from luce.backend.kvflash_size import KVFlashRequest, tail_pages
 from luce.backend.layersplit import LayerSplitBackend
 from luce.backend.placement import default_chunk, default_context
 from luce.backend.serving_options import Claim, ServingOptions
+from luce.compress.scorer import TextScorer
 from luce.config.directories import cache_directory
 from luce.config.resolve import resolve
 from luce.config.settings import Config, flag
@@ -30,7 +31,7 @@ from luce.kvcache.disk import fingerprint, manifest
 from luce.kvcache.disk.expansion import SnapshotLimits
 from luce.kvcache.disk.fingerprint import Fingerprint
 from luce.kvcache.disk.tier import DiskTier
-from luce.kvcache.draft_scorer import DraftScorer
+from luce.kvcache.draft_scorer import SEGMENT, DraftScorer
 from luce.kvcache.paging import KVFlash
 from luce.kvcache.policies import open_policy, ranks_pages
 from luce.layers.features import FeatureRing
@@ -288,7 +289,7 @@ def _scorer(
     target_tokenizer = tokenizer()
     same = draft_tokenizer.alike(target_tokenizer)
     retokenizer = None if same else Retokenizer(target_tokenizer, draft_tokenizer)
-    return partial(DraftScorer, file, spec, device, retokenizer)
+    return lambda: DraftScorer(TextScorer(file, spec, device, retokenizer, longest=SEGMENT))
 
 
 def _disk_tier(

@@ -68,7 +68,7 @@ class AttentionLayer:
         self._out = weights.out
         self._norms, self._whole_norms = weights.norms, weights.whole_norms
         self._sinks = weights.sinks
-        self._rotary = rotary
+        self.rotary = rotary
         assert pool.v is not None
         self.state, self._values = pool, pool.v
         self._group = group
@@ -89,7 +89,7 @@ class AttentionLayer:
         elif spec.output_gate:
             values = fused[:, split + 2 * spec.kv_heads * d :].reshape(rows, spec.heads, spec.output_gate)
             gate = Gate(values, "softplus")
-        view, rotation = step.views[self._group], None if self._rotary is None else self._rotary(step)
+        view, rotation = step.views[self._group], None if self.rotary is None else self.rotary(step)
         self._norm_whole(q, self._whole_norms.query)
         if spec.donor is None:
             kv = spec.kv_heads * d
@@ -133,7 +133,7 @@ class AttentionLayer:
         k, v = fused.reshape(len(fused), 2, spec.kv_heads, spec.head_dim).swapaxes(0, 1)
         self._norm_whole(k, self._whole_norms.key)
         to = Destination(self.state.k, self._values, step.views[self._group].dest)
-        turn = rotary or self._rotary
+        turn = rotary or self.rotary
         prepare_keys(device, k, v, self._norms, None if turn is None else turn(step), to)
 
     def _norm_whole(self, heads: Array, weight: Array | None) -> None:

@@ -88,6 +88,7 @@ class LayerBuilder:
         self._states = states
         self._rotaries: dict[Rope, Rotary] = {}
         self._pools: dict[int, KVPool] = {}
+        self._shared_pools: dict[object, KVPool] = {}
         self._numbers: dict[int, Array] = {}
         self.weights = WeightLoader(file, device)
 
@@ -252,8 +253,17 @@ class LayerBuilder:
     def _pool(self, index: int, spec: Attention | ShortConv) -> KVPool:
         group = self._spec.group_of(index)
         assert group is not None
-        pages = self._states.pages[group]
-        return KVPool.allocate(self._device, spec, pages, self._states.kv, hidden=self._spec.hidden)
+        pages, kv, hidden = self._states.pages[group], self._states.kv, self._spec.hidden
+        if not self._states.one_layer_at_a_time or self._donates(index):
+            return KVPool.allocate(self._device, spec, pages, kv, hidden=hidden)
+        form = KVPool.form(self._device, spec, kv, hidden=hidden)
+        if form not in self._shared_pools:
+            self._shared_pools[form] = KVPool.allocate(self._device, spec, pages, kv, hidden=hidden)
+        return self._shared_pools[form]
+
+    def _donates(self, index: int) -> bool:
+        """Whether later layers read the keys and values of a layer."""
+        return any(self._spec.donor(layer) == index for layer in range(len(self._spec.layers)))
 
     def _newest_queries(self, index: int, spec: Attention) -> Array | None:
         if not self._states.rank_pages or not self._spec.owns_full_pages(index):

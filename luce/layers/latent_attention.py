@@ -65,7 +65,7 @@ class LatentAttentionLayer:
         self._spec, self._latent, self._turned = spec, spec.latent, spec.rope.dims
         self._weights = weights
         self.input_weight = weights.inputs
-        self._rotary = rotary
+        self.rotary = rotary
         self.state = pool
         self._group = group
         self._heads = heads
@@ -75,7 +75,7 @@ class LatentAttentionLayer:
     def __call__(self, y: Array | Quantised, step: DeviceStep) -> Array:
         """y float32 [rows, hidden] -> float32 [rows, hidden]."""
         device, spec, weights, rows = self._device, self._spec, self._weights, y.shape[0]
-        rotation, view = self._rotary(step), step.views[self._group]
+        rotation, view = self.rotary(step), step.views[self._group]
         fused = matmul(device, y, self.input_weight)
         split = self._latent.query_rank
         self._cache(fused[:, split:], step)
@@ -102,7 +102,7 @@ class LatentAttentionLayer:
         device, rows, d = self._device, len(fused), self._spec.head_dim
         row = fused.reshape(rows, 1, d)
         head_rms_norm(device, row[..., self._turned :], self._weights.latent_norm, self._weights.eps)
-        prepare_queries(device, row[..., : self._turned], _NO_NORMS, self._rotary(step))
+        prepare_queries(device, row[..., : self._turned], _NO_NORMS, self.rotary(step))
         view, keys = step.views[self._group], self.state.k
         to = Destination(keys, None, view.dest)
         write_kv(device, row, None, to)

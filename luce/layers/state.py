@@ -27,6 +27,8 @@ class StateOptions:
     verify_rows: int = 0
     #: whether layers with pages of full attention keep the newest queries of each slot, to rank pages
     rank_pages: bool = False
+    #: whether a layer reads a whole text before the next one begins, so that layers share pools of the same form
+    one_layer_at_a_time: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,11 @@ class KVPool:
         heads, layout = _page_layout(device, spec, kv, hidden)
         parts = [device.zeros((pages * PAGE, heads, n), dtype) for dtype, n in layout]
         return cls(parts[0], parts[1] if len(parts) > 1 else None)
+
+    @staticmethod
+    def form(device: Device, spec: Attention | ShortConv, kv: KVTypes = AUTO, *, hidden: int = 0) -> object:
+        """What pools that can stand for each other have in common; it can be compared and hashed."""
+        return _page_layout(device, spec, kv, hidden)
 
     @staticmethod
     def page_bytes(device: Device, spec: Attention | ShortConv, kv: KVTypes = AUTO, *, hidden: int = 0) -> int:

@@ -13,6 +13,7 @@ shards one after the other. Not here: the placement of layers (luce.backend) and
     graphs        captures a step as a CUDA graph and replays it
     saved_state   pages and recurrent states of a sequence in host memory
     page_ranking  estimates which pages a query attends to, from statistics of their keys
+    layerwise     a whole text through a model, one layer at a time
     sizes         pure: bytes of states and activations
     timing        seconds that shards and copies take
     memory_watch  free memory of the devices

@@ -204,14 +204,6 @@ class LocalShard:
             if isinstance(layer.mixer, DeltaNetLayer):
                 layer.mixer.accept(spans)
 
-    def attended(self, slot: int, end: int, rows: int) -> NDArray[np.float32]:
-        """The attention of the slot's last `rows` rows, at most NEWEST_QUERIES, to each key: float32 [rows, end].
-
-        The largest share that a head of a ranking layer gives to the key. The sequence's `end` keys lie in pages 0, 1,
-        ... of the page groups.
-        """
-        return self.ranking.attended(slot, end, rows)
-
     def close(self) -> None:
         self.state.close()
         self._graphs.close()

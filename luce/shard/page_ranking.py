@@ -12,7 +12,6 @@ from luce.errors import BackendError
 from luce.layers.attention import AttentionLayer
 from luce.layers.latent_attention import LatentAttentionLayer
 from luce.models.spec import Attention, ModelSpec
-from luce.ops.kvtype import dequantise
 from luce.ops.page_ranking import NEWEST_QUERIES, moments_bytes, page_moments
 from luce.runtime.device import Device
 from luce.runtime.step import Int32
@@ -96,19 +95,6 @@ class PageRanker:
             result[number] = attention_estimate(query, statistics.take(number, entries), layer.scale)
         return result
 
-    def attended(self, slot: int, end: int, rows: int) -> NDArray[np.float32]:
-        """See luce.shard.local.LocalShard.attended."""
-        result = np.zeros((rows, end), np.float32)
-        asking = np.arange(end - rows, end)
-        later = np.arange(end)[:, None] > asking
-        for layer in self._layers:
-            assert layer.queries is not None
-            keys = dequantise(self._device.download(layer.state.k[:end]), layer.head_dim)
-            queries = self._device.download(layer.queries[slot])[asking % NEWEST_QUERIES]
-            shares = attention(queries, keys, layer.scale, later)
-            np.maximum(result, shares, out=result)
-        return result
-
     def _receive(self, pending: int) -> None:
         """Store queued moments, oldest first, until at most `pending` copies are queued."""
         while len(self._pending) > pending:
@@ -127,26 +113,6 @@ def ranking_bytes(spec: ModelSpec) -> int:
     """Bytes of host memory for the statistics of a page, in all shards of a model."""
     mixers = [layer.mixer for number, layer in enumerate(spec.layers) if spec.owns_full_pages(number)]
     return sum(moments_bytes(m.kv_heads, m.head_dim) for m in mixers if isinstance(m, Attention))
-
-
-def attention(
-    queries: NDArray[np.float32], keys: NDArray[np.float32], scale: float, hidden: NDArray[np.bool_]
-) -> NDArray[np.float32]:
-    """The largest share of attention that a head of each row gives to each key; hidden keys get none.
-
-    float32 [rows, heads, d] and [n, kv_heads, d], bool [n, rows] -> float32 [rows, n].
-    """
-    rows, heads, d = queries.shape
-    n, kv_heads, _ = keys.shape
-    columns = queries.reshape(rows, kv_heads, heads // kv_heads, d).transpose(1, 3, 2, 0).reshape(kv_heads, d, -1)
-    logits = np.matmul(keys.transpose(1, 0, 2), columns).reshape(kv_heads, n, heads // kv_heads, rows)
-    logits *= np.float32(scale)
-    logits.transpose(0, 2, 1, 3)[:, :, hidden] = -np.inf
-    logits -= logits.max(axis=1, keepdims=True)
-    np.exp(logits, out=logits)
-    logits /= logits.sum(axis=1, keepdims=True)
-    largest: NDArray[np.float32] = logits.max(axis=(0, 2)).T
-    return largest
 
 
 def attention_estimate(query: NDArray[np.float32], moments: NDArray[np.float32], scale: float) -> NDArray[np.float64]:

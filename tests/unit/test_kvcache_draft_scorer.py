@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from luce.errors import ModelError
+from luce.compress.scorer import TextScorer
 from luce.gguf.reader import open_gguf
 from luce.kvcache.draft_scorer import DraftScorer
 from luce.models.keys import Source
@@ -29,7 +28,7 @@ def trained() -> Iterator[tuple[DraftScorer, Tokenizer]]:
     path = ROOT / "models" / "tiny" / "drafter.gguf"
     with open_gguf(path) as file:
         spec = read_spec(Source(str(path), file.metadata, file.tensors))
-        scorer = DraftScorer(file, spec, HostDevice())
+        scorer = DraftScorer(TextScorer(file, spec, HostDevice()))
         yield scorer, Tokenizer(file.metadata, nfc=spec.nfc, eos_texts=spec.eos)
         scorer.close()
         scorer.close()
@@ -66,27 +65,17 @@ def test_scores_of_a_text_do_not_depend_on_those_before(trained: tuple[DraftScor
     np.testing.assert_array_equal(scorer(text), first)
 
 
-def test_other_tokens_are_scored_where_their_text_is() -> None:
-    """As the drafter scores its own tokens for the text, put together by the pages of the known ones."""
+def test_a_page_has_the_mean_of_its_tokens() -> None:
+    """Also of tokens of another vocabulary."""
     small, large = Reference("qwen3-a-F32"), Reference("gemma4-e-F32")
     with ExitStack() as stack:
         files = [stack.enter_context(open_gguf(reference.path)) for reference in (small, large)]
         theirs, ours = (Tokenizer(file.metadata, nfc=file is files[0]) for file in files)
-        retokenizer = Retokenizer(ours, theirs)
         ids = np.array(ours.encode((ROOT / "LICENSE").read_text()[:700], specials=False), np.int32)
-        others, places = retokenizer(ids)
-        scorer = DraftScorer(files[0], small.spec, HostDevice(), retokenizer)
+        tokens = TextScorer(files[0], small.spec, HostDevice(), Retokenizer(ours, theirs))
+        scorer = DraftScorer(tokens)
         stack.callback(scorer.close)
-        scores = scorer(ids)
+        scores, each = scorer(ids), tokens(ids, rotated=True)
         assert len(scores) == len(ids) // PAGE > 1
         for page, score in enumerate(scores):
-            own = scorer.attention(others)[places // PAGE == page]
-            assert score == pytest.approx(own.mean(), rel=1e-6)
-        silent = np.full(2 * PAGE, ours.bos_id, np.int32)
-        assert scorer(silent).tolist() == [0.0, 0.0]
-
-
-def test_a_model_that_cannot_score_says_so() -> None:
-    reference = Reference("qwen3-a-F32")
-    with open_gguf(reference.path) as file, pytest.raises(ModelError, match="cannot score pages"):
-        DraftScorer(file, replace(reference.spec, context_length=100), HostDevice())
+            assert score == pytest.approx(each[page * PAGE : (page + 1) * PAGE].mean(), rel=1e-6)

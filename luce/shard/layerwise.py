@@ -1,0 +1,148 @@
+"""A whole text through a model's layers, one layer at a time: only one layer's keys and values take memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from luce.errors import ModelError
+from luce.gguf.reader import GGUFFile
+from luce.layers.attention import AttentionLayer
+from luce.layers.build import LayerBuilder
+from luce.layers.decoder_layer import Residual
+from luce.layers.latent_attention import LatentAttentionLayer
+from luce.layers.rotary import Rotary
+from luce.layers.state import DeltaState, KVPool, StateOptions
+from luce.layers.tensors import tensor_bytes
+from luce.models.spec import Attention, GatedDeltaNet, ModelSpec, Rope
+from luce.ops.page_ranking import NEWEST_QUERIES
+from luce.ops.qkv import Rotation
+from luce.ops.tail_attention import TailAttention, tail_attention_bytes
+from luce.runtime.device import Device
+from luce.runtime.step import PAGE, DeviceStep, Int32, PageView, Span, Step
+
+
+class LayerwiseModel:
+    """The layers of a model up to its last one with full attention, for texts of up to `longest` tokens.
+
+    `rows` tokens pass a layer together. Layers with pages of the same form share one pool. Raises ModelError if no
+    layer has full attention.
+    """
+
+    def __init__(self, file: GGUFFile, spec: ModelSpec, device: Device, *, longest: int, rows: int) -> None:
+        layers = _read_layers(file, spec)
+        self._device = device
+        self._rows = rows
+        self._groups = len(spec.page_groups)
+        self._pages = -(-longest // PAGE)
+        states = StateOptions([self._pages] * self._groups, slots=1, rank_pages=True, one_layer_at_a_time=True)
+        builder = LayerBuilder(file, spec, layers, device, states)
+        self._embedding = builder.embedding()
+        self._per_layer = builder.per_layer() if spec.per_layer else None
+        self._layers = [builder.layer(index) for index in layers]
+        self._hidden = spec.hidden
+        device.synchronize()
+
+    def tail_attention(
+        self, tokens: Int32, rows: int, *, rotated: bool, check: Callable[[], None] = lambda: None
+    ) -> NDArray[np.float32]:
+        """The attention of the last `rows` tokens, at most NEWEST_QUERIES, to each token of a text: float32 [rows, n].
+
+        It is the largest attention weight by any head of a layer with full attention. `tokens`: int32 [n] with 0 < n <=
+        `longest`. `rotated`: queries and keys as the layers use them; otherwise without their rotary embedding, whose
+        decay over distance hides early text. `check` is called before each layer; an exception that it raises ends the
+        work.
+        """
+        device, n = self._device, len(tokens)
+        steps = self._steps(tokens)
+        x = device.empty((n, self._hidden))
+        for step, at in zip(steps, self._ranges(n), strict=True):
+            device.copy(x[at.start : at.stop], self._embedding(step))
+        attention = TailAttention(device, rows, n)
+        rotations: dict[Rotary, Rotation] = {}
+        for layer in self._layers:
+            check()
+            for step, at in zip(steps, self._ranges(n), strict=True):
+                stream = Residual(device, x[at.start : at.stop])
+                if self._per_layer is not None:
+                    stream.inputs = self._per_layer(self._embedding(step), step)
+                layer(stream, step)
+                stream.settle()
+            mixer = layer.mixer
+            if not isinstance(mixer, AttentionLayer | LatentAttentionLayer) or mixer.queries is None:
+                continue
+            newest = device.download(mixer.queries[0])[np.arange(n - rows, n) % NEWEST_QUERIES]
+            rotation = None
+            if mixer.rotary is not None and not rotated:
+                if mixer.rotary not in rotations:
+                    rotations[mixer.rotary] = self._whole_rotation(mixer.rotary, steps)
+                rotation = rotations[mixer.rotary]
+            attention.add(newest, mixer.state.k, mixer.scale, rotation)
+        return attention.result()
+
+    def close(self) -> None:
+        """Release weights and states. Idempotent."""
+        self._layers.clear()
+        self._per_layer = None
+
+    def _ranges(self, n: int) -> list[range]:
+        return [range(begin, min(begin + self._rows, n)) for begin in range(0, n, self._rows)]
+
+    def _steps(self, tokens: Int32) -> list[DeviceStep]:
+        """The text in steps. Page i of each pool holds page i of the text, so a row lies at its own position."""
+        steps = []
+        for at in self._ranges(len(tokens)):
+            entries = np.arange(-(-at.stop // PAGE), dtype=np.int32)[None]
+            place = np.arange(at.start, at.stop, dtype=np.int32)
+            view = PageView(entries, entries * PAGE, np.array([entries.size], np.int32), place)
+            step = Step.of_spans([Span(0, 0, len(at), at.start)], tokens[at.start : at.stop], (view,) * self._groups)
+            steps.append(DeviceStep.upload(self._device, step))
+        return steps
+
+    def _whole_rotation(self, rotary: Rotary, steps: Sequence[DeviceStep]) -> Rotation:
+        """The rotation to all positions of a text. The steps' own tables become parts of it."""
+        parts = [rotary(step) for step in steps]
+        table = self._device.empty((sum(step.rows for step in steps), *parts[0].table.shape[1:]))
+        at = 0
+        for step, part in zip(steps, parts, strict=True):
+            own = table[at : at + step.rows]
+            self._device.copy(own, part.table)
+            step.ropes[rotary] = own
+            at += step.rows
+        return replace(parts[0], table=table)
+
+
+def layerwise_bytes(file: GGUFFile, spec: ModelSpec, device: Device, longest: int, rows: int) -> tuple[int, int]:
+    """Bytes of a LayerwiseModel's weights, and of its states and arrays while it reads `longest` tokens.
+
+    `rows`: of tail_attention. The weights include a head if the model's last layer is read. Raises as LayerwiseModel.
+    """
+    layers = _read_layers(file, spec)
+    donors = {spec.donor(index) for index in range(len(spec.layers))}
+    pools: dict[object, int] = {}
+    tables: dict[Rope, int] = {}
+    slots = scores = 0
+    for index in layers:
+        mixer = spec.layers[index].mixer
+        if isinstance(mixer, GatedDeltaNet):
+            slots += DeltaState.slot_bytes(mixer)
+        elif spec.donor(index) is None:
+            key = index if index in donors else KVPool.form(device, mixer, hidden=spec.hidden)
+            pools[key] = KVPool.page_bytes(device, mixer, hidden=spec.hidden)
+        if isinstance(mixer, Attention):
+            scores = max(scores, tail_attention_bytes(rows, mixer.heads, longest))
+            if mixer.rope is not None:
+                tables[mixer.rope] = 4 * longest * mixer.rope.dims
+    states = slots + -(-longest // PAGE) * sum(pools.values())
+    return tensor_bytes(file, spec, layers, device), states + 4 * longest * spec.hidden + scores + sum(tables.values())
+
+
+def _read_layers(file: GGUFFile, spec: ModelSpec) -> range:
+    """The layers up to the last one with full attention of its own. Raises ModelError if there is none."""
+    last = max((index for index in range(len(spec.layers)) if spec.owns_full_pages(index)), default=None)
+    if last is None:
+        raise ModelError(f"{file.paths[0]}: cannot score texts: no layer has full attention")
+    return range(last + 1)

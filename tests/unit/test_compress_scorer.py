@@ -1,0 +1,211 @@
+"""Scores of tokens against the definition in float64: a model's layers as formulas, then its last rows' shares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from luce.compress.scorer import Retokenized, TextScorer, scorer_bytes, smoothed, spread
+from luce.errors import LuceError, ModelError
+from luce.gguf.reader import GGUFFile, open_gguf
+from luce.models.keys import Source
+from luce.models.registry import read_spec
+from luce.models.spec import ModelSpec
+from luce.runtime.host import HostDevice
+from luce.text.tokenizer import Tokenizer
+from tests.support.reference import Reference
+
+F64 = NDArray[np.float64]
+#: six layers of 4 query heads and 2 key heads of 32, random weights
+SMALL = Reference("qwen3-a-F32")
+TINY = Path(__file__).parents[2] / "models" / "tiny" / "drafter.gguf"
+ROWS = 16
+
+
+@pytest.fixture(scope="module")
+def file() -> Iterator[GGUFFile]:
+    with open_gguf(SMALL.path) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def scorer(file: GGUFFile) -> Iterator[TextScorer]:
+    made = TextScorer(file, SMALL.spec, HostDevice(), rows=ROWS)
+    yield made
+    made.close()
+
+
+def rms(x: F64, weight: F64) -> F64:
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + SMALL.spec.norm_eps) * weight
+
+
+def turned(x: F64, base: float) -> F64:
+    """Rotated to the positions 0, 1, ...: float64 [n, heads, d]."""
+    half = x.shape[2] // 2
+    angles = np.arange(len(x))[:, None, None] * base ** (-np.arange(half) / half)
+    a, b = x[..., :half], x[..., half:]
+    return np.concatenate([a * np.cos(angles) - b * np.sin(angles), b * np.cos(angles) + a * np.sin(angles)], axis=-1)
+
+
+def shares_of(q: F64, k: F64, rows: int) -> F64:
+    """What each head of each of the last rows gives to each key: float64 [heads, rows, n]."""
+    n, heads = len(k), q.shape[1]
+    found = np.zeros((heads, rows, n))
+    for t in range(rows):
+        seen = n - rows + t + 1
+        for head in range(heads):
+            logits = k[:seen, head * k.shape[1] // heads] @ q[seen - 1, head] / np.sqrt(q.shape[2])
+            weights = np.exp(logits - logits.max())
+            found[head, t, :seen] = weights / weights.sum()
+    return found
+
+
+def formula(file: GGUFFile, tokens: list[int], *, rotated: bool) -> F64:
+    """R[t, j] of the specification, the maximum over layers and heads: float64 [min(8, n), n]."""
+    tensors = {
+        name: file.raw(name).view(np.float32).astype(np.float64).reshape(tensor.shape[::-1])
+        for name, tensor in file.tensors.items()
+    }
+    n, rows = len(tokens), min(8, len(tokens))
+    x, best = tensors["token_embd.weight"][tokens], np.zeros((rows, n))
+    for index in range(len(SMALL.spec.layers)):
+        w = {name.removeprefix(f"blk.{index}.").removesuffix(".weight"): value for name, value in tensors.items()}
+        y = rms(x, w["attn_norm"])
+        q, k, v = ((y @ w[f"attn_{part}"].T).reshape(n, -1, 32) for part in "qkv")
+        q, k = rms(q, w["attn_q_norm"]), rms(k, w["attn_k_norm"])
+        base = SMALL.spec.layers[index].mixer.rope.base  # type: ignore[union-attr]
+        q_turned, k_turned = turned(q, base), turned(k, base)
+        best = np.maximum(best, shares_of(*((q_turned, k_turned) if rotated else (q, k)), rows).max(axis=0))
+        every = shares_of(q_turned, k_turned, n)
+        mixed = np.stack([every[head] @ v[:, head // 2] for head in range(4)], axis=1)
+        x = x + mixed.reshape(n, -1) @ w["attn_output"].T
+        y = rms(x, w["ffn_norm"])
+        gate = y @ w["ffn_gate"].T
+        x = x + (gate / (1 + np.exp(-gate)) * (y @ w["ffn_up"].T)) @ w["ffn_down"].T
+    return best
+
+
+def expected(best: F64) -> F64:
+    """The mean over the rows, then over up to 6 neighbours on each side."""
+    means = best.mean(axis=0)
+    return np.array([means[max(0, j - 6) : j + 7].mean() for j in range(len(means))])
+
+
+@pytest.mark.parametrize("rotated", [False, True])
+# Every remainder of a step of 16 rows; in 65 .. 71 the queries come from two steps.
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 13, 31, *range(64, 81), 200])
+def test_scores_are_those_of_the_definition(file: GGUFFile, scorer: TextScorer, length: int, rotated: bool) -> None:
+    tokens = np.random.default_rng(length).integers(0, SMALL.spec.vocab, length).astype(np.int32)
+    found = scorer(tokens, rotated=rotated)
+    assert found.dtype == np.float64
+    np.testing.assert_allclose(found, expected(formula(file, tokens.tolist(), rotated=rotated)), rtol=2e-4, atol=1e-7)
+
+
+def test_long_texts_are_read_in_segments_with_the_end_behind_each(file: GGUFFile, scorer: TextScorer) -> None:
+    tokens = np.random.default_rng(0).integers(0, SMALL.spec.vocab, 250).astype(np.int32)
+    found = scorer(tokens, segment=100)
+    parts = []
+    for begin in (0, 84, 168):
+        end = min(begin + 84, 250)
+        read = [*tokens[begin:end], *tokens[max(end, 250 - 64) :]]
+        parts.append(expected(formula(file, read, rotated=False))[: end - begin])
+    np.testing.assert_allclose(found, np.concatenate(parts), rtol=2e-4, atol=1e-7)
+
+
+def test_a_row_sees_no_key_behind_it(file: GGUFFile, scorer: TextScorer) -> None:
+    """The last token changes what its own row sees, and no share of the rows before it."""
+    tokens = np.random.default_rng(1).integers(0, SMALL.spec.vocab, 40).astype(np.int32)
+    best = formula(file, tokens.tolist(), rotated=False)
+    assert all((best[t, 40 - 8 + t + 1 :] == 0).all() and best[t, 40 - 8 + t] > 0 for t in range(8))
+    np.testing.assert_allclose(scorer(tokens), expected(best), rtol=2e-4, atol=1e-7)
+
+
+def test_smoothing_at_the_ends() -> None:
+    scores = np.random.default_rng(2).random(40)
+    means = [scores[max(0, j - 6) : j + 7].mean() for j in range(40)]
+    np.testing.assert_allclose(smoothed(scores), means)
+    assert smoothed(np.array([3.0, 5.0])).tolist() == [4.0, 4.0]
+
+
+@pytest.mark.parametrize("name", ["qwen35-a-F32", "gemma4-e-F32", "deepseek2-a-F32", "lfm2-a-F32", "gptoss-a-F32"])
+def test_every_kind_of_layer_scores_the_same_in_steps_of_any_size(name: str) -> None:
+    """Recurrent, windowed, latent and convolution layers, borrowed keys, per-layer embeddings."""
+    reference = Reference(name)
+    tokens = np.random.default_rng(3).integers(0, reference.spec.vocab, 90).astype(np.int32)
+    found = []
+    with open_gguf(reference.path) as file:
+        for rows in (32, 512):
+            scorer = TextScorer(file, reference.spec, HostDevice(), rows=rows)
+            found += [scorer(tokens), scorer(tokens)]
+            scorer.close()
+    assert (found[0] > 0).all()
+    np.testing.assert_array_equal(found[0], found[1])
+    np.testing.assert_allclose(found[0], found[2], rtol=1e-3)
+
+
+def test_the_answer_scores_highest_without_rotation() -> None:
+    with open_gguf(TINY) as file:
+        spec = read_spec(Source(str(TINY), file.metadata, file.tensors))
+        tokenizer, scorer = Tokenizer(file.metadata), TextScorer(file, spec, HostDevice())
+        licence = tokenizer.encode((TINY.parents[2] / "LICENSE").read_text(), specials=False)
+        statement = tokenizer.encode("\nThe pass key is 71432. Remember it. 71432 is the pass key.\n", specials=False)
+        question = tokenizer.encode("\nWhat is the pass key? The pass key is", specials=False)
+        tokens = np.array([*licence[:300], *statement, *licence[300:1500], *question], np.int32)
+        scores = scorer(tokens)[: -len(question) - 32]
+        assert 290 <= scores.argmax() <= 310 + len(statement)
+        scorer.close()
+        scorer.close()
+
+
+class _StopError(LuceError):
+    pass
+
+
+def test_work_ends_between_layers(scorer: TextScorer) -> None:
+    calls = []
+
+    def check() -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise _StopError("enough")
+
+    tokens = np.arange(50, dtype=np.int32)
+    before = scorer(tokens)
+    with pytest.raises(_StopError):
+        scorer(tokens, check=check)
+    assert len(calls) == 3
+    np.testing.assert_array_equal(scorer(tokens), before)
+
+
+def test_scores_of_other_tokens() -> None:
+    """Token 0 of the other vocabulary has parts of known tokens 0 and 1, token 1 of 1 alone, token 2 of 3 and 4."""
+    text = Retokenized(np.zeros(3, np.int32), np.array([0, 1, 3]), np.array([1, 1, 4]))
+    assert spread(text, np.array([0.5, 0.25, 1.0]), 6).tolist() == [0.5, 0.5, 0.0, 1.0, 1.0, 0.0]
+
+
+def test_models_that_cannot_score(file: GGUFFile) -> None:
+    def made(spec: ModelSpec) -> TextScorer:
+        return TextScorer(file, spec, HostDevice())
+
+    with pytest.raises(ModelError, match=r"qwen3-a-F32\.gguf: cannot score texts: its context of 100 is too short"):
+        made(replace(SMALL.spec, context_length=100))
+    windowed = tuple(replace(x, mixer=replace(x.mixer, window=64)) for x in SMALL.spec.layers)  # type: ignore[type-var]
+    with pytest.raises(ModelError, match="no layer has full attention"):
+        made(replace(SMALL.spec, layers=windowed))
+
+
+def test_one_layer_of_keys_and_values_takes_memory(file: GGUFFile) -> None:
+    """Six layers and 4096 positions: one layer's K and V in float32, the rows, logits and angles."""
+    positions = 4096
+    states = 2 * positions * 2 * 32 * 4 + positions * 64 * 4
+    # 8 rows by 4 heads, and the largest weights; cos and sin of 16 pairs.
+    states += positions * 8 * 5 * 4 + positions * 32 * 4
+    weights = scorer_bytes(file, SMALL.spec, HostDevice()) - states
+    # A tied head counts as well.
+    table = file.tensors["token_embd.weight"].nbytes
+    assert weights == pytest.approx(sum(tensor.nbytes for tensor in file.tensors.values()) + table, rel=0.01)
