@@ -7,7 +7,7 @@ Not here: request and response bodies (server) and choosing tokens (engine). Cal
     output            the text of a reply: stop strings, text that is held back
     reasoning         separates reasoning from content in a reply; channel_splitter: in one of several channels
     reply_parser      the parts of a reply: reasoning, text, and calls of tools
-    call_memory       the ids of past calls, by what the calls mean
+    call_memory       the ids of past calls, by what the calls mean and where they stand
     call_parser       the calls in a reply's text, in the model's dialect; call_cursor: where it reads,
                       call_arguments: arguments that are no JSON, parameter_types: their types and values
     json_reader       JSON that arrives in pieces

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -13,7 +13,7 @@ from luce.errors import ContextError, RequestError, UnavailableError
 from luce.models.spec import Dialect
 from luce.models.tool_formats import choose_calls
 from luce.text.boundaries import Boundaries
-from luce.text.call_memory import CallMemory, Known
+from luce.text.call_memory import CallMemory, Known, PromptDigest
 from luce.text.call_parser import CallableTools, CallParser
 from luce.text.channel_splitter import channel_splitter
 from luce.text.marks import Marks
@@ -132,12 +132,22 @@ class ChatFormat:
         if not marks:
             tokenizer.refuse_long(text, limit)
         ids: list[int] = []
-        at = 0
-        for known in self._known_calls(messages, tools, text, marks, limit):
-            self._add_ids(ids, text[at : known.begin], marks, limit)
+        at, digest = 0, PromptDigest()
+
+        def add_until(offset: int) -> None:
+            nonlocal at
+            self._add_ids(ids, text[at:offset], marks, limit)
+            at = offset
+
+        def before(offset: int) -> bytes:
+            add_until(offset)
+            return digest.of(tokenizer.with_bos(ids))
+
+        for known in self._known_calls(messages, tools, text, marks, limit, before):
+            add_until(known.begin)
             ids += known.ids
             at = known.end
-        self._add_ids(ids, text[at:], marks, limit)
+        add_until(len(text))
         return tokenizer.with_bos(ids)
 
     def _known_calls(
@@ -147,6 +157,7 @@ class ChatFormat:
         text: str,
         marks: Mapping[int, str],
         limit: PromptLimit,
+        before: Callable[[int], bytes],
     ) -> Iterator[Known]:
         """The known calls of a rendered conversation that has calls."""
         limit.check(0)
@@ -154,7 +165,7 @@ class ChatFormat:
             return iter(())
         functions = [tool["function"] for tool in tools if isinstance(tool.get("function"), Mapping)]
         schemas = {str(function.get("name")): function.get("parameters") for function in functions}
-        return self._call_memory.find(text, marks, schemas)
+        return self._call_memory.find(text, marks, schemas, before)
 
     def _add_ids(self, ids: list[int], text: str, marks: Mapping[int, str], limit: PromptLimit) -> None:
         """Add the ids of a part of a rendered text."""
@@ -187,8 +198,7 @@ class ChatFormat:
         texts = tuple((digest, opening + begin, opening + end) for digest, begin, end in found)
         if tools is None:
             return texts
-        calls = self._call_memory.remember(reply, tools.schemas, self.splitter(prompt, calls=True))
-        return texts + tuple((digest, len(prompt) + begin, len(prompt) + end) for digest, begin, end in calls)
+        return texts + self._call_memory.remember(prompt, reply, tools.schemas, self.splitter(prompt, calls=True))
 
     def boundaries(self, prompt: Sequence[int]) -> tuple[int, ...]:
         """Lengths at which prompts that begin like this one are likely to diverge from it, ascending."""

@@ -31,6 +31,10 @@ class Marks:
         self._cut = cut
         #: the dialect with marked texts
         self.calls = self._marked(calls)
+        #: the marks that stand in calls, and so not those that end a reply with calls
+        self.inside_calls = frozenset(
+            mark for mark in self._spellings if any(mark in text for text in _texts(self.calls))
+        ).difference(self.calls.ends)
         #: the channels with marked texts; None without channels, or in a vocabulary that lacks their tokens
         self.channels = self._channels(channels)
 

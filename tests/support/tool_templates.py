@@ -18,6 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from luce.models.calls import Calls
 from luce.models.tool_formats import TOOL_FORMATS
 from luce.text.marks import Marks
+from luce.text.template import ChatTemplate
 from luce.text.tokenizer import Tokenizer
 from tests.support.vocabulary import byte_level
 
@@ -243,6 +244,17 @@ def _raise(message: str) -> None:
 def rendered(name: str, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
     """A conversation as a template of this module prints it."""
     return _template(name).render(messages=messages, **variables)
+
+
+class DialectTemplate(ChatTemplate):
+    """A template of this module, which this process renders."""
+
+    def __init__(self, name: str) -> None:
+        self.source = TEMPLATES[name]
+        self._name = name
+
+    def render(self, messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> str:
+        return rendered(self._name, messages, **variables)
 
 
 @functools.cache

@@ -8,18 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
-import numpy as np
 import pytest
 
 from luce.engine.sequence import Constraint
 from luce.errors import RequestError
-from luce.models.calls import Bare, Tagged
 from luce.text.call_format import CallableTool, CallFormat
-from luce.text.constraint import GrammarConstraint
 from luce.text.grammar import CompiledGrammar, GrammarCompiler, WantedReply
 from luce.text.reply_format import ReplyFormat
 from luce.text.tokenizer import Tokenizer
 from tests.support.call_parts import printed, read
+from tests.support.call_walks import ends, spelled, walk
 from tests.support.masks import allowed_ids
 from tests.support.tool_templates import TEMPLATES, byte_tokenizer, format_named
 
@@ -84,41 +82,10 @@ def accepts(tokenizer: Tokenizer, constraint: Constraint, text: str) -> bool:
     return ends(constraint)
 
 
-def ends(constraint: Constraint) -> bool:
-    """Whether the reply may end here."""
-    return isinstance(constraint, GrammarConstraint) and (constraint.over or constraint.may_end)
-
-
-def walk(name: str, constraint: Constraint, seed: int, *, special: bool = True) -> str | None:
-    """A random text of the grammar; None if it does not end in 3000 tokens. Marks, brackets and the end of a string
-    without quotation marks are drawn often."""
-    tokenizer, random = byte_tokenizer(name, special=special), np.random.default_rng(seed)
-    arguments = format_named(name).arguments
-    end = (
-        arguments.value[1] if isinstance(arguments, Tagged) else arguments.quote if isinstance(arguments, Bare) else ""
-    )
-    closing = tokenizer.encode(end, specials=True)
-    ids: list[int] = []
-
-    def push(token: int) -> None:
-        constraint.push(token)
-        ids.append(token)
-
-    while len(ids) < 3000:
-        now = allowed_ids(constraint) - tokenizer.eos_ids
-        if constraint.over or not now or (ends(constraint) and random.random() < 0.3):
-            return b"".join(
-                tokenizer.token_text(token).encode() if tokenizer.is_special(token) else tokenizer.token_bytes(token)
-                for token in ids
-            ).decode()
-        if closing and random.random() < 0.2:
-            for token in closing:
-                if token in allowed_ids(constraint):
-                    push(token)
-            continue
-        marks = [token for token in now if token >= 256 or chr(token) in '}]",</\n']
-        push(int(random.choice(sorted(marks if marks and random.random() < 0.5 else now))))
-    return None
+def walked(name: str, constraint: Constraint, seed: int, *, special: bool = True) -> str | None:
+    """The text of a random reply; None if it has no end."""
+    ids = walk(name, constraint, seed, special=special)
+    return None if ids is None else spelled(name, ids, special=special)
 
 
 @pytest.mark.parametrize("special", [True, False])
@@ -140,7 +107,7 @@ def test_what_the_grammar_allows_is_a_valid_call(name: str, special: bool) -> No
     grammar = compiled(name, wanted(name, required=True), special=special)
     ended = 0
     for seed in range(12):
-        text = walk(name, grammar.constraint(), seed, special=special)
+        text = walked(name, grammar.constraint(), seed, special=special)
         if text is None:
             continue
         ended += 1
@@ -291,7 +258,7 @@ def test_names_and_values_are_texts_whatever_they_hold() -> None:
     tools = (CallableTool('a"b\\c', {"type": "object", "properties": {'k"<': {"enum": ["</p>\n", 'q"']}}}),)
     for name in ("hermes", "qwen_xml"):
         grammar = compiled(name, wanted(name, *tools, required=True))
-        found = next(text for seed in range(20) if (text := walk(name, grammar.constraint(), seed)) is not None)
+        found = next(text for seed in range(20) if (text := walked(name, grammar.constraint(), seed)) is not None)
         assert ("a" in found and json.dumps('a"b\\c')[1:-1] in found) or 'a"b\\c' in found
 
 
@@ -368,7 +335,7 @@ def test_names_and_values_are_read_as_the_grammar_writes_them(name: str, strict:
     grammar = compiled(name, wanted(name, CallableTool("t", ODD, strict=strict), required=True))
     values = set()
     for seed in range(16):
-        text = walk(name, grammar.constraint(), seed)
+        text = walked(name, grammar.constraint(), seed)
         for _, arguments in () if text is None else read(name, text, {"t": ODD}).calls:
             # Not strict, no length is enforced.
             schema = ODD if strict else ODD | {"properties": ODD["properties"] | {"old string": {"type": "string"}}}
