@@ -14,7 +14,8 @@ Not here: request and response bodies (server) and choosing tokens (engine). Cal
     marks             special tokens as single characters, so that text that spells one is not taken for it
     reply_format      what a request wants its reply to be
     plain_schema      JSON schemas as the grammar library takes them;
-                      schema_arms, schema_limits, schema_pattern: what it asks of arms, sizes, regular expressions
+                      schema_arms, schema_limits, schema_pattern: what it asks of arms, sizes, regular expressions,
+                      schema_refs: what references lead to
     gbnf              llama.cpp's grammars in Lark
     reply_grammar     the grammar of a format
     call_format       which calls of tools a reply may hold, or must

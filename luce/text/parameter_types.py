@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from luce.text.json_reader import json_text
 from luce.text.marks import quoted
+from luce.text.schema_refs import References
 
 Schema = Mapping[str, Any]
 
@@ -37,8 +38,9 @@ def parameter_of(schema: Schema | None, name: str) -> Parameter:
     found = properties.get(name) if isinstance(properties, Mapping) else None
     if not isinstance(found, Mapping):
         return Parameter(frozenset())
-    types = frozenset(_types(found, schema, _DEPTH))
-    values = _values(found, schema, _DEPTH)
+    references = References(schema)
+    types = frozenset(_types(found, references, _DEPTH))
+    values = _values(found, references, _DEPTH)
     return Parameter(types, tuple(value for value in values if kind_of(value) in _spread(types)))
 
 
@@ -141,7 +143,7 @@ def _kinds(value: str) -> set[str]:
     return {"number"} if any(char in ".eE" for char in value) else {"number", "integer"}
 
 
-def _types(schema: Schema, root: Schema, depth: int) -> Iterator[str]:
+def _types(schema: Schema, references: References, depth: int) -> Iterator[str]:
     if not depth:
         return
     kinds = schema.get("type")
@@ -156,26 +158,20 @@ def _types(schema: Schema, root: Schema, depth: int) -> Iterator[str]:
         arms = schema.get(name)
         for arm in arms if isinstance(arms, list) else ():
             if isinstance(arm, Mapping):
-                yield from _types(arm, root, depth - 1)
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and isinstance(found := _found(reference, root), Mapping):
-        yield from _types(found, root, depth - 1)
+                yield from _types(arm, references, depth - 1)
+    if (found := _referred(schema, references)) is not None:
+        yield from _types(found, references, depth - 1)
 
 
-def _values(schema: Schema, root: Schema, depth: int) -> Sequence[Any]:
+def _values(schema: Schema, references: References, depth: int) -> Sequence[Any]:
     """The values that a schema names, behind references too; none: any."""
-    reference = schema.get("$ref")
-    if depth and isinstance(reference, str) and isinstance(found := _found(reference, root), Mapping):
-        return _values(found, root, depth - 1)
+    if depth and (found := _referred(schema, references)) is not None:
+        return _values(found, references, depth - 1)
     return named_values(schema) or ()
 
 
-def _found(reference: str, root: Schema) -> Any:
-    """What a local reference names, None if nothing."""
-    if not reference.startswith("#/"):
-        return None
-    found: Any = root
-    for name in reference[2:].split("/"):
-        name = name.replace("~1", "/").replace("~0", "~")
-        found = found.get(name) if isinstance(found, Mapping) else None
-    return found
+def _referred(schema: Schema, references: References) -> Schema | None:
+    """The schema that a schema refers to, None if none."""
+    reference = schema.get("$ref")
+    target = references.find(reference) if isinstance(reference, str) else None
+    return target.schema if target is not None and isinstance(target.schema, Mapping) else None

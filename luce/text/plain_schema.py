@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
-from urllib.parse import unquote
 
 from luce.text import schema_limits
 from luce.text.schema_arms import check_arms, exclusive
 from luce.text.schema_bounds import bound_integers, close_bounds, number_bounds
 from luce.text.schema_limits import SchemaError, too_complex
 from luce.text.schema_pattern import has_lookaround, rust_pattern
+from luce.text.schema_refs import References
 
 _Json = dict[str, Any]
 
@@ -141,7 +141,7 @@ class _Walk:
         self._names: dict[str, str] = {}
         #: names of targets, the schemas there and their paths, in the order in which they were found
         self._targets: dict[str, tuple[Any, str]] = {}
-        self._anchors: dict[str, str] | None = None
+        self._references = References(schema)
         #: schemas with a oneOf whose arms are not compared yet, and its path
         self._choices: list[tuple[_Json, str]] = []
         #: plain targets of references, by their name
@@ -396,47 +396,15 @@ class _Walk:
         """The name of a reference's target among the plain definitions; None if it leads nowhere."""
         if ref in self._names:
             return self._names[ref]
-        pointer = unquote(ref[1:])
-        if pointer and not pointer.startswith("/"):
-            pointer = self._anchor(pointer) or "/"
-        found = _resolved(self._root, pointer)
-        if not isinstance(found, dict | bool):
+        target = self._references.find(ref)
+        if target is None or not isinstance(target.schema, dict | bool):
             self._invalid(path, f"{ref[:80]!r} leads to no schema")
             return None
-        stem = re.sub(r"\W", "_", pointer.rpartition("/")[2]) or "root"
+        stem = re.sub(r"\W", "_", target.pointer.rpartition("/")[2]) or "root"
         name = stem if stem not in self._targets else f"{stem}_{len(self._targets)}"
         self._names[ref] = name
-        self._targets[name] = found, pointer.replace("/", ".")
+        self._targets[name] = target.schema, target.pointer.replace("/", ".")
         return name
-
-    def _anchor(self, name: str) -> str | None:
-        """The pointer of the schema with an `$anchor`."""
-        if self._anchors is None:
-            self._anchors = {}
-            waiting: list[tuple[Any, str]] = [(self._root, "")]
-            while waiting:
-                value, pointer = waiting.pop()
-                if isinstance(value, dict):
-                    if isinstance(value.get("$anchor"), str):
-                        self._anchors.setdefault(value["$anchor"], pointer)
-                    escaped = {key: key.replace("~", "~0").replace("/", "~1") for key in value}
-                    waiting += [(inner, f"{pointer}/{escaped[key]}") for key, inner in value.items()]
-                elif isinstance(value, list):
-                    waiting += [(inner, f"{pointer}/{i}") for i, inner in enumerate(value)]
-        return self._anchors.get(name)
-
-
-def _resolved(root: Any, pointer: str) -> Any:
-    """What a JSON pointer leads to; None if nothing."""
-    for part in pointer.split("/")[1:]:
-        key = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(root, dict):
-            root = root.get(key)
-        elif isinstance(root, list) and key.isascii() and key.isdigit() and int(key) < len(root):
-            root = root[int(key)]
-        else:
-            return None
-    return root
 
 
 def _beyond_64_bits(value: Any) -> bool:

@@ -25,6 +25,10 @@ from luce.text.parameter_types import Parameter, decides_early, names_in, parame
         ({"anyOf": [{"type": "string"}, {"oneOf": [{"type": "null"}]}]}, {"string", "null"}),
         ({"allOf": [{"$ref": "#/$defs/path"}]}, {"string"}),
         ({"$ref": "#/definitions/a~1b"}, {"array"}),
+        ({"$ref": "#/definitions/50%25"}, {"number"}),
+        ({"$ref": "#/%64efinitions/m~0n"}, {"boolean"}),
+        ({"$ref": "#here"}, {"integer"}),
+        ({"$ref": "#nowhere"}, set()),
         ({"$ref": "#/$defs/loop"}, set()),
         ({"$ref": "http://elsewhere"}, set()),
         ({"description": "anything"}, set()),
@@ -36,7 +40,12 @@ def test_types_of_a_schema(schema: Any, types: set[str]) -> None:
     root = {
         "properties": {"p": schema},
         "$defs": {"path": {"type": "string"}, "loop": {"$ref": "#/$defs/loop"}},
-        "definitions": {"a/b": {"type": "array"}},
+        "definitions": {
+            "a/b": {"type": "array"},
+            "50%": {"type": "number"},
+            "m~n": {"type": "boolean"},
+            "deep": {"items": {"$anchor": "here", "type": "integer"}},
+        },
     }
     assert parameter_of(root, "p").types == types
 
