@@ -110,8 +110,7 @@ class Committer:
         parts.scheduler.accept(scheduled, path)
         if sequence.schedule.path:
             parts.backend.move_features(sequence.slot, scheduled.position, sequence.schedule.path)
-        reply.drafted += len(scheduled.draft.tokens)
-        reply.accepted += len(accepted)
+        reply.drafts = reply.drafts.plus(scheduled.draft, accepted)
         speculator = parts.speculator
         assert speculator is not None
         self._delivery.later(reply, lambda: speculator.record_verification(sequence, scheduled, accepted, ended=ended))

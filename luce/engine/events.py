@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.engine.reasoning_limit import CloseKind
+from luce.engine.sequence import Draft
 from luce.errors import LuceError
 
 
@@ -40,7 +42,34 @@ class Token:
 
 
 @dataclass(frozen=True)
-class Timings:
+class DraftCounts:
+    """Draft tokens of one sequence."""
+
+    #: draft tokens that were verified
+    drafted: int = 0
+    #: draft tokens that became part of the reply
+    accepted: int = 0
+    #: of `drafted`, those that were forced: by the grammar of the reply, or to end its reasoning
+    forced_drafted: int = 0
+    #: of `accepted`, those that were forced
+    forced_accepted: int = 0
+    #: of `forced_accepted`, those that the grammar forced
+    grammar_forced: int = 0
+
+    def plus(self, draft: Draft, accepted: Many[int]) -> DraftCounts:
+        """The counts with a draft that was verified; `accepted`: its rows whose tokens are in the reply, from 1 on."""
+        forced = sum(row <= draft.forced for row in accepted)
+        return DraftCounts(
+            self.drafted + len(draft.tokens),
+            self.accepted + len(accepted),
+            self.forced_drafted + draft.forced,
+            self.forced_accepted + forced,
+            self.grammar_forced + (0 if draft.ends_reasoning else forced),
+        )
+
+
+@dataclass(frozen=True)
+class Timings(DraftCounts):
     """Seconds and token counts of one sequence."""
 
     #: seconds in the queue
@@ -55,10 +84,6 @@ class Timings:
     cached_tokens: int = 0
     #: the tier that they came from: ram, disk, or none
     cache_tier: str = "none"
-    #: draft tokens that were verified
-    drafted: int = 0
-    #: draft tokens that became part of the reply
-    accepted: int = 0
 
 
 @dataclass(frozen=True)
@@ -132,7 +157,9 @@ Event = Started | Progress | PromptScores | PromptLogits | Tokens | Finished | F
 EventSink = Callable[[Event], None]
 
 
-#: texts of a reply between special tokens: digest, and begin and end of the ids, counted from the prompt's first
+#: Texts whose ids are remembered, so that a later prompt with the same text gets the same ids. Each is (digest, begin,
+#: end): the digest stands for the text, or for what a call of a tool means; its ids are those from `begin` up to `end`
+#: of prompt and reply, counted from the prompt's first id.
 Texts = tuple[tuple[str, int, int], ...]
 
 
@@ -145,7 +172,7 @@ class TextOutput(Protocol):
 
     @property
     def texts(self) -> Texts:
-        """The texts that later prompts may contain again; complete after `flush`."""
+        """The texts of the reply that later prompts may contain; empty until `flush`."""
 
     def push(self, token: int) -> str:
         """Text that one more token makes certain: no part of a stop string or of an incomplete character."""

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from luce.config.sampling import SamplingParams
 from luce.engine.admission import SequenceHandle
-from luce.engine.events import EventSink, FinishReason, PromptLogits, PromptScores, TextOutput, Timings, Token
+from luce.engine.events import (
+    DraftCounts,
+    EventSink,
+    FinishReason,
+    PromptLogits,
+    PromptScores,
+    TextOutput,
+    Timings,
+    Token,
+)
 from luce.engine.masks import StepMasks
 from luce.engine.reasoning_limit import CloseKind, ReasoningState
 from luce.engine.sampling import Sampler, mask_allows, needs_logits, score
@@ -91,8 +100,7 @@ class Reply:
         self.cached_tokens = 0
         #: the tier that they came from: ram, disk, or none
         self.cache_tier = "none"
-        #: draft tokens that were verified, and draft tokens that are in the reply
-        self.drafted = self.accepted = 0
+        self.drafts = DraftCounts()
 
     def can_choose(self, row: OutputRow) -> bool:
         """Whether the next token can be chosen from a row. Where the mask of a draft row cannot be made, the next step
@@ -195,6 +203,5 @@ class Reply:
             predicted_tokens=len(self.sequence.reply),
             cached_tokens=self.cached_tokens,
             cache_tier=self.cache_tier,
-            drafted=self.drafted,
-            accepted=self.accepted,
+            **asdict(self.drafts),
         )

@@ -387,7 +387,10 @@ class Scheduler:
 
 def _first_chain(draft: Draft) -> Draft:
     """A tree's first branch; a draft that is no tree as it is."""
-    return Draft(draft.tokens[: branches(draft.parents)[0].last]) if draft.parents else draft
+    # Forced tokens come before the first fork.
+    return (
+        replace(draft, tokens=draft.tokens[: branches(draft.parents)[0].last], parents=()) if draft.parents else draft
+    )
 
 
 def _tokens(share: _Share) -> list[int]:

@@ -53,6 +53,10 @@ class Draft:
     #: of a draft tree the row of each token's parent, where row 0 is the reply's last token and rows are in depth-first
     #: order; empty if each token follows the one before it
     parents: tuple[int, ...] = ()
+    #: how many of the first tokens are forced
+    forced: int = 0
+    #: whether these end the reasoning; otherwise the grammar of the reply forces them
+    ends_reasoning: bool = False
 
 
 @dataclass(frozen=True)

@@ -313,9 +313,8 @@ class Speculator:
         self._steps += 1
         self._proposed += len(draft.tokens)
         self._accepted += len(accepted)
-        known = self._sequences[sequence]
-        forced = min(len(known.forced), len(draft.tokens))
-        if not known.ends_reasoning:
+        known, forced = self._sequences[sequence], draft.forced
+        if not draft.ends_reasoning:
             self._forced += forced
             self._forced_accepted += sum(row <= forced for row in accepted)
         parents = draft.parents or range(len(draft.tokens))
@@ -477,7 +476,7 @@ class Speculator:
                 tokens = (*forced, *known.proposal.tokens[:rest])
                 if parents:
                     parents = (*range(len(forced)), *(row + len(forced) for row in parents))
-                sequence.draft = Draft(tokens, parents)
+                sequence.draft = Draft(tokens, parents, len(forced), known.ends_reasoning)
 
     def _note_unavailable(self, error: DrafterUnavailableError) -> None:
         """Go on without drafts; the next step asks the drafter again."""

@@ -135,15 +135,19 @@ class OpenAIResponse(ResponseBuilder):
             "bad_calls": choice.parser.bad_calls,
             "cut_call": choice.parser.cut_calls > 0,
             "cache": {"tier": finished.timings.cache_tier},
-            **self._grammar(),
+            **self._grammar(finished.timings),
         }
         reason = "length" if cause else "tool_calls" if choice.parser.calls else "stop"
         return {"finish_reason": reason, "finish_details": details}
 
-    def _grammar(self) -> Json:
-        """What held the replies: the kind of their format, and the keywords that were left out."""
+    def _grammar(self, timings: Timings) -> Json:
+        """What held a reply: the kind of its format, the keywords that were left out, and how many of its tokens came
+        as drafts because nothing else was allowed."""
         grammar = self._job.grammar
-        return {} if grammar is None else {"grammar": {"kind": grammar.wanted.kind, "relaxed": grammar.relaxed}}
+        if grammar is None:
+            return {}
+        forced = timings.grammar_forced
+        return {"grammar": {"kind": grammar.wanted.kind, "relaxed": grammar.relaxed, "forced": forced}}
 
     def _ids(self, choice: Choice) -> Json:
         """The ids of a choice."""
@@ -161,8 +165,9 @@ class OpenAIResponse(ResponseBuilder):
             "prompt_tokens_details": {"cached_tokens": cached},
             "completion_tokens_details": {
                 "reasoning_tokens": sum(choice.parser.reasoning_tokens for choice in self.choices),
-                "accepted_prediction_tokens": sum(part.accepted for part in done),
-                "rejected_prediction_tokens": sum(part.drafted - part.accepted for part in done),
+                # What is forced is no prediction.
+                "accepted_prediction_tokens": sum(part.accepted - part.forced_accepted for part in done),
+                "rejected_prediction_tokens": sum(_refused(part) for part in done),
             },
         }
 
@@ -188,6 +193,11 @@ def timings(parts: Iterable[Timings]) -> Json:
         "draft_n": sum(part.drafted for part in parts),
         "draft_n_accepted": sum(part.accepted for part in parts),
     }
+
+
+def _refused(part: Timings) -> int:
+    """Draft tokens of a drafter that are not in the reply."""
+    return (part.drafted - part.forced_drafted) - (part.accepted - part.forced_accepted)
 
 
 def finite(logprob: float | None) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 
@@ -16,7 +17,7 @@ from luce.runtime.device import Memory
 from luce.server import props
 from luce.shard.shard import DaemonState
 from tests.support.http_server import running
-from tests.support.scripted_model import REPLY, TEMPLATE
+from tests.support.scripted_model import REPLY, TEMPLATE, saying
 
 
 async def test_the_model_and_its_settings() -> None:
@@ -98,6 +99,29 @@ async def test_usage_counts_the_draft_tokens() -> None:
         assert accepted == timings["draft_n_accepted"]
         assert accepted + rejected == timings["draft_n"]
     assert reply["timings"]["draft_n_accepted"] > 0
+
+
+async def test_what_a_grammar_forces_is_no_prediction() -> None:
+    schema = {"const": {"a": "forty characters that nobody else may say."}}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    # A backend that verifies drafts what a grammar forces, with a drafter and without.
+    async with running(verify_width=8, model={"drafter": NgramDrafter(block=7)}) as here:
+        reply = await here.chat("hi", response_format=form)
+        assert json.loads(reply["choices"][0]["message"]["content"]) == schema["const"]
+        forced = reply["choices"][0]["finish_details"]["grammar"]["forced"]
+        timings, details = reply["timings"], reply["usage"]["completion_tokens_details"]
+        assert 30 < forced <= timings["draft_n_accepted"] <= timings["draft_n"]
+        assert details["accepted_prediction_tokens"] == timings["draft_n_accepted"] - forced
+        assert forced == await here.metric("luce_grammar_forced_tokens_total")
+    # What ends a reasoning is drafted as well, and is neither.
+    async with running(
+        verify_width=8, model={"drafter": NgramDrafter(block=7), "script": saying("0123 " * 99)}
+    ) as here:
+        on = {"chat_template_kwargs": {"enable_thinking": True}, "thinking_token_budget": 4}
+        reply = await here.chat("hi", max_tokens=9, **on)
+        assert reply["choices"][0]["finish_details"]["close_kind"] == "hard"
+        details = reply["usage"]["completion_tokens_details"]
+        assert reply["timings"]["draft_n_accepted"] > details["accepted_prediction_tokens"]
 
 
 async def test_the_drafter() -> None:

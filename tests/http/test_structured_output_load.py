@@ -35,12 +35,12 @@ class Gate:
         self.calls = 0
         original = GrammarLibrary.matcher
 
-        def matcher(library: GrammarLibrary, lark: str, body: str | None = None) -> Any:
+        def matcher(library: GrammarLibrary, lark: str, **grammars: str) -> Any:
             if "slow" in lark:
                 self.calls += 1
                 self.begun.release()
                 assert self.open.wait(60)
-            return original(library, lark, body)
+            return original(library, lark, **grammars)
 
         monkeypatch.setattr(GrammarLibrary, "matcher", matcher)
 
@@ -131,9 +131,11 @@ async def test_details_say_what_was_left_out() -> None:
     schema = {"type": "object", "properties": {"a": {"const": 1, "not": {}}, "b": {"pattern": "("}}, "required": ["a"]}
     async with running() as here:
         reply = await here.chat(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
-        assert reply["choices"][0]["finish_details"]["grammar"] == {
+        grammar = reply["choices"][0]["finish_details"]["grammar"]
+        assert grammar == {
             "kind": "json_schema",
             "relaxed": [f"response_format.json_schema.schema.properties.{path}" for path in ("a.not", "b")],
+            "forced": grammar["forced"],
         }
         assert await here.metric("luce_grammar_relaxed_total") == 2
         assert "grammar" not in (await here.chat())["choices"][0]["finish_details"]

@@ -438,6 +438,7 @@ def test_only_what_is_forced_is_proposed_without_a_drafter(forced: tuple[int, ..
     sequence.schedule.computed = len(PROMPT)
     assert not made.propose([sequence]) and made.pending == bool(forced)
     assert not made.receive() and sequence.draft.tokens == forced[:2]
+    assert (sequence.draft.forced, sequence.draft.ends_reasoning) == (len(forced[:2]), False)
 
 
 def test_a_drafter_that_loses_is_asked_as_rarely_where_a_grammar_holds() -> None:
