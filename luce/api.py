@@ -196,8 +196,9 @@ class Model:
         return self.backend.times()
 
     def warm_up(self) -> None:
-        """Generate one token, which builds kernels and graphs. No counter counts it, and no cache keeps it. Before the
-        first reply."""
+        """Generate one token, which builds kernels and graphs, and prepare grammars. No counter counts it, and no cache
+        keeps it. Before the first reply."""
+        self.grammars.warm_up()
         params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
         prompt = [self.tokenizer.bos_id or 0]
         output = self.reply_text(remember=False)

@@ -45,6 +45,7 @@ from luce.runtime.device import Device
 from luce.runtime.host import host_memory
 from luce.runtime.open import named, open_device, total_memory
 from luce.text.chat import ChatFormat
+from luce.text.effort import check_default
 from luce.text.retokenize import Retokenizer
 from luce.text.template import ChatTemplate
 from luce.text.tokenizer import Tokenizer
@@ -247,7 +248,8 @@ def _open_chat_format(
 ) -> ChatFormat:
     """The chat format of --chat-template or of the file; `opened` closes the template.
 
-    Raises UsageError for the flag's template or an unknown --tool-format, and ModelError for the file's template.
+    Raises UsageError for the flag's template, an unknown --tool-format or a --reasoning that the template cannot do,
+    and ModelError for the file's template.
     """
     source: str | None = file.metadata.string("tokenizer.chat_template", default=None)
     origin = f"{file.paths[0]}: tokenizer.chat_template"
@@ -264,9 +266,11 @@ def _open_chat_format(
         template = ChatTemplate(source, bos=bos, eos=eos, origin=origin, error=error)
         opened.callback(template.close)
     try:
-        return ChatFormat(template, tokenizer, dialect, config.tool_format)
+        chat = ChatFormat(template, tokenizer, dialect, config.tool_format)
     except ValueError as problem:
         raise UsageError(f"{flag('tool_format')} {config.tool_format}: {problem}", param="tool_format") from None
+    check_default(config.reasoning, chat)
+    return chat
 
 
 def _scorer(

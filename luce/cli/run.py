@@ -106,7 +106,7 @@ def _prompt(arguments: argparse.Namespace) -> str:
 def _reply(model: Model, prompt: str, arguments: argparse.Namespace, asked: Request, *, fold: bool) -> int:
     """Print the reply. A model without a chat template continues the prompt unchanged."""
     template = model.chat.template
-    reasoning = reasoning_request(model.chat, asked.think, "--think")
+    reasoning = reasoning_request(model, asked.think, "--think")
     with progress.shown("reading the prompt", unit="tokens") as wait:
         ids: str | list[int] = prompt
         splitter = None

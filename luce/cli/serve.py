@@ -123,8 +123,9 @@ def _open(entry: ModelEntry, progress: Callable[[float], None]) -> Model:
     """The model of an entry, ready for requests."""
     path = resolve_model(entry.source, memory=partial(device_memory, entry.config))
     model = open_model(path, entry.config, progress)
-    # The first token builds kernels and graphs; clients that wait for READY do not wait for that.
-    model.warm_up()
+    if entry.config.warmup:
+        # Kernels, graphs and the grammars' vocabulary: clients that wait for READY do not wait for them.
+        model.warm_up()
     return model
 
 

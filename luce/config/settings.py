@@ -11,6 +11,7 @@ from typing import Any
 from luce.config.field import setting
 from luce.config.pool_settings import PoolSettings
 from luce.config.sampling import SamplingParams
+from luce.config.server_settings import ServerSettings
 from luce.config.values import (
     choice,
     device,
@@ -19,7 +20,6 @@ from luce.config.values import (
     integer,
     interpreters,
     mebibytes,
-    names,
     number,
     path,
     path_or_mode,
@@ -53,7 +53,7 @@ _CACHE_TYPES = ("auto", "f16", "bf16", "q8_0", "q4_0")
 
 
 @dataclass(frozen=True)
-class Config(PoolSettings):
+class Config(ServerSettings, PoolSettings):
     """All settings. Sizes are in the unit that the help text names."""
 
     target_device: str = setting(
@@ -373,6 +373,13 @@ class Config(PoolSettings):
         metavar="SECONDS",
         group="prefix cache",
     )
+    reasoning: str = setting(
+        "auto",
+        choice("auto", "on", "off"),
+        "whether replies reason where a request does not say so: auto (as the chat template has it), on, off",
+        metavar="MODE",
+        group="reasoning",
+    )
     think_max_tokens: int = setting(
         -1,
         integer(-1),
@@ -405,81 +412,9 @@ class Config(PoolSettings):
         metavar="FILE",
         group="chat template",
     )
-    tool_grammar: str = setting(
-        "auto", choice("auto", "on", "off"), "grammar for calls in free text (auto: of special tokens)", group="server"
-    )
-    strict_schemas: bool = setting(False, text, "enforce every JSON schema or refuse it", group="server")
     tool_format: str = setting(
         "auto", text, "format of tool calls: auto (the template's or the family's), or a name", group="chat template"
     )
-    host: tuple[str, ...] = setting(
-        ("127.0.0.1",), names, "address to listen on (repeatable)", metavar="ADDRESS[,ADDRESS...]", group="server"
-    )
-    port: int = setting(8080, integer(0, 65535), "port to listen on (0: any free one)", metavar="N", group="server")
-    alias: tuple[str, ...] = setting(
-        (),
-        names,
-        "names of the model in responses and /v1/models",
-        flags=("model-name",),
-        metavar="NAME[,NAME...]",
-        group="server",
-    )
-    api_key: tuple[str, ...] = setting(
-        (),
-        names,
-        "key that clients must send (repeatable); ps shows it to all users, so prefer --api-key-file or the "
-        "environment variable LUCE_API_KEY",
-        metavar="KEY[,KEY...]",
-        group="server",
-    )
-    api_key_file: Path | None = setting(
-        None,
-        path,
-        "file with one key per line, which other users cannot read; SIGHUP reads it again",
-        metavar="FILE",
-        group="server",
-    )
-    allowed_host: tuple[str, ...] = setting(
-        (),
-        names,
-        "further Host header values accepted on a loopback address without a key",
-        metavar="NAME[,NAME...]",
-        group="server",
-    )
-    cors_origin: tuple[str, ...] = setting(
-        (),
-        names,
-        "origins whose pages may call the server; * for all",
-        metavar="ORIGIN[,ORIGIN...]",
-        group="server",
-    )
-    metrics_public: bool = setting(False, text, "serve /metrics without a key", group="server")
-    max_body_mib: int = setting(64, integer(1, 4096), "largest request body", metavar="MIB", group="server")
-    max_n: int = setting(8, integer(1, 64), "largest `n` of a request", metavar="N", group="server")
-    max_batch_prompts: int = setting(
-        64, integer(1, 1024), "most prompts in one /v1/completions request", metavar="N", group="server"
-    )
-    sse_ping: float = setting(
-        10.0,
-        number(0.1, 3600),
-        "seconds between keep-alive comments in a silent stream",
-        metavar="SECONDS",
-        group="server",
-    )
-    write_timeout: float = setting(
-        60.0,
-        number(0.1, 3600),
-        "seconds after which a client that does not read its stream is disconnected",
-        metavar="SECONDS",
-        group="server",
-    )
-    drain_seconds: float = setting(
-        30.0, number(0, 3600), "time that running requests have after SIGTERM", metavar="SECONDS", group="server"
-    )
-    log_level: str = setting(
-        "info", choice("debug", "info", "warning", "error"), "lowest level that is logged", metavar="LEVEL", group="log"
-    )
-    log_json: bool = setting(False, text, "write log lines as JSON objects", group="log")
 
 
 FIELDS: Mapping[str, dataclasses.Field[Any]] = {f.name: f for f in dataclasses.fields(Config)}

@@ -6,12 +6,12 @@ from typing import Any
 
 import msgspec
 
+from luce.api import Model
 from luce.errors import ContextError, RequestError, UnavailableError
 from luce.server.errors import invalid
 from luce.server.schema import ChatRequest, Message
 from luce.server.thinking import ReasoningSwitch
 from luce.server.tool_choice import chosen_tools
-from luce.text.chat import ChatFormat
 from luce.text.prompt_limit import PromptLimit
 
 _Json = dict[str, Any]
@@ -19,18 +19,18 @@ _Json = dict[str, Any]
 _TEMPLATE_NAMES = {"messages", "tools", "add_generation_prompt", "continue_final_message", "limit"}
 
 
-def chat_prompt(request: ChatRequest, chat: ChatFormat, limit: PromptLimit) -> list[int]:
+def chat_prompt(request: ChatRequest, model: Model, limit: PromptLimit) -> list[int]:
     """The prompt as ids. Raises RequestError, and what `limit` raises."""
-    return _rendered(request, chat, limit)[0]
+    return _rendered(request, model, limit)[0]
 
 
-def chat_text(request: ChatRequest, chat: ChatFormat, limit: PromptLimit) -> str:
+def chat_text(request: ChatRequest, model: Model, limit: PromptLimit) -> str:
     """The prompt as text, control tokens by their name. Raises what chat_prompt raises."""
-    _, messages, options = _rendered(request, chat, limit)
-    return chat.text(messages, **options)
+    _, messages, options = _rendered(request, model, limit)
+    return model.chat.text(messages, **options)
 
 
-def _rendered(request: ChatRequest, chat: ChatFormat, limit: PromptLimit) -> tuple[list[int], list[_Json], _Json]:
+def _rendered(request: ChatRequest, model: Model, limit: PromptLimit) -> tuple[list[int], list[_Json], _Json]:
     """The prompt as ids, and what the chat format makes it of: messages and options."""
     if not request.messages:
         raise invalid("messages", "expected at least one message")
@@ -42,7 +42,7 @@ def _rendered(request: ChatRequest, chat: ChatFormat, limit: PromptLimit) -> tup
     kwargs = request.chat_template_kwargs or {}
     if taken := _TEMPLATE_NAMES & kwargs.keys():
         raise invalid("chat_template_kwargs", f"the server sets {min(taken)}")
-    thinking = ReasoningSwitch(request, chat)
+    thinking = ReasoningSwitch(request, model.chat, model.envelope.unasked)
     messages = [_plain(message, i) for i, message in enumerate(request.messages)]
     options = {
         "tools": chosen_tools(request).shown,
@@ -51,7 +51,7 @@ def _rendered(request: ChatRequest, chat: ChatFormat, limit: PromptLimit) -> tup
         **thinking.variables,
     }
     try:
-        ids = chat.prompt(messages, limit=limit, **options)
+        ids = model.chat.prompt(messages, limit=limit, **options)
     except (ContextError, UnavailableError):
         raise
     except RequestError as error:

@@ -71,7 +71,7 @@ def token_count(
     request, _ = decode(body, MessagesRequest)
     found = _translated(request, model)
     with renamed(partial(_field, found=found)):
-        return len(chat_prompt(found.chat, model.chat, PromptLimit(model.context, stopped)))
+        return len(chat_prompt(found.chat, model, PromptLimit(model.context, stopped)))
 
 
 def _translated(request: MessagesRequest, model: Model) -> Translated:

@@ -117,9 +117,9 @@ def chat_request_job(
         raise unsupported("modalities", 'only ["text"] is supported')
     limits = (request.max_completion_tokens, request.max_tokens, request.max_output_tokens)
     max_tokens = next((limit for limit in limits if limit is not None), None)
-    prompt = chat_prompt(request, model.chat, PromptLimit(model.context, stopped))
+    prompt = chat_prompt(request, model, PromptLimit(model.context, stopped))
     room = max(0, model.context - len(prompt))
-    asked = ReasoningSwitch(request, model.chat).asked
+    asked = ReasoningSwitch(request, model.chat, model.envelope.unasked).asked
     job = request_job(
         request,
         unknown,

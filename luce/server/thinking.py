@@ -10,7 +10,7 @@ from luce.errors import RequestError
 from luce.server.errors import invalid, unsupported
 from luce.server.schema import ChatRequest
 from luce.text.chat import ChatFormat
-from luce.text.effort import BUDGET, EFFORT, NONE, SWITCHES, ReasoningRequest, efforts, has_switch
+from luce.text.effort import BUDGET, EFFORT, NONE, SWITCHES, ReasoningRequest, always_reasons, efforts
 
 # What a field asks for that names no effort.
 _ON, _ADAPTIVE = "on", "adaptive"
@@ -21,12 +21,13 @@ _VARIABLE = f"chat_template_kwargs.{BUDGET}"
 
 class ReasoningSwitch:
     """What a request asks for. Off wins over on, wherever it stands: in `thinking`, `reasoning_effort`, `reasoning`, or
-    in the variables of the template. Of several budgets the smallest holds, and every budget wins over an effort.
+    in the variables of the template. Of several budgets the smallest holds, and every budget wins over an effort. A
+    request that says nothing is `unasked`.
 
     Raises RequestError that names the field if the template has no way to do it.
     """
 
-    def __init__(self, request: ChatRequest, chat: ChatFormat) -> None:
+    def __init__(self, request: ChatRequest, chat: ChatFormat, unasked: ReasoningRequest) -> None:
         self._chat = chat
         #: variables of the template, with those of the request
         self.variables: dict[str, Any] = dict(request.chat_template_kwargs or {})
@@ -38,8 +39,12 @@ class ReasoningSwitch:
         self._off = next((param for param, effort in asked.items() if effort == NONE), None)
         #: what the engine is to do
         self.asked = ReasoningRequest()
+        if not (asked or self._budgets or self.variables.keys() & {*SWITCHES, EFFORT}):
+            self.asked = unasked
+            self.variables = {**unasked.variables(), **self.variables}
+            return
         if self._off is not None:
-            if not has_switch(chat) and (chat.reasons or chat.reads(EFFORT)):
+            if always_reasons(chat):
                 raise self._always()
             self.asked = ReasoningRequest(effort=NONE)
             self.variables |= self.asked.variables()

@@ -89,7 +89,7 @@ def tokenized(
         ids = _mixed(request.prompt, model, limit, specials=True)
         ids = ids if request.add_special_tokens is False else model.tokenizer.with_bos(ids)
     else:
-        ids = chat_prompt(request, model.chat, limit)
+        ids = chat_prompt(request, model, limit)
     spellings = [model.tokenizer.spelling(token) for token in ids] if request.return_token_strs else None
     return {"count": len(ids), "max_model_len": model.context, "tokens": ids, "token_strs": spellings}, unknown
 
@@ -114,7 +114,7 @@ def rendered(
     """The prompt of a chat as text, and the number of unknown fields."""
     request, unknown = decode(body, ChatRequest)
     served_name(request.model, model)
-    return {"prompt": chat_text(request, model.chat, PromptLimit(model.context, stopped))}, unknown
+    return {"prompt": chat_text(request, model, PromptLimit(model.context, stopped))}, unknown
 
 
 def _mixed(value: str | list[str | int], model: Model, limit: PromptLimit, *, specials: bool) -> list[int]:

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from luce.config.settings import Config
+from luce.config.settings import Config, flag
 from luce.config.values import EFFORTS
 from luce.engine.reasoning_limit import ReasoningLimit
+from luce.errors import UsageError
 from luce.models.spec import ReasoningBudget
 from luce.text.chat import ChatFormat
 
@@ -25,10 +26,26 @@ def has_switch(chat: ChatFormat) -> bool:
     return any(map(chat.reads, SWITCHES))
 
 
+def always_reasons(chat: ChatFormat) -> bool:
+    """Whether the model reasons, and its template cannot turn that off."""
+    return not has_switch(chat) and (chat.reasons or chat.reads(EFFORT))
+
+
 def efforts(chat: ChatFormat) -> tuple[str, ...]:
     """The efforts that a model has; where the template reads none, each but `none` stands for its budget."""
     on = EFFORTS if has_switch(chat) or chat.reads(EFFORT) or chat.reasons else ()
     return (*((NONE,) if has_switch(chat) or not on else ()), *on)
+
+
+def check_default(setting: str, chat: ChatFormat) -> None:
+    """Raises UsageError if the model cannot do what `--reasoning` asks for."""
+    if setting == "on" and len(efforts(chat)) == 1:
+        why = "this model has no reasoning"
+    elif setting == "off" and always_reasons(chat):
+        why = "the chat template of this model cannot turn its reasoning off"
+    else:
+        return
+    raise UsageError(f"{flag('reasoning')} {setting}: {why}", param="reasoning")
 
 
 @dataclass(frozen=True)
@@ -63,6 +80,8 @@ class BudgetEnvelope:
     hard_limit_reply_budget: int
     #: tokens of the reasoning at each of EFFORTS
     effort_tiers: Mapping[str, int]
+    #: whether replies reason where a request does not say so: auto (as the template has it), on, off
+    default: str = "auto"
 
     @classmethod
     def of(cls, config: Config, family: ReasoningBudget, context: int) -> BudgetEnvelope:
@@ -76,7 +95,13 @@ class BudgetEnvelope:
         ceiling = None if config.think_max_tokens < 0 else config.think_max_tokens
         if ceiling is not None:
             largest = min(largest, ceiling)
-        return cls(ceiling, reply, {effort: min(budget, largest) for effort, budget in tiers.items()})
+        limits = {effort: min(budget, largest) for effort, budget in tiers.items()}
+        return cls(ceiling, reply, limits, config.reasoning)
+
+    @property
+    def unasked(self) -> ReasoningRequest:
+        """What a request asks for that says nothing about reasoning."""
+        return ReasoningRequest(effort=NONE if self.default == "off" else None, on=self.default == "on")
 
     def limit(
         self, chat: ChatFormat, prompt: Sequence[int], room: int, asked: ReasoningRequest, *, owed: bool = False

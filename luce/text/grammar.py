@@ -157,6 +157,11 @@ class GrammarCompiler:
             matcher, tokenizer.vocab, self._vocab, tokenizer.eos_ids, reasoning, triggers=triggers, once=once
         )
 
+    def warm_up(self) -> None:
+        """Make what all grammars of the vocabulary share, for which the first request would wait otherwise."""
+        self._library.warm_up()
+        self._digit_limit()
+
     def stats(self) -> SlotStats:
         """What compiling took, and how often a grammar was found in the cache."""
         return self._slots.stats()

@@ -5,6 +5,7 @@ It is imported when a reply first needs it, and by no other module.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import threading
@@ -64,6 +65,11 @@ class GrammarLibrary:
         if matcher.is_error():
             raise _error(matcher.get_error())
         return matcher
+
+    def warm_up(self) -> None:
+        """Read the vocabulary into the library, unless the library is missing: a grammar is refused then."""
+        with contextlib.suppress(ImportError):
+            self._tokenizer()
 
     def _tokenizer(self) -> LLTokenizer:
         with self._lock:

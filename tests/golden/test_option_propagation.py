@@ -22,6 +22,8 @@ ELSEWHERE = {
     "think_max_tokens": "tests/http/test_reasoning_budgets.py::test_settings_of_the_server",
     "hard_limit_reply_budget": "tests/http/test_reasoning_budgets.py::test_settings_of_the_server",
     "effort": "tests/http/test_reasoning_budgets.py::test_settings_of_the_server",
+    "reasoning": "tests/http/test_reasoning.py::test_the_server_may_decide_where_nothing_is_asked",
+    "warmup": "tests/unit/test_cli_serve.py::test_a_model_warms_up_before_it_is_ready",
     "tool_grammar": "tests/http/test_tool_grammar.py::test_a_strict_tool_is_held_from_its_trigger_on",
     "grammar_seconds": "tests/http/test_structured_output_load.py::"
     "test_a_schema_that_takes_too_long_is_refused_and_those_behind_it_are_told",

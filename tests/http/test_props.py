@@ -47,6 +47,7 @@ async def test_the_model_and_its_settings() -> None:
             "think_max_tokens": None,
             "hard_limit_reply_budget": 4096,
             "effort_tiers": dict.fromkeys(efforts[1:], 256),
+            "default": "auto",
         }
         assert body["chat_template"] == TEMPLATE
         assert body["chat_template_caps"] == {

@@ -139,6 +139,33 @@ async def test_the_model_decides_where_nothing_is_asked(here: Running, chats: Ch
         assert not (await behind_the_turn(here, {"thinking": {"type": "adaptive"}}))[1]
 
 
+@pytest.mark.parametrize("mode", ["on", "off"])
+async def test_the_server_may_decide_where_nothing_is_asked(chats: Chats, mode: str) -> None:
+    able = ("switch", "switch and effort")
+    async with running(reasoning=mode) as here:
+        assert (await here.get("/props"))[1]["reasoning"]["default"] == mode
+        for name in able:
+            here.model.chat = chats[name]
+            for fields in ({}, {"reasoning": {"summary": "auto"}}, {"chat_template_kwargs": {"other": 1}}):
+                written, error = await behind_the_turn(here, fields)
+                assert not error and ("<think>" in written) == (mode == "on"), name
+            prompt = (await here.post("/apply-template", {"messages": [USER]}))[1]["prompt"]
+            assert ("<think>" in prompt) == (mode == "on")
+            # What a request says holds, however it says it.
+            for says, fields in (
+                ("on", {"reasoning_effort": "low"}),
+                ("on", {"thinking": {"type": "enabled"}}),
+                ("on", {"chat_template_kwargs": {"enable_thinking": True, "thinking": True}}),
+                ("off", {"reasoning_effort": "none"}),
+                ("off", {"chat_template_kwargs": {"enable_thinking": False, "thinking": False}}),
+            ):
+                written, error = await behind_the_turn(here, fields)
+                assert not error and ("<think>" in written) == (says == "on"), (name, fields)
+        # A budget is no word on whether to reason, and limits what the template begins.
+        here.model.chat = chats["switch"]
+        assert "<think>" in (await behind_the_turn(here, {"thinking_token_budget": 5}))[0]
+
+
 async def test_spellings_of_an_effort(here: Running, chats: Chats) -> None:
     here.model.chat = chats["effort"]
     for spelled in ("xhigh", "x-high", "extra_high"):

@@ -156,9 +156,19 @@ async def test_settings_of_the_server() -> None:
             "think_max_tokens": 30,
             "hard_limit_reply_budget": 5,
             "effort_tiers": tiers,
+            "default": "auto",
         }
     async with running(model={"script": thinker(), "context": 2048}, think_max_tokens=0) as here:
         assert await thought(here, **ON) == (0, "hard", "Yes.")
+
+
+async def test_a_server_that_turns_reasoning_off_ends_what_the_model_begins_all_the_same() -> None:
+    model = {"script": thinker(opens=True), "context": 2048}
+    async with running(model=model, reasoning="off") as here:
+        assert await thought(here) == (0, "hard", "Yes.")
+        assert await thought(here, thinking_token_budget=7) == (7, "hard", "Yes.")
+    async with running(model=model) as here:
+        assert await thought(here, 20) == (19, None, "")
 
 
 async def test_several_replies_at_once_and_drafts() -> None:

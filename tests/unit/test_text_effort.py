@@ -7,8 +7,13 @@ from typing import Any
 import pytest
 
 from luce.config.settings import Config
-from luce.models.spec import ReasoningBudget
-from luce.text.effort import BudgetEnvelope, ReasoningRequest
+from luce.errors import UsageError
+from luce.models.spec import Dialect, Markers, ReasoningBudget
+from luce.text.chat import ChatFormat
+from luce.text.effort import BudgetEnvelope, ReasoningRequest, check_default
+from luce.text.template import ChatTemplate
+from luce.text.tokenizer import Tokenizer
+from tests.support.vocabulary import byte_level
 
 #: as Qwen3.6's makers recommend
 FAMILY = ReasoningBudget(usual_tokens=32768, most_tokens=81920)
@@ -64,3 +69,32 @@ def test_variables_of_the_template() -> None:
     assert ReasoningRequest(on=True).variables() == {"enable_thinking": True, "thinking": True}
     low = {"enable_thinking": True, "thinking": True, "reasoning_effort": "low"}
     assert ReasoningRequest(effort="low").variables() == low
+
+
+@pytest.mark.parametrize(
+    ("source", "reasons", "on", "off"),
+    [
+        ("{{ enable_thinking }}", True, "", ""),
+        ("<think>", True, "", "the chat template of this model cannot turn its reasoning off"),
+        ("{{ reasoning_effort }}", False, "", "the chat template of this model cannot turn its reasoning off"),
+        ("{{ messages }}", False, "this model has no reasoning", ""),
+    ],
+)
+def test_a_server_reasons_by_default_only_as_its_model_can(source: str, reasons: bool, on: str, off: str) -> None:
+    template = ChatTemplate(source)
+    dialect = Dialect(Markers("<think>", "</think>")) if reasons else Dialect()
+    chat = ChatFormat(template, Tokenizer(byte_level(visible=("<think>", "</think>"))), dialect)
+    check_default("auto", chat)
+    for setting, why in (("on", on), ("off", off)):
+        if not why:
+            check_default(setting, chat)
+            continue
+        with pytest.raises(UsageError) as caught:
+            check_default(setting, chat)
+        assert str(caught.value) == f"--reasoning {setting}: {why}" and caught.value.param == "reasoning"
+    template.close()
+
+
+def test_the_default_asks_for_what_a_request_could_ask_for() -> None:
+    found = {mode: BudgetEnvelope.of(Config(reasoning=mode), FAMILY, LONG).unasked for mode in ("auto", "on", "off")}
+    assert found == {"auto": ReasoningRequest(), "on": ReasoningRequest(on=True), "off": ReasoningRequest("none")}

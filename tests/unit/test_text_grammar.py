@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import llguidance
 import numpy as np
 import pytest
 from hypothesis import given
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 from luce.engine.sequence import Constraint
 from luce.errors import BackendError, GrammarLimitError, RequestError
+from luce.text.digit_limit import DigitLimit
 from luce.text.grammar import GrammarCompiler
 from luce.text.reasoning import ReasoningTokens
 from luce.text.tokenizer import Tokenizer
@@ -258,3 +260,36 @@ def test_exclusive_bounds_are_excluded(
         return True
 
     assert all(map(accepts, taken)) and not any(map(accepts, refused))
+
+
+def test_a_warm_up_reads_the_vocabulary_before_the_first_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = []
+    original = llguidance.LLTokenizer
+    monkeypatch.setattr(
+        llguidance, "LLTokenizer", lambda *args, **options: read.append(1) or original(*args, **options)
+    )
+    monkeypatch.setattr(DigitLimit, "__init__", _counting(DigitLimit.__init__, limits := list[int]()))
+    compiler = GrammarCompiler(TOKENIZER, VOCAB)
+    compiler.warm_up()
+    assert (len(read), len(limits)) == (1, 1)
+    assert compiler.constraint(form(SCHEMA)) is not None
+    assert (len(read), len(limits)) == (1, 1)
+    compiler.close()
+
+
+def _counting(function: Callable[..., None], calls: list[int]) -> Callable[..., None]:
+    def counted(*args: Any) -> None:
+        calls.append(1)
+        function(*args)
+
+    return counted
+
+
+def test_a_warm_up_needs_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    compiler = GrammarCompiler(TOKENIZER, VOCAB)
+    compiler.warm_up()
+    with pytest.raises(RequestError) as caught:
+        compiler.constraint(form(SCHEMA))
+    assert caught.value.code == "unsupported_parameter"
+    compiler.close()

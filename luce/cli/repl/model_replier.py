@@ -89,7 +89,7 @@ class ModelReplier(Replier):
         """As in Replier."""
         self.check(request, "this chat")
         model = self._model
-        asked = reasoning_request(model.chat, request.think, "this chat")
+        asked = reasoning_request(model, request.think, "this chat")
         ids = model.chat.prompt(messages, **template_variables(model.chat, asked))
         generation = model.generate(
             ids,
@@ -111,7 +111,7 @@ class ModelReplier(Replier):
 
     def check(self, request: Request, origin: str) -> None:
         """As in Replier."""
-        reasoning_request(self._model.chat, request.think, origin)
+        reasoning_request(self._model, request.think, origin)
         if request.response_format is not None:
             try:
                 self._model.grammars.constraint(request.response_format)
@@ -164,10 +164,12 @@ class ModelReplier(Replier):
         """Nothing: the model has an owner."""
 
 
-def reasoning_request(chat: ChatFormat, think: str | int | None, origin: str) -> ReasoningRequest:
-    """What Thinking.think asks for. Raises UsageError that begins with `origin` if the model cannot do it."""
+def reasoning_request(model: Model, think: str | int | None, origin: str) -> ReasoningRequest:
+    """What Thinking.think asks for, or else `--reasoning`. Raises UsageError that begins with `origin` if the model
+    cannot do it."""
+    chat = model.chat
     if think is None:
-        return ReasoningRequest()
+        return model.envelope.unasked
     if isinstance(think, int):
         if chat.reasoning_tokens(()) is None:
             raise UsageError(f"{origin}: think {think}: this model has no marker that ends its reasoning")
