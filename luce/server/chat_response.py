@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from luce.engine.events import Token
 from luce.server.choice import Choice
-from luce.server.openai_response import OpenAIResponse, finite
+from luce.server.logprobs import scored
+from luce.server.openai_response import OpenAIResponse
 from luce.server.response import Json, new_id
 from luce.server.stream import ServerSentEvent
 from luce.text.reply_parser import CallArguments, CallStarted, Part, ReasoningPart, ReplyParser, TextPart
@@ -46,17 +47,7 @@ class ChatResponse(OpenAIResponse):
         return {"index": index, "delta": fields, "logprobs": None, "finish_reason": None}
 
     def _logprobs(self, choice: Choice, tokens: Sequence[Token]) -> Json:
-        content = []
-        for token in tokens:
-            entry = self._entry(token.id, token.logprob)
-            entry["top_logprobs"] = [self._entry(i, logprob) for i, logprob in token.top]
-            content.append(entry)
-        return {"content": content, "refusal": None}
-
-    def _entry(self, token: int, logprob: float | None) -> Json:
-        tokenizer = self._model.tokenizer
-        data = tokenizer.token_bytes(token)
-        return {"token": tokenizer.token_text(token), "logprob": finite(logprob), "bytes": list(data)}
+        return {"content": [scored(token, self._model.tokenizer) for token in tokens], "refusal": None}
 
     def _whole(self, choice: Choice) -> Json:
         calls = [{key: call[key] for key in ("id", "type", "function")} for call in _call_deltas(choice.parts)]

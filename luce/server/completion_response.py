@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from luce.api import Model
 from luce.engine.events import Token
 from luce.server.choice import Choice
-from luce.server.openai_response import OpenAIResponse, finite
+from luce.server.logprobs import finite
+from luce.server.openai_response import OpenAIResponse
 from luce.server.prepare import Job, token_texts
 from luce.server.response import Json
 from luce.server.stream import ServerSentEvent

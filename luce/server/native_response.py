@@ -12,7 +12,8 @@ from luce.engine.events import FinishReason, Progress, Token
 from luce.errors import LuceError
 from luce.server.choice import Choice
 from luce.server.errors import openai_error
-from luce.server.openai_response import finite, timings
+from luce.server.logprobs import finite
+from luce.server.openai_response import timings
 from luce.server.prepare import Job
 from luce.server.response import Json, ResponseBuilder
 from luce.server.stream import ServerSentEvent

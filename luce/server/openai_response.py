@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 
@@ -24,8 +23,6 @@ _LENGTH_CAUSES = {
     FinishReason.SHUTDOWN: "shutdown",
     FinishReason.CANCELLED: "cancelled",
 }
-# JSON has no infinity; OpenAI sends this for a token that cannot occur.
-_LEAST_LOGPROB = -9999.0
 
 
 class OpenAIResponse(ResponseBuilder):
@@ -198,8 +195,3 @@ def timings(parts: Iterable[Timings]) -> Json:
 def _refused(part: Timings) -> int:
     """Draft tokens of a drafter that are not in the reply."""
     return (part.drafted - part.forced_drafted) - (part.accepted - part.forced_accepted)
-
-
-def finite(logprob: float | None) -> float | None:
-    """A log probability as a JSON number, None for NaN."""
-    return None if logprob is None else max(logprob, _LEAST_LOGPROB) if not math.isnan(logprob) else None

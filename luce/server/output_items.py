@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from luce.engine.events import Token
 from luce.server.response import new_id
 from luce.server.responses_tools import Offered
 from luce.server.segments import Closed, Extended, Kind, Opened, Segments, Step
@@ -29,15 +30,21 @@ class ReasoningForm:
 class OutputItems:
     """Items in the order of the reply, one for each segment.
 
-    `event` makes the next event of a type; `tools`: those that the model was shown, by its names for them.
+    `event` makes the next event of a type; `tools`: those that the model was shown, by its names for them; `scored`
+    makes an entry of `logprobs` of a token.
     """
 
     def __init__(
-        self, event: Callable[..., ServerSentEvent], tools: Mapping[str, Offered], reasoning: ReasoningForm
+        self,
+        event: Callable[..., ServerSentEvent],
+        tools: Mapping[str, Offered],
+        reasoning: ReasoningForm,
+        scored: Callable[[Token], _Json],
     ) -> None:
         self._event = event
         self._tools = tools
         self._reasoning = reasoning
+        self._scored = scored
         self._segments = Segments()
         #: items that are complete
         self.closed: list[_Json] = []
@@ -59,7 +66,7 @@ class OutputItems:
             if isinstance(step, Opened):
                 yield from self._opened(step)
             elif isinstance(step, Extended):
-                yield from self._extended(step.text)
+                yield from self._extended(step)
             else:
                 yield from self._closed(step, cut=cut)
 
@@ -83,7 +90,7 @@ class OutputItems:
             }
         yield self._event("response.output_item.added", output_index=len(self.closed), item=self._item)
         if self._kind is Kind.TEXT:
-            yield self._grown("response.content_part.added", content_index=0, part=_text_part(""))
+            yield self._grown("response.content_part.added", content_index=0, part=_text_part("", []))
         elif self._kind is Kind.REASONING and self._reasoning.summarised:
             yield self._grown("response.reasoning_summary_part.added", summary_index=0, part=_summary_part(""))
         elif self._kind is Kind.REASONING:
@@ -106,9 +113,11 @@ class OutputItems:
 
     # --- it grows
 
-    def _extended(self, text: str) -> Iterator[ServerSentEvent]:
+    def _extended(self, extended: Extended) -> Iterator[ServerSentEvent]:
+        text = extended.text
         if self._kind is Kind.TEXT:
-            yield self._grown("response.output_text.delta", content_index=0, delta=text, logprobs=[])
+            logprobs = _without_bytes(self._logprobs(extended.tokens))
+            yield self._grown("response.output_text.delta", content_index=0, delta=text, logprobs=logprobs)
         elif self._kind is Kind.REASONING and self._reasoning.summarised:
             yield self._grown("response.reasoning_summary_text.delta", summary_index=0, delta=text)
         elif self._kind is Kind.REASONING:
@@ -124,8 +133,9 @@ class OutputItems:
         # A text ends where the reply does; a call says itself when it is over.
         whole = closed.whole or not (cut or self._kind is Kind.CALL)
         if self._kind is Kind.TEXT:
-            part = _text_part(closed.text)
-            yield self._grown("response.output_text.done", content_index=0, text=closed.text, logprobs=[])
+            part = _text_part(closed.text, self._logprobs(closed.tokens))
+            logprobs = _without_bytes(part["logprobs"])
+            yield self._grown("response.output_text.done", content_index=0, text=closed.text, logprobs=logprobs)
             yield self._grown("response.content_part.done", content_index=0, part=part)
             fields: _Json = {"content": [part]}
         elif self._kind is Kind.REASONING:
@@ -156,12 +166,27 @@ class OutputItems:
         yield self._grown("response.content_part.done", content_index=0, part=part)
         return {"content": [part], **fields}
 
+    def _logprobs(self, tokens: Iterable[Token]) -> list[_Json]:
+        return [self._scored(token) for token in tokens]
+
     def _grown(self, kind: str, **fields: Any) -> ServerSentEvent:
         return self._event(kind, item_id=self._item["id"], output_index=len(self.closed), **fields)
 
 
-def _text_part(text: str) -> _Json:
-    return {"type": "output_text", "annotations": [], "logprobs": [], "text": text}
+def _text_part(text: str, logprobs: list[_Json]) -> _Json:
+    return {"type": "output_text", "annotations": [], "logprobs": logprobs, "text": text}
+
+
+def _without_bytes(logprobs: Iterable[_Json]) -> list[_Json]:
+    """The entries of `logprobs` as events have them."""
+    names = ("token", "logprob")
+    return [
+        {
+            **{name: entry[name] for name in names},
+            "top_logprobs": [{n: one[n] for n in names} for one in entry["top_logprobs"]],
+        }
+        for entry in logprobs
+    ]
 
 
 def _summary_part(text: str) -> _Json:

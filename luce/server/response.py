@@ -70,10 +70,10 @@ class ResponseBuilder(ABC):
             if choice.first_token is None:
                 choice.first_token = time.monotonic()
             choice.tokens += event.tokens
-            parts = joined(part for token in event.tokens for part in choice.parser.push(token.id, token.text))
+            parts = joined(part for token in event.tokens for part in self._parts(choice, token))
         elif isinstance(event, Finished):
             choice.finished = event
-            parts = joined(choice.parser.flush(event.text))
+            parts = joined(self._last_parts(choice, event))
         elif isinstance(event, Started):
             choice.started = time.monotonic()
         elif isinstance(event, Progress):
@@ -82,6 +82,14 @@ class ResponseBuilder(ABC):
             choice.scores = event.tokens
         choice.parts += parts
         return parts
+
+    def _parts(self, choice: Choice, token: Token) -> list[Part]:
+        """The parts of a reply that one more token makes certain."""
+        return choice.parser.push(token.id, token.text)
+
+    def _last_parts(self, choice: Choice, finished: Finished) -> list[Part]:
+        """The parts of a reply that its end makes certain."""
+        return choice.parser.flush(finished.text)
 
     # --- stream
 

@@ -17,9 +17,10 @@ from luce.server.schema import ChatRequest, Common, Message
 _Json = dict[str, Any]
 
 ENCRYPTED = "reasoning.encrypted_content"
-_LOGPROBS = "message.output_text.logprobs"
+LOGPROBS = "message.output_text.logprobs"
 _INCLUDES = (
     ENCRYPTED,
+    LOGPROBS,
     # Parts of items that only OpenAI's tools make.
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
@@ -75,6 +76,8 @@ def translated(request: ResponsesRequest, fingerprint: str, *, reasons: bool) ->
         parallel_tool_calls=request.parallel_tool_calls,
         reasoning=reasoning,
         chat_template_kwargs=request.chat_template_kwargs,
+        logprobs=LOGPROBS in (request.include or ()),
+        top_logprobs=request.top_logprobs or None,
     )
     return Translated(chat, tools, skipped, reader.skipped, tuple(reader.paths))
 
@@ -87,9 +90,8 @@ def _refuse_unsupported(request: ResponsesRequest) -> None:
         raise unsupported("prompt", "Luce stores no prompts; send instructions and input")
     if request.background:
         raise unsupported("background", "Luce stores no responses")
-    if request.top_logprobs or _LOGPROBS in (request.include or ()):
-        param = "top_logprobs" if request.top_logprobs else "include"
-        raise unsupported(param, "/v1/responses has no log probabilities; /v1/chat/completions has them")
+    if request.top_logprobs and LOGPROBS not in (request.include or ()):
+        raise invalid("top_logprobs", f"needs include: [{LOGPROBS}]")
     for i, name in enumerate(request.include or ()):
         if name not in _INCLUDES:
             raise unsupported(f"include[{i}]", f"expected one of {', '.join(_INCLUDES)}")

@@ -142,13 +142,13 @@ class ResponsesRequest(Common, kw_only=True):
     tools: list[_Json] | None = None
     tool_choice: Choice | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     chat_template_kwargs: _Json | None = None
     # Refused unless they ask for nothing.
     previous_response_id: str | None = None
     conversation: Any = None
     prompt: Any = None
     background: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     # Accepted without effect.
     truncation: Literal["auto", "disabled"] | None = None
     max_tool_calls: int | None = None

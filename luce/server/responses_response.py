@@ -9,14 +9,17 @@ from typing import Any
 
 from luce.api import Model
 from luce.config.sampling import SAMPLERS
-from luce.engine.events import FinishReason, Token
+from luce.engine.events import Finished, FinishReason, Token
 from luce.errors import LuceError
+from luce.server.choice import Choice
 from luce.server.errors import openai_error
+from luce.server.logprobs import scored
 from luce.server.output_items import OutputItems, ReasoningForm
 from luce.server.prepare import Job
 from luce.server.response import Json, ResponseBuilder
 from luce.server.responses_tools import Offered
 from luce.server.stream import ServerSentEvent
+from luce.server.text_tokens import TextTokens
 from luce.server.thinking_signature import sign
 from luce.text.reply_parser import Part, ReplyParser, joined
 
@@ -48,14 +51,24 @@ class ResponsesResponse(ResponseBuilder):
         self._details = job.details
         self._sequence_number = 0
         self._items = self._new_items()
+        #: None: the request does not ask for log probabilities
+        self._text_tokens = None if job.logprobs is None else TextTokens(model.tokenizer.is_control)
 
     def _parser(self, index: int) -> ReplyParser:
         return self._model.chat.reply_parser(self._job.prompts[index], self._job.tools)
 
+    def _parts(self, choice: Choice, token: Token) -> list[Part]:
+        parts = super()._parts(choice, token)
+        return parts if self._text_tokens is None else self._text_tokens.of(parts, token, token.text)
+
+    def _last_parts(self, choice: Choice, finished: Finished) -> list[Part]:
+        parts = super()._last_parts(choice, finished)
+        return parts if self._text_tokens is None else self._text_tokens.of(parts, None, finished.text)
+
     def _new_items(self) -> OutputItems:
         encrypt = partial(sign, model=self._model.fingerprint, carries=True) if self._details.encrypted else None
         form = ReasoningForm(self._details.summarised, encrypt)
-        return OutputItems(self._event, self._details.tools, form)
+        return OutputItems(self._event, self._details.tools, form, partial(scored, tokenizer=self._model.tokenizer))
 
     # --- stream
 
@@ -124,7 +137,7 @@ class ResponsesResponse(ResponseBuilder):
             "service_tier": "default",
             "store": False,
             **{name: getattr(params, name) for name in SAMPLERS if name != "max_tokens"},
-            "top_logprobs": 0,
+            "top_logprobs": self._job.logprobs or 0,
             "truncation": "disabled",
             **self._details.echo,
             "usage": self._usage() if status in ("completed", "incomplete") else None,

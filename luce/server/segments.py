@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from enum import Enum
 from typing import NamedTuple
 
+from luce.engine.events import Token
 from luce.text.reply_parser import CallArguments, CallEnded, CallStarted, Part, ReasoningPart, TextPart
 
 
@@ -25,16 +26,19 @@ class Opened(NamedTuple):
 
 
 class Extended(NamedTuple):
-    """More text of the open segment; of a call, of its arguments."""
+    """More text of the open segment; of a call, of its arguments. `tokens`: of text, as in TextPart."""
 
     text: str
+    tokens: tuple[Token, ...] = ()
 
 
 class Closed(NamedTuple):
-    """The open segment ends, with all its text. `whole`: the reply went on behind it, or ended the call itself."""
+    """The open segment ends, with all its text and tokens. `whole`: the reply went on behind it, or ended the call
+    itself."""
 
     text: str
     whole: bool
+    tokens: tuple[Token, ...] = ()
 
 
 Step = Opened | Extended | Closed
@@ -46,6 +50,7 @@ class Segments:
     def __init__(self) -> None:
         self._kind: Kind | None = None
         self._pieces: list[str] = []
+        self._tokens: list[Token] = []
         #: whether the segment is more than white space
         self._opened = False
 
@@ -53,7 +58,7 @@ class Segments:
         """The steps for further parts."""
         for part in parts:
             if isinstance(part, TextPart):
-                yield from self._text(Kind.TEXT, part.text)
+                yield from self._text(Kind.TEXT, part.text, part.tokens)
             elif isinstance(part, ReasoningPart):
                 yield from self._text(Kind.REASONING, part.text)
             elif isinstance(part, CallStarted):
@@ -71,20 +76,21 @@ class Segments:
         yield from self._close(whole=False)
 
     def _close(self, *, whole: bool) -> Iterator[Step]:
-        opened, text = self._opened, "".join(self._pieces)
-        self._kind, self._pieces, self._opened = None, [], False
+        opened, text, tokens = self._opened, "".join(self._pieces), tuple(self._tokens)
+        self._kind, self._pieces, self._tokens, self._opened = None, [], [], False
         if opened:
-            yield Closed(text, whole)
+            yield Closed(text, whole, tokens)
 
-    def _text(self, kind: Kind, text: str) -> Iterator[Step]:
+    def _text(self, kind: Kind, text: str, tokens: tuple[Token, ...] = ()) -> Iterator[Step]:
         if self._kind is not kind:
             yield from self._close(whole=True)
             self._kind = kind
         self._pieces.append(text)
+        self._tokens += tokens
         if not self._opened:
-            text = "".join(self._pieces)
+            text, tokens = "".join(self._pieces), tuple(self._tokens)
             if not text.strip():
                 return
             self._opened = True
             yield Opened(kind)
-        yield Extended(text)
+        yield Extended(text, tokens)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
+from luce.engine.events import Token
 from luce.text.reasoning import Delta, Splitter
 
 if TYPE_CHECKING:
@@ -15,6 +16,8 @@ class TextPart(NamedTuple):
     """New text of the reply."""
 
     text: str
+    #: the tokens that it is made of, where a response scores them
+    tokens: tuple[Token, ...] = ()
 
 
 class ReasoningPart(NamedTuple):
@@ -111,7 +114,7 @@ def joined(parts: Iterable[Part]) -> list[Part]:
     for part in parts:
         last = found[-1] if found else None
         if isinstance(part, TextPart) and isinstance(last, TextPart):
-            found[-1] = TextPart(last.text + part.text)
+            found[-1] = TextPart(last.text + part.text, last.tokens + part.tokens)
         elif isinstance(part, ReasoningPart) and isinstance(last, ReasoningPart):
             found[-1] = ReasoningPart(last.text + part.text)
         elif isinstance(part, CallArguments) and isinstance(last, CallArguments) and part.call == last.call:

@@ -16,6 +16,7 @@ from tests.support.scripted_model import REPLY, saying
 Json = dict[str, Any]
 
 PATH = "/v1/responses"
+LOGPROBS = "message.output_text.logprobs"
 ASK: Json = {"model": "m", "input": "hi", "temperature": 0}
 REASONED = {"script": saying("Hm, well.</think>\n\nYes.", marker="<|im_start|>assistant\n<think>\n")}
 FUNCTION = {"type": "function", "name": "get", "parameters": {"type": "object"}, "strict": False}
@@ -114,8 +115,8 @@ async def test_calls_of_functions_namespaces_and_custom_tools() -> None:
         ({"conversation": "c"}, "conversation", "unsupported_parameter"),
         ({"prompt": {"id": "p"}}, "prompt", "unsupported_parameter"),
         ({"background": True}, "background", "unsupported_parameter"),
-        ({"top_logprobs": 2}, "top_logprobs", "unsupported_parameter"),
-        ({"include": ["message.output_text.logprobs"]}, "include", "unsupported_parameter"),
+        ({"top_logprobs": 2}, "top_logprobs", "invalid_value"),
+        ({"top_logprobs": 21, "include": [LOGPROBS]}, "top_logprobs", "invalid_value"),
         ({"include": ["x"]}, "include[0]", "unsupported_parameter"),
         ({"n": 2}, "n", "unsupported_parameter"),
         ({"return_token_ids": True}, "return_token_ids", "unsupported_parameter"),
@@ -186,6 +187,53 @@ async def test_a_stream_that_reads_a_long_prompt_is_not_silent() -> None:
         # The progress of the prompt is an event of the engine in every step, and nothing of it is sent.
         assert [event["type"] for event in events].count("response.in_progress") > 2
         assert joined(events)["output"][0]["content"][0]["text"] == "Late."
+
+
+async def scores(here: Running, fields: Json, chat: Json) -> tuple[Json, list[Json]]:
+    """A response with log probabilities, and those of the tokens of the same reply to a chat."""
+    status, reply, _ = await here.post("/v1/chat/completions", {**chat, "temperature": 0, "logprobs": True})
+    assert status == 200, reply
+    return await create(here, include=[LOGPROBS], **fields), reply["choices"][0]["logprobs"]["content"]
+
+
+async def test_log_probabilities_of_a_text() -> None:
+    ask = {"messages": [{"role": "user", "content": "hi"}], "top_logprobs": 2}
+    async with running() as here:
+        reply, expected = await scores(here, {"top_logprobs": 2}, ask)
+        assert reply["top_logprobs"] == 2
+        (part,) = reply["output"][0]["content"]
+        # The end of the reply is no part of its text.
+        assert part["logprobs"] == expected[:-1] and len(expected[0]["top_logprobs"]) == 2
+        assert bytes(byte for entry in part["logprobs"] for byte in entry["bytes"]).decode() == part["text"] == REPLY
+        # Events have no bytes, as at OpenAI, and those of the deltas are those of the whole.
+        events = await streamed(here, {**ASK, "include": [LOGPROBS], "top_logprobs": 2})
+        deltas = [entry for e in events if e["type"] == "response.output_text.delta" for entry in e["logprobs"]]
+        (done,) = [event["logprobs"] for event in events if event["type"] == "response.output_text.done"]
+        assert deltas == done and len(done) == len(part["logprobs"])
+        for entry, event in zip(part["logprobs"], done, strict=True):
+            without = [{k: v for k, v in one.items() if k != "bytes"} for one in (entry, *entry["top_logprobs"])]
+            assert event == {**without[0], "top_logprobs": without[1:]}
+        plain = await create(here, include=[LOGPROBS])
+        assert plain["top_logprobs"] == 0
+        assert all(entry["top_logprobs"] == [] for entry in plain["output"][0]["content"][0]["logprobs"])
+        assert (await create(here, top_logprobs=0))["output"][0]["content"][0]["logprobs"] == []
+
+
+async def test_log_probabilities_leave_reasoning_and_calls_out() -> None:
+    ask = {"messages": [{"role": "user", "content": "hi"}], "reasoning_effort": "low"}
+    async with running(model=REASONED) as here:
+        reply, expected = await scores(here, {"reasoning": {"effort": "low"}}, ask)
+        (part,) = reply["output"][-1]["content"]
+        assert part["text"] == "Yes." and part["logprobs"] == expected[-5:-1]
+        assert "logprobs" not in reply["output"][0]["content"][0]
+    said = 'Look: <tool_call>\n{"name": "get", "arguments": {}}\n</tool_call>'
+    async with running(model=agent(said)) as here:
+        reply = await create(here, include=[LOGPROBS], tools=[FUNCTION])
+        assert [item["type"] for item in reply["output"]] == ["message", "function_call"]
+        (part,) = reply["output"][0]["content"]
+        assert part["text"].startswith("Look:")
+        assert "".join(entry["token"] for entry in part["logprobs"]).startswith(part["text"])
+        assert len(part["logprobs"]) == len(part["text"])
 
 
 async def test_a_call_that_is_cut_is_incomplete_and_not_done() -> None:
