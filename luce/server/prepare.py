@@ -19,7 +19,7 @@ from luce.server.errors import invalid, unknown_model, unsupported
 from luce.server.schema import ChatRequest, Common, CompletionRequest, decode
 from luce.server.structured_output import reply_format
 from luce.server.thinking import ReasoningSwitch
-from luce.server.tool_choice import ChosenTools, chosen_tools
+from luce.server.tool_choice import NO_INPUTS, ChosenTools, chosen_tools
 from luce.text.call_format import CallFormat
 from luce.text.call_parser import CallableTools
 from luce.text.detokenizer import Detokenizer
@@ -108,9 +108,11 @@ def chat_request_job(
     headers: Mapping[str, str],
     model: Model,
     stopped: Callable[[], bool] = lambda: False,
+    *,
+    inputs: Mapping[str, ReplyFormat] = NO_INPUTS,
 ) -> Job:
     """The Job of a chat, whichever API's body it comes from; `unknown` fields of that body are no field of Luce.
-    Raises as chat_job."""
+    `inputs` as in chosen_tools. Raises as chat_job."""
     if request.top_logprobs is not None and not request.logprobs:
         raise invalid("top_logprobs", "needs logprobs: true")
     if request.modalities not in (None, ["text"]):
@@ -130,7 +132,7 @@ def chat_request_job(
         max_tokens=max_tokens,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
     )
-    tools = chosen_tools(request, parallel=model.chat.calls.parallel)
+    tools = chosen_tools(request, parallel=model.chat.calls.parallel, inputs=inputs)
     if tools.required and job.reply_format is not None:
         raise invalid("tool_choice", f"the reply follows {job.reply_format.param}, and cannot consist of calls")
     room = room if max_tokens is None else min(room, max_tokens)

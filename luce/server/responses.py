@@ -48,7 +48,7 @@ def responses_job(
     found = translated(request, model.fingerprint, reasons=len(efforts(model.chat)) > 1)
     field = partial(_field, found=found, form_is_text=request.response_format is None)
     with renamed(field):
-        job = chat_request_job(found.chat, unknown + found.skipped_items, headers, model, stopped)
+        job = chat_request_job(found.chat, unknown + found.skipped_items, headers, model, stopped, inputs=found.inputs)
     return replace(
         named_for(job, field),
         skipped_tools=found.skipped_tools,

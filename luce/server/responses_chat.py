@@ -13,6 +13,7 @@ from luce.server.responses_items import ItemReader
 from luce.server.responses_request import ResponsesRequest, TextFormat
 from luce.server.responses_tools import Offered, chat_choice, offered_tools
 from luce.server.schema import ChatRequest, Common, Message
+from luce.text.reply_format import ReplyFormat
 
 _Json = dict[str, Any]
 
@@ -42,6 +43,11 @@ class Translated:
     skipped_items: int
     #: the item of the body with which each message of the chat begins
     paths: tuple[str, ...]
+
+    @property
+    def inputs(self) -> dict[str, ReplyFormat]:
+        """What the texts are that tools are called with, by the model's names of the tools."""
+        return {name: tool.input for name, tool in self.tools.items() if tool.input is not None}
 
 
 def translated(request: ResponsesRequest, fingerprint: str, *, reasons: bool) -> Translated:

@@ -9,6 +9,7 @@ from luce.server import schema
 from luce.server.errors import invalid, unsupported
 from luce.server.responses_request import CustomTool, FunctionTool, NamespaceTool, ToolChoice
 from luce.server.schema import converted
+from luce.text.reply_format import ReplyFormat
 
 _Json = dict[str, Any]
 
@@ -27,6 +28,8 @@ class Offered(NamedTuple):
     path: str
     #: as the chat has it
     function: _Json
+    #: what the text is that it is called with; None: any
+    input: ReplyFormat | None = None
 
 
 def model_name(namespace: str | None, name: str) -> str:
@@ -80,11 +83,13 @@ def _function(tool: FunctionTool, namespace: str | None, path: str) -> Offered:
 
 
 def _custom(tool: CustomTool, namespace: str | None, path: str) -> Offered:
-    description = tool.description or ""
+    description, form = tool.description or "", None
     if tool.format is not None and tool.format.type == "grammar":
-        if tool.format.syntax is None or not tool.format.definition:
+        syntax, definition = tool.format.syntax, tool.format.definition
+        if syntax is None or not definition:
             raise invalid(f"{path}.format", "a grammar needs its syntax and its definition")
-        description += f"\n\nThe input follows this {tool.format.syntax} grammar:\n{tool.format.definition}"
+        description += f"\n\nThe input follows this {syntax} grammar:\n{definition}"
+        form = ReplyFormat("regex" if syntax == "regex" else "grammar", definition, param=f"{path}.format.definition")
     parameters = {
         "type": "object",
         "properties": {INPUT: {"type": "string"}},
@@ -92,7 +97,7 @@ def _custom(tool: CustomTool, namespace: str | None, path: str) -> Offered:
         "additionalProperties": False,
     }
     function = {"name": model_name(namespace, tool.name), "description": description.strip(), "parameters": parameters}
-    return Offered(tool.name, namespace, True, path, {"type": "function", "function": function})
+    return Offered(tool.name, namespace, True, path, {"type": "function", "function": function}, form)
 
 
 def chat_choice(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from luce.models.calls import Calls
@@ -12,9 +13,11 @@ from luce.server.errors import invalid
 from luce.server.schema import ChatRequest, ToolChoice
 from luce.text.call_format import CallableTool, CallFormat
 from luce.text.call_parser import CallableTools
+from luce.text.reply_format import ReplyFormat
 
 _Json = dict[str, Any]
 
+NO_INPUTS: Mapping[str, ReplyFormat] = MappingProxyType({})
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 
 
@@ -42,14 +45,17 @@ class ChosenTools:
         if self.callable is None:
             return None
         tools = tuple(replace(tool, strict=True) if strict else tool for tool in self.tools)
-        forced = self.required or any(tool.strict for tool in tools)
+        forced = self.required or any(tool.strict or tool.input is not None for tool in tools)
         if not forced and (mode == "off" or (mode == "auto" and not exact)):
             return None
         return CallFormat(calls, tools, required=self.required, parallel=not self.callable.single)
 
 
-def chosen_tools(request: ChatRequest, *, parallel: bool = True) -> ChosenTools:
-    """The tools of a request. `parallel`: the model can call several tools in one reply.
+def chosen_tools(
+    request: ChatRequest, *, parallel: bool = True, inputs: Mapping[str, ReplyFormat] = NO_INPUTS
+) -> ChosenTools:
+    """The tools of a request. `parallel`: the model can call several tools in one reply; `inputs`: what the texts of
+    tools are that are called with one, by the tools' names.
 
     Raises RequestError that names the field.
     """
@@ -76,7 +82,7 @@ def chosen_tools(request: ChatRequest, *, parallel: bool = True) -> ChosenTools:
     if choice == "none" or not tools:
         return ChosenTools(None, None, forbidden=bool(tools))
     found = tuple(
-        _callable(tool["function"], f"{field}[{i}]" + ".function" * (field == "tools"))
+        _callable(tool["function"], f"{field}[{i}]" + ".function" * (field == "tools"), inputs)
         for i, tool in enumerate(tools)
         if _name(tool) in allowed
     )
@@ -85,14 +91,14 @@ def chosen_tools(request: ChatRequest, *, parallel: bool = True) -> ChosenTools:
     return ChosenTools(tools, CallableTools(schemas, single), False, found, required=choice == "required")
 
 
-def _callable(function: _Json, where: str) -> CallableTool:
+def _callable(function: _Json, where: str, inputs: Mapping[str, ReplyFormat]) -> CallableTool:
     strict = function.get("strict")
     if not isinstance(strict, bool | None):
         raise invalid(f"{where}.strict", "expected true or false")
     name = str(function["name"])
     if strict and not _NAME.fullmatch(name):
         raise invalid(f"{where}.name", "the name of a strict tool has 1 to 64 letters, digits, _, -, . and :")
-    return CallableTool(name, function.get("parameters"), bool(strict), f"{where}.parameters")
+    return CallableTool(name, function.get("parameters"), bool(strict), f"{where}.parameters", inputs.get(name))
 
 
 def _check_tool(tool: _Json, where: str) -> None:

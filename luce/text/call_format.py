@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from luce.models.calls import Calls
+from luce.text.reply_format import ReplyFormat
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,8 @@ class CallableTool:
     strict: bool = False
     #: the field of the request that has the schema, which errors name
     param: str = "parameters"
+    #: of a tool that is called with a text: what that text is, which is its one parameter; None: any
+    input: ReplyFormat | None = None
 
 
 @dataclass(frozen=True)
@@ -38,5 +41,10 @@ class CallFormat:
     @functools.cached_property
     def text(self) -> bytes:
         """What tells call formats apart."""
-        tools = [(tool.name, tool.parameters, tool.strict, tool.param) for tool in self.tools]
+        tools = [(tool.name, tool.parameters, tool.strict, tool.param, _text(tool.input)) for tool in self.tools]
         return msgspec.json.encode((self.calls.format, tools, self.required, self.parallel))
+
+
+def _text(form: ReplyFormat | None) -> tuple[bytes, str] | None:
+    """What tells the texts of tools apart, with the field that errors name."""
+    return None if form is None else (form.text, form.param)

@@ -14,7 +14,7 @@ from luce.text.channel_grammar import ChannelRules
 from luce.text.grammar_library import EMPTY, INVALID, GrammarError
 from luce.text.lark import ANY, SPACE, Cut, Rules, json_rule, pattern_of, text_rule
 from luce.text.plain_schema import PlainSchema, plain_schema
-from luce.text.reply_grammar import Compile
+from luce.text.reply_grammar import Compile, reply_grammar
 from luce.text.schema_limits import MAX_TOOLS_KIB, SchemaError, too_complex
 
 if TYPE_CHECKING:
@@ -41,12 +41,16 @@ class _Tool(NamedTuple):
 
     tool: CallableTool
     plain: PlainSchema
+    #: the text that it is called with, as in ArgumentRules; empty: any
+    text: str = ""
 
 
 class CallRules:
-    """The rules of the calls of a reply. `cut` divides a text into special tokens and the text between."""
+    """The rules of the calls of a reply. `cut` divides a text into special tokens and the text between. Raises
+    SchemaError for what a strict tool asks for and no rule enforces, and for the text of a tool that is no grammar.
+    """
 
-    def __init__(self, form: CallFormat, cut: Cut) -> None:
+    def __init__(self, form: CallFormat, compiled: Compile, cut: Cut) -> None:
         self._form = form
         self._calls = form.calls
         self._cut = cut
@@ -60,7 +64,34 @@ class CallRules:
         others = (calls for calls in form.calls.accepts if calls.written and not self._spelled)
         self._spellings = (form.calls, *others)
         self.relaxed: list[str] = []
-        self._tools = [_Tool(tool, self._plain(tool)) for tool in form.tools]
+        #: grammars that the rules name
+        self.grammars: dict[str, str] = {}
+        self._tools = [self._tool(tool, compiled) for tool in form.tools]
+        if not isinstance(form.calls.arguments, Json):
+            for index in range(len(self._tools)):
+                self._check(index)
+
+    def _tool(self, tool: CallableTool, compiled: Compile) -> _Tool:
+        plain, form = self._plain(tool), tool.input
+        if form is None:
+            return _Tool(tool, plain)
+        try:
+            rule = reply_grammar(form, compiled, blank="").rule
+        except SchemaError as error:
+            raise SchemaError(form.param + error.path, str(error), str(error.code)) from None
+        if not isinstance(self._calls.arguments, Json):
+            if form.kind == "grammar":
+                name = f"input{len(self.grammars)}"
+                self.grammars[name], rule = form.value, f"@{name}"
+            return _Tool(tool, plain, rule)
+        if form.kind == "regex":
+            return _Tool(tool, _with_pattern(plain, form.value))
+        # The library has no grammar of a string's content in which JSON's escapes stand for their characters.
+        if tool.strict:
+            reason = "a grammar cannot be enforced in the JSON of this model's calls; a regular expression can"
+            raise SchemaError(form.param, reason, "unsupported_schema")
+        self.relaxed.append(form.param)
+        return _Tool(tool, plain)
 
     def _plain(self, tool: CallableTool) -> PlainSchema:
         """The plain schema of a tool's arguments: an object's. Raises SchemaError for a strict tool's."""
@@ -84,6 +115,16 @@ class CallRules:
         closed = {} if tool.strict or not schema.get("properties") else {"additionalProperties": False}
         # A model that may add keys adds them; only a schema without properties asks for keys of its own.
         return plain._replace(schema={**closed, **schema, "type": "object"})
+
+    def _check(self, index: int) -> None:
+        """Let the arguments of a tool be any object if a rule cannot be written for them. Raises SchemaError if the
+        tool is strict."""
+        try:
+            self.alone(index)
+        except SchemaError:
+            if self._tools[index].tool.strict:
+                raise
+            self.forget(index)
 
     def forget(self, index: int) -> None:
         """Let the arguments of a tool that does not compile be any object."""
@@ -161,9 +202,9 @@ class CallRules:
             return _joined(head, rules.rule(json_rule(tool.plain.schema)), self._end(rules))
         values: ArgumentRules
         if isinstance(kind, Tagged):
-            values = TaggedRules(rules, kind, tool.plain, strict=tool.tool.strict)
+            values = TaggedRules(rules, kind, tool.plain, strict=tool.tool.strict, string=tool.text)
         else:
-            values = BareRules(rules, kind, tool.plain, strict=tool.tool.strict)
+            values = BareRules(rules, kind, tool.plain, strict=tool.tool.strict, string=tool.text)
         try:
             return _joined(head, values.arguments(), self._end(rules))
         except SchemaError as error:
@@ -190,7 +231,11 @@ def call_grammar(
     """
     if len(form.text) > MAX_TOOLS_KIB << 10:
         raise too_complex("tools", f"have {len(form.text) >> 10:,} KiB, expected at most {MAX_TOOLS_KIB:,}")
-    rules = CallRules(form, cut)
+    rules = CallRules(form, compiled, cut)
+
+    def made(lark: str) -> LLMatcher:
+        return compiled(lark, **rules.grammars)
+
     begins = frozenset() if rules.trigger is None else frozenset({rules.trigger})
     triggers: frozenset[int] = frozenset()
     make: Callable[[], str]
@@ -204,25 +249,32 @@ def call_grammar(
     else:
         make = partial(rules.in_text, blank, "" if heads is None else heads.body)
     try:
-        return CallGrammar(compiled(make()), tuple(dict.fromkeys(rules.relaxed)), triggers, begins)
+        return CallGrammar(made(make()), tuple(dict.fromkeys(rules.relaxed)), triggers, begins)
     except GrammarError as error:
         failed = error
     for index, tool in enumerate(form.tools):
         try:
-            compiled(rules.alone(index))
+            made(rules.alone(index))
         except GrammarError as error:
             if tool.strict:
                 code = {EMPTY: "invalid_schema", INVALID: "unsupported_schema"}.get(str(error.code), str(error.code))
                 raise SchemaError(tool.param, error.reason, code) from None
             rules.forget(index)
     try:
-        return CallGrammar(compiled(make()), tuple(dict.fromkeys(rules.relaxed)), triggers, begins)
+        return CallGrammar(made(make()), tuple(dict.fromkeys(rules.relaxed)), triggers, begins)
     except GrammarError as error:
         raise SchemaError("tools", failed.reason, str(error.code)) from None
 
 
 def _any_object() -> PlainSchema:
     return PlainSchema(_ANY_OBJECT, (), {})
+
+
+def _with_pattern(plain: PlainSchema, pattern: str) -> PlainSchema:
+    """The schema of one text, which a regular expression matches whole."""
+    properties = plain.schema["properties"]
+    matched = {name: {**inner, "pattern": f"^(?:{pattern})$"} for name, inner in properties.items()}
+    return plain._replace(schema={**plain.schema, "properties": matched})
 
 
 def _joined(*parts: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from luce.models.calls import Bare, Tagged
@@ -30,13 +30,22 @@ _ALL = frozenset(("object", "array", "string", "number", "integer", "boolean", "
 
 
 class ArgumentRules(ABC):
-    """Writes the rule of one tool's arguments. `strict`: SchemaError for what it cannot enforce."""
+    """Writes the rule of one tool's arguments. `strict`: SchemaError for what it cannot enforce. A schema that allows
+    nothing is refused in any case. `string`: what every string is, in place of its schema: the name of a grammar, or
+    a regular expression with its slashes."""
 
-    def __init__(self, rules: Rules, plain: PlainSchema, *, strict: bool) -> None:
+    def __init__(self, rules: Rules, plain: PlainSchema, *, strict: bool, string: str = "") -> None:
         self._rules = rules
         self._defs: Mapping[str, Any] = plain.schema.get("$defs", {})
         self._schema = plain.schema
         self._strict = strict
+        self._text = string
+
+    def _string_up_to(self, end: str, schema: _Json, path: str) -> str:
+        """A string without quotation marks, and the text or token that ends it."""
+        if self._text.startswith("@"):
+            return self._rules.rule(f"{self._text} {self._rules.literal(end)}")
+        return self._rules.until(end, self._text or self._content(schema, path))
 
     @abstractmethod
     def arguments(self) -> str:
@@ -58,9 +67,9 @@ class ArgumentRules(ABC):
 
     def _properties(self, schema: _Json) -> tuple[list[tuple[str, Any]], int]:
         """The properties that may come, the required ones first, and how many those are."""
-        known: _Json = {name: inner for name, inner in schema.get("properties", {}).items() if inner is not False}
+        known: _Json = schema.get("properties", {})
         required = list(schema.get("required", ()))
-        names = [*required, *(name for name in known if name not in required)]
+        names = [*required, *(name for name in known if name not in required and known[name] is not False)]
         return [(name, known.get(name, True)) for name in names], len(required)
 
     def _kinds(self, schema: Any, depth: int = 0) -> frozenset[str]:
@@ -80,6 +89,17 @@ class ArgumentRules(ABC):
             for arm in schema.get("allOf", ()):
                 found &= self._kinds(arm, depth + 1)
         return found
+
+    def _checked_kinds(self, schema: Any, path: str) -> frozenset[str]:
+        """As `_kinds`. Raises SchemaError if the schema allows no value: an enum may have none of the schema's type."""
+        kinds = self._kinds(schema)
+        if not kinds:
+            raise SchemaError(path, "allows no value", "invalid_schema")
+        return kinds
+
+    def _possible(self, arms: list[Any]) -> Iterator[tuple[int, Any]]:
+        """The arms that allow a value, with their indices."""
+        return ((i, arm) for i, arm in enumerate(arms) if self._kinds(arm))
 
     def _of_type(self, values: list[Any], schema: _Json, path: str) -> list[Any]:
         """The values of a schema with `const` or `enum` that have one of its types."""
@@ -109,8 +129,8 @@ def _unenforced(path: str, what: str) -> SchemaError:
 class TaggedRules(ArgumentRules):
     """Parameters between tags, in any order: strings as they are, all else as JSON."""
 
-    def __init__(self, rules: Rules, dialect: Tagged, plain: PlainSchema, *, strict: bool) -> None:
-        super().__init__(rules, plain, strict=strict)
+    def __init__(self, rules: Rules, dialect: Tagged, plain: PlainSchema, *, strict: bool, string: str = "") -> None:
+        super().__init__(rules, plain, strict=strict, string=string)
         self._dialect = dialect
 
     def arguments(self) -> str:
@@ -135,7 +155,8 @@ class TaggedRules(ArgumentRules):
 
     def _parameter(self, name: str, schema: Any) -> str:
         """A parameter and its value, which the attribute, if the dialect has one, calls a string or not."""
-        kinds, path = self._kinds(schema), f".properties.{name}"
+        path = f".properties.{name}"
+        kinds = self._checked_kinds(schema, path)
         begin = f"{self._rules.literal(self._dialect.key[0])} {text_rule(name)}"
         if self._dialect.typed is None or "string" not in kinds or kinds == {"string"}:
             return f"{begin} {self._opening(kinds)} {self._value(schema, path)}"
@@ -175,9 +196,9 @@ class TaggedRules(ArgumentRules):
         if self._strict and kinds != {"string"}:
             raise _unenforced(path, "a union with strings")
         if kinds == {"string"} and target.keys() == {"anyOf"}:
-            arms = (self._value(arm, f"{path}.anyOf[{i}]") for i, arm in enumerate(target["anyOf"]))
+            arms = (self._value(arm, f"{path}.anyOf[{i}]") for i, arm in self._possible(target["anyOf"]))
             return f"({' | '.join(arms)})"
-        return rules.until(end, self._content(target, path))
+        return self._string_up_to(end, target, path)
 
     def _whole(self, schema: Any) -> _Json:
         schema = self._target(schema)
@@ -187,8 +208,8 @@ class TaggedRules(ArgumentRules):
 class BareRules(ArgumentRules):
     """JSON with bare keys, strings between delimiters and no white space."""
 
-    def __init__(self, rules: Rules, dialect: Bare, plain: PlainSchema, *, strict: bool) -> None:
-        super().__init__(rules, plain, strict=strict)
+    def __init__(self, rules: Rules, dialect: Bare, plain: PlainSchema, *, strict: bool, string: str = "") -> None:
+        super().__init__(rules, plain, strict=strict, string=string)
         self._quote = rules.literal(dialect.quote)
         self._end = dialect.quote
         #: rules of definitions, which may refer to themselves
@@ -201,6 +222,7 @@ class BareRules(ArgumentRules):
         return self._object(self._schema, "")
 
     def _value(self, schema: Any, path: str) -> str:
+        self._checked_kinds(schema, path)
         if isinstance(schema, dict) and schema.keys() == {"$ref"}:
             name = schema["$ref"].rpartition("/")[2]
             if name not in self._named:
@@ -212,7 +234,7 @@ class BareRules(ArgumentRules):
         if values is not None:
             return self._rules.rule(" | ".join(map(self._written, self._of_type(values, schema, path))))
         if schema.keys() == {"anyOf"}:
-            arms = (self._value(arm, f"{path}.anyOf[{i}]") for i, arm in enumerate(schema["anyOf"]))
+            arms = (self._value(arm, f"{path}.anyOf[{i}]") for i, arm in self._possible(schema["anyOf"]))
             return self._rules.rule(" | ".join(arms))
         if "type" not in schema:
             if self._strict and schema:
@@ -229,15 +251,15 @@ class BareRules(ArgumentRules):
         if kind == "array":
             return self._array(schema, path)
         if kind == "string":
-            return self._string(self._content(schema, path))
+            return self._string(schema, path)
         if kind in ("number", "integer"):
             bounds: _Json = {key: bound for key, bound in schema.items() if key in _BOUNDS}
             # Numbers are those of JSON.
             return self._rules.rule(json_rule(bounds | {"type": kind}))
         return '"true" | "false"' if kind == "boolean" else _NULL
 
-    def _string(self, content: str) -> str:
-        return self._rules.rule(f"{self._quote} {self._rules.until(self._end, content)}")
+    def _string(self, schema: _Json, path: str) -> str:
+        return self._rules.rule(f"{self._quote} {self._string_up_to(self._end, schema, path)}")
 
     def _object(self, schema: _Json, path: str) -> str:
         known, required = self._properties(schema)
@@ -273,7 +295,7 @@ class BareRules(ArgumentRules):
             objects = self._object({}, "")
             arrays = f'"[" ({self._any} ("," {self._any})*)? "]"'
             number = self._rules.rule(json_rule({"type": "number"}))
-            string = self._string(f"/{ANY}*/")
+            string = self._string({}, "")
             self._rules.define(self._any, f'{objects} | {arrays} | {string} | {number} | "true" | "false" | {_NULL}')
         return self._any
 

@@ -24,7 +24,7 @@ from luce.text.grammar_library import GrammarError, GrammarLibrary
 from luce.text.lark import BLANK
 from luce.text.reasoning import ReasoningTokens
 from luce.text.reply_format import JSON_KINDS, ReplyFormat, openai_format
-from luce.text.reply_grammar import reply_grammar
+from luce.text.reply_grammar import Compile, reply_grammar
 from luce.text.schema_limits import SchemaError, too_complex
 from luce.text.tokenizer import Tokenizer
 
@@ -202,7 +202,7 @@ class GrammarCompiler:
         if calls is None or (body is not None and heads is not None and heads.goes_on):
             assert body is not None
             return _Compiled(body.matcher, body.relaxed)
-        compiled = library if form is None or form.kind != "grammar" else partial(library, body=form.value)
+        compiled: Compile = library if form is None or form.kind != "grammar" else partial(library, body=form.value)
         rule = None if body is None else body.rule
         made = call_grammar(calls, compiled, self._tokenizer.special.cut, blank=blank, body=rule, heads=heads)
         return _Compiled(

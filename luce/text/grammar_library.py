@@ -48,8 +48,9 @@ class GrammarLibrary:
         self._lock = threading.Lock()
         self._made: LLTokenizer | None = None
 
-    def matcher(self, lark: str, body: str | None = None) -> LLMatcher:
-        """The state at the beginning of a grammar in llguidance's Lark, in which `@body` is the grammar `body`.
+    def matcher(self, lark: str, **grammars: str) -> LLMatcher:
+        """The state at the beginning of a grammar in llguidance's Lark, in which `@NAME` is the one of `grammars` with
+        that name.
 
         It makes the first mask too: some limits strike only there. Raises GrammarError.
         """
@@ -57,7 +58,7 @@ class GrammarLibrary:
             from llguidance import LLMatcher
         except ImportError as error:
             raise _missing(error) from None
-        named = [{"lark_grammar": lark}] + [{"name": "body", "lark_grammar": body}] * (body is not None)
+        named = [{"lark_grammar": lark}, *({"name": name, "lark_grammar": text} for name, text in grammars.items())]
         matcher = LLMatcher(self._tokenizer(), json.dumps({"grammars": named}), log_level=0, limits=_limits())
         if not matcher.is_error():
             words = np.zeros(-(-self._source.vocab // 32), np.uint32)

@@ -23,7 +23,7 @@ _MOST_TRIED = 64
 class Compile(Protocol):
     """GrammarLibrary.matcher."""
 
-    def __call__(self, lark: str, body: str | None = None) -> LLMatcher:
+    def __call__(self, lark: str, **grammars: str) -> LLMatcher:
         """The state at a grammar's beginning. Raises GrammarError."""
 
 
@@ -50,7 +50,7 @@ def reply_grammar(form: ReplyFormat, compiled: Compile, *, blank: str) -> ReplyG
     try:
         if form.kind == "grammar":
             # Alone, its mistakes have their place in the text of the request.
-            found = compiled(f"start: {blank}@body\n", form.value) if blank else compiled(form.value)
+            found = compiled(f"start: {blank}@body\n", body=form.value) if blank else compiled(form.value)
             return ReplyGrammar(found, rule="@body")
         if form.kind == "choice":
             rule = " | ".join(map(text_rule, form.value))
@@ -59,7 +59,9 @@ def reply_grammar(form: ReplyFormat, compiled: Compile, *, blank: str) -> ReplyG
             rule = regex_rule(form.value)
         return ReplyGrammar(compiled(_whole(rule, blank)), rule=rule)
     except GrammarError as error:
-        raise SchemaError("", str(error), INVALID if error.code == EMPTY else str(error.code)) from None
+        # Only a grammar is compiled as it stands in the request.
+        reason = str(error) if form.kind == "grammar" else error.reason
+        raise SchemaError("", reason, INVALID if error.code == EMPTY else str(error.code)) from None
 
 
 # --- schemas

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 from typing import Any
 
 import pytest
@@ -22,6 +24,10 @@ REASONED = {"script": saying("Hm, well.</think>\n\nYes.", marker="<|im_start|>as
 FUNCTION = {"type": "function", "name": "get", "parameters": {"type": "object"}, "strict": False}
 CUSTOM = {"type": "custom", "name": "patch", "description": "Patches."}
 NAMESPACE = {"type": "namespace", "name": "mcp__files", "tools": [{**FUNCTION, "name": "read"}, CUSTOM]}
+
+
+def bad_custom(syntax: str, definition: str) -> Json:
+    return {**CUSTOM, "format": {"type": "grammar", "syntax": syntax, "definition": definition}}
 
 
 def agent(*replies: str) -> Json:
@@ -91,6 +97,40 @@ async def test_calls_of_functions_namespaces_and_custom_tools() -> None:
         assert await here.metric("luce_skipped_tools_total") == 4
 
 
+LINES = 'start: "begin\\n" line+ "end"\nline: /[+-][0-9]/ "\\n"'
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "custom", "name": "patch"}])
+@pytest.mark.parametrize(("tool_format", "syntax"), [("qwen_xml", "lark"), ("qwen_xml", "regex"), ("hermes", "regex")])
+async def test_the_input_of_a_custom_tool_follows_its_grammar(tool_format: str, syntax: str, choice: Any) -> None:
+    definition = LINES if syntax == "lark" else "begin\\n([+-][0-9]\\n)+end"
+    tool = {**CUSTOM, "format": {"type": "grammar", "syntax": syntax, "definition": definition}}
+    # The model begins a call, and would rather write something else into it.
+    opens = (
+        "<tool_call>\n<function=patch>\n<parameter=input>\n" if tool_format == "qwen_xml" else '<tool_call>\n{"name"'
+    )
+    chat = functools.partial(agent_chat, tool_format=tool_format)
+    model = {"context": 8192, "chat": chat, "script": saying(opens + "begin\nno patch at all")}
+    async with running(model=model) as here:
+        reply = await create(here, tools=[tool], tool_choice=choice, parallel_tool_calls=False)
+        assert reply["status"] == "completed"
+        for item in reply["output"]:
+            assert item["type"] == "custom_tool_call" and item["status"] == "completed"
+            assert re.fullmatch("begin\\n([+-][0-9]\\n)+end", item["input"]), item
+        assert reply["output"] and await here.metric("luce_grammar_relaxed_total") == 0
+
+
+async def test_a_grammar_that_the_format_of_calls_cannot_enforce_is_counted() -> None:
+    tool = {**CUSTOM, "format": {"type": "grammar", "syntax": "lark", "definition": LINES}}
+    async with running(model=agent(call("patch", {"input": "no patch"}))) as here:
+        reply = await create(here, tools=[tool])
+        assert reply["output"][0]["input"] == "no patch"
+        assert await here.metric("luce_grammar_relaxed_total") == 2
+    async with running(model=agent(), strict_schemas=True) as here:
+        status, reply, _ = await here.post(PATH, {**ASK, "tools": [tool]})
+        assert (status, reply["error"]["param"]) == (400, "tools[0].format.definition")
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "code"),
     [
@@ -130,6 +170,13 @@ async def test_calls_of_functions_namespaces_and_custom_tools() -> None:
         ({"tools": [FUNCTION, FUNCTION]}, "tools[1].name", "invalid_value"),
         ({"tools": [{**FUNCTION, "parameters": 3}]}, "tools[0].parameters", "invalid_value"),
         ({"tools": [{**CUSTOM, "format": {"type": "grammar"}}]}, "tools[0].format", "invalid_value"),
+        ({"tools": [FUNCTION, bad_custom("lark", "start: nothing")]}, "tools[1].format.definition", "invalid_value"),
+        ({"tools": [bad_custom("regex", "(")]}, "tools[0].format.definition", "invalid_value"),
+        (
+            {"tools": [{**NAMESPACE, "tools": [FUNCTION, bad_custom("lark", "x")]}]},
+            "tools[0].tools[1].format.definition",
+            "invalid_value",
+        ),
         ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
         ({"tool_choice": {"type": "function", "name": "g"}}, "tool_choice.name", "invalid_value"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice.type", "unsupported_parameter"),

@@ -9,12 +9,9 @@ from typing import Any
 
 import pytest
 
-from luce.models.spec import Dialect
-from luce.text.chat import ChatFormat
-from luce.text.template import ChatTemplate
 from tests.support.http_server import Running, running
-from tests.support.scripted_agent import TEMPLATE, call
-from tests.support.scripted_model import OffLoopChat, saying, tokenizer
+from tests.support.scripted_agent import agent_chat, call
+from tests.support.scripted_model import saying
 
 CHAT = "/v1/chat/completions"
 SCHEMA: dict[str, Any] = {
@@ -29,13 +26,8 @@ NAMED = {"type": "function", "function": {"name": "time"}}
 ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}}
 
 
-@functools.cache
-def chat(tool_format: str = "hermes") -> ChatFormat:
-    return OffLoopChat(ChatTemplate(TEMPLATE, bos="", eos="<|im_end|>"), tokenizer(), Dialect(), tool_format)
-
-
 def saying_text(text: str, tool_format: str = "hermes") -> dict[str, Any]:
-    return {"chat": functools.partial(chat, tool_format), "context": 4096, "script": saying(text)}
+    return {"chat": functools.partial(agent_chat, tool_format=tool_format), "context": 4096, "script": saying(text)}
 
 
 def ask(**fields: Any) -> dict[str, Any]:

@@ -37,9 +37,9 @@ def call(name: str, arguments: Mapping[str, Any]) -> str:
 
 
 @functools.cache
-def agent_chat(dialect: Dialect = Dialect()) -> ChatFormat:  # noqa: B008  # frozen
-    """One for all tests, as each has a child process."""
-    return OffLoopChat(ChatTemplate(TEMPLATE, bos="", eos="<|im_end|>"), tokenizer(), dialect)
+def agent_chat(dialect: Dialect = Dialect(), tool_format: str = "auto") -> ChatFormat:  # noqa: B008  # frozen
+    """One for all tests, as each has a child process. `tool_format`: of replies; that of the template is Hermes'."""
+    return OffLoopChat(ChatTemplate(TEMPLATE, bos="", eos="<|im_end|>"), tokenizer(), dialect, tool_format)
 
 
 def thinking_chat() -> ChatFormat:
