@@ -28,6 +28,9 @@ ELSEWHERE = {
     "grammar_seconds": "tests/http/test_structured_output_load.py::"
     "test_a_schema_that_takes_too_long_is_refused_and_those_behind_it_are_told",
     "strict_schemas": "tests/http/test_structured_output_load.py::test_details_say_what_was_left_out",
+    "models_dir": "tests/process/test_several_models.py::test_a_directory_of_models",
+    "max_loaded_models": "tests/unit/test_server_model_pool.py::test_the_least_recently_used_makes_room",
+    "load_wait": "tests/http/test_several_models.py::test_a_load_takes_too_long",
     "drain_seconds": "tests/process/test_serve.py::test_requests_beyond_the_drain_time_end_with_their_text",
     "shard_key_file": "tests/process/test_shard_network.py::test_another_key",
 }
