@@ -66,10 +66,15 @@ def configure(
     root = logging.getLogger()
     root.handlers[:] = [sender]
     root.setLevel(logging.WARNING)
-    logging.getLogger("luce").setLevel(level.upper())
+    set_level(level)
     listener = _Listener(sender, records, writer)
     listener.start()
     return listener
+
+
+def set_level(level: str) -> None:
+    """The lowest level that Luce logs from now on."""
+    logging.getLogger("luce").setLevel(level.upper())
 
 
 class _Listener(logging.handlers.QueueListener):

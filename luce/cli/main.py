@@ -26,6 +26,7 @@ VERBS = {
     "models": "list the models on this machine, or models to begin with",
     "rm": "remove models that were downloaded",
     "connect": "set up another program for a running server",
+    "service": "install a systemd service, or remove it",
     "shard": "hold layers for a server in another process",
     "doctor": "show drivers, devices and kernel builds of this machine, and problems with them",
 }
@@ -45,6 +46,7 @@ EXAMPLES = {
     "models": "luce models --recommended",
     "rm": "luce rm ORG/REPO:Q4_K_M",
     "connect": "luce connect opencode --write",
+    "service": "luce service install --user --model smollm2",
     "shard": "luce shard model.gguf --listen 0.0.0.0:5005 --key-file shard.pem",
     "doctor": "luce doctor",
 }

@@ -27,7 +27,7 @@ from luce.cli.arguments import LOADED, MODEL_HELP, add_settings, given, settings
 from luce.config.model_tables import ModelTable, read_tables
 from luce.config.resolve import config_file, resolve
 from luce.config.settings import Config, flag
-from luce.errors import UsageError
+from luce.errors import LuceError, UsageError
 from luce.hub.installed import gguf_models
 from luce.hub.lookup import resolve_model
 from luce.server.app import start
@@ -64,8 +64,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal; the exit status is 0 after an orderly stop. Raises LuceError if the server cannot start."""
-    config = settings(arguments)
-    entries = model_entries(arguments.model, given(arguments), config)
+
+    def read() -> tuple[Config, list[ModelEntry]]:
+        config = settings(arguments)
+        return config, model_entries(arguments.model, given(arguments), config)
+
+    config, _ = read()
     writer = log.configure(config.log_level, as_json=config.log_json)
     # A signal such as SIGBUS or SIGSEGV ends the process: its name and the threads' stacks are the log's last lines.
     faulthandler.enable(2)
@@ -73,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
         sockets = inherited() or listen(config.host, config.port)
         notifier = Notifier()
         try:
-            asyncio.run(_Service(config, entries, notifier, sockets).main())
+            asyncio.run(_Service(read, notifier, sockets).main())
         finally:
             notifier.close()
     finally:
@@ -138,8 +142,14 @@ def _wait_idle(models: Sequence[Model], seconds: float) -> None:
 
 class _Service:
     def __init__(
-        self, config: Config, entries: Sequence[ModelEntry], notifier: Notifier, sockets: Sequence[socket.socket]
+        self,
+        settings: Callable[[], tuple[Config, list[ModelEntry]]],
+        notifier: Notifier,
+        sockets: Sequence[socket.socket],
     ) -> None:
+        """`settings` reads the settings and the models; a reload calls it again."""
+        self._settings = settings
+        config, entries = settings()
         self._config = config
         self._notifier = notifier
         self._sockets = sockets
@@ -238,12 +248,21 @@ class _Service:
                 task.cancel()
 
     async def _reload(self) -> None:
+        """Read the keys, the log level and the models anew. What is wrong changes nothing."""
         self._notifier.reloading()
         try:
             await asyncio.to_thread(self._server.keys.reload)
             _log.info("API keys reloaded")
         except UsageError as error:
             _log.error("API keys not reloaded: %s", error)
+        try:
+            config, entries = await asyncio.to_thread(self._settings)
+            log.set_level(config.log_level)
+            if self._pool.several or len(entries) > 1:
+                self._pool.update(entries)
+            log.event(_log, "settings reloaded", log_level=config.log_level, models=len(self._pool.entries))
+        except LuceError as error:
+            _log.error("settings not reloaded: %s", error)
         if not self._pool.starting:
             self._notifier.send(READY=1)
 

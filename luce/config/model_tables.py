@@ -13,7 +13,7 @@ from luce.config.settings import FIELDS
 from luce.errors import UsageError
 
 #: groups of settings that the models of a server share
-_SHARED = ("server", "log")
+SHARED = ("server", "log")
 _NAME = re.compile(r"[^\s,]+")
 
 
@@ -65,7 +65,7 @@ def _table(name: str, values: dict[str, Any], where: str) -> ModelTable:
     if isinstance(ttl, bool) or not isinstance(ttl, int | float) or not 0 <= ttl <= 1e9:
         raise UsageError(f"{where}.ttl: expected seconds, got {ttl!r}", param="ttl")
     for key in values:
-        if key != "alias" and key in FIELDS and FIELDS[key].metadata["group"] in _SHARED:
+        if key != "alias" and key in FIELDS and FIELDS[key].metadata["group"] in SHARED:
             raise UsageError(f"{where}.{key}: is a setting of the server, not of one model", param=key)
     alias = values.get("alias", [])
     if not isinstance(alias, list) or not all(isinstance(item, str) for item in alias):

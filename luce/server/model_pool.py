@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 from luce import log
 from luce.api import Model
-from luce.config.settings import Config
+from luce.config.model_tables import SHARED
+from luce.config.settings import FIELDS, Config
 from luce.errors import LuceError, OutOfMemoryError, RequestError, UnavailableError
 from luce.server.errors import unknown_model
 
@@ -47,6 +48,12 @@ class ModelEntry:
         self.task: asyncio.Task[None] | None = None
 
     @property
+    def identity(self) -> tuple[object, ...]:
+        """What makes it the same model in a later reading of the settings."""
+        own = (getattr(self.config, name) for name, field in FIELDS.items() if field.metadata["group"] not in SHARED)
+        return self.name, self.source, self.config.alias, self.pinned, self.ttl, *own
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The names that requests may use; the first is its id."""
         if self.config.alias:
@@ -71,6 +78,8 @@ class ModelPool:
     ) -> None:
         """wait: seconds that a request waits for a load."""
         self.entries = tuple(entries)
+        #: models that a reload has dropped and that are still loaded
+        self._dropped: list[ModelEntry] = []
         #: until the models of the start are loaded, requests are refused
         self.starting = True
         self._opener = opener
@@ -92,7 +101,8 @@ class ModelPool:
 
     def loaded(self) -> list[ModelEntry]:
         """The entries with a model, the last used first. Any thread may ask."""
-        return sorted((entry for entry in self.entries if entry.model is not None), key=lambda e: -e.last_used)
+        known = (*self.entries, *self._dropped)
+        return sorted((entry for entry in known if entry.model is not None), key=lambda e: -e.last_used)
 
     def entry(self, name: str | None) -> ModelEntry:
         """The model of a name; the default one without. Raises NotFoundError, where there are several."""
@@ -133,6 +143,25 @@ class ModelPool:
         async with self._loads:
             if entry.state == "loaded":
                 await self._retire(entry)
+
+    def update(self, entries: Sequence[ModelEntry]) -> None:
+        """Have these models from now on. Those that are as before stay loaded; others that are loaded are unloaded
+        behind their requests, also pinned ones, and new ones that are pinned are loaded."""
+        before = {entry.identity: entry for entry in self.entries}
+        self.entries = tuple(before.get(entry.identity, entry) for entry in entries)
+        for entry in before.values():
+            if entry not in self.entries and entry.state != "unloaded":
+                self._dropped.append(entry)
+                self._spawn(self._drop(entry))
+        for entry in self.entries:
+            if entry.pinned and entry.model is None:
+                self._spawn(self.load(entry))
+
+    async def _drop(self, entry: ModelEntry) -> None:
+        async with self._loads:
+            if entry.state == "loaded":
+                await self._retire(entry)
+            self._dropped.remove(entry)
 
     async def close(self) -> None:
         """Close all models; the requests have ended."""

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from luce.cli.main import main
+from tests.support.daemons import within
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "tests" / "reference"
@@ -205,3 +206,25 @@ def test_wrong_starts(
     paths = {"empty": tmp_path / "empty", "twice": twice}
     assert main(["serve", *(argument.format(**paths) for argument in arguments)]) == 2
     assert capsys.readouterr().err == message.format(**paths)
+
+
+def test_a_reload_changes_models_and_the_log_level(served: Served, tables: Path) -> None:
+    def reloads(word: str) -> int:
+        return sum(word in line for line in served.lines)
+
+    first = served.complete("qwen", [5, 6])["choices"][0]["text"]
+    text = tables.read_text()
+    tables.write_text(
+        'log_level = "debug"\n' + text.replace("[models.olmo]", "[models.renamed]").replace("load_wait = 100", "")
+    )
+    served.process.send_signal(signal.SIGHUP)
+    assert within(30, lambda: reloads("settings reloaded log_level=debug models=3") == 1), served.lines
+    assert [entry["id"] for entry in served.ask("/v1/models")["data"]] == ["qwen", "gemma", "renamed"]
+    # The model that is as before is still loaded.
+    assert served.complete("qwen", [5, 6])["choices"][0]["text"] == first
+    assert reloads(" loaded model=qwen") == 1
+    assert served.complete("renamed", [5, 6])["model"] == "renamed"
+    tables.write_text("max_ctxx = 1\n")
+    served.process.send_signal(signal.SIGHUP)
+    assert within(30, lambda: reloads("settings not reloaded: ") == 1), served.lines
+    assert served.complete("gemma", [5, 6])["model"] == "gemma"

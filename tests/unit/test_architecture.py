@@ -185,6 +185,7 @@ SHARED_NAMES = {
     "sampling": "the table of sampling values, and the choice of tokens",
     "saved_state": "saved state: of a shard here, and of one in a daemon",
     "short_conv": "the gated short convolution: the op and the layer",
+    "service": "what a daemon holds for its server, and the verb that installs a systemd service",
     "shard": "the package, the protocol, the remote side and the verb",
     "spec": "a model as data: of a family, of a drafter and of a DFlash draft",
     "state": "state shared by many: of the server's handlers, and of a layer's sequences",
@@ -226,7 +227,7 @@ def test_package_list_is_complete() -> None:
     config.read(ROOT / "setup.cfg")
     listed = set(config["options"]["packages"].split())
     found = {".".join(p.parent.relative_to(ROOT).parts) for p in SOURCES}
-    assert listed == found | {"luce.kernels"}
+    assert listed == found | {"luce.kernels", "luce.systemd"}
 
 
 def test_installed_wheel_finds_its_kernels(tmp_path: Path) -> None:

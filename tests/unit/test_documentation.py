@@ -48,7 +48,7 @@ PAGES = [
     ROOT / ".ci/run",
 ]
 #: flags of other programs, and of Luce's tools, that the guide shows
-FOREIGN = {"--type", "--now", "--profile", "--settings", "--env-file"}
+FOREIGN = {"--type", "--now", "--full", "--profile", "--settings", "--env-file"}
 
 
 def page(name: str) -> str:

@@ -261,3 +261,37 @@ async def test_many_clients_and_little_room(seed: int) -> None:
     assert next(served) == 240
     assert len(loader.log) > 20 and loader.held <= 10
     assert all(entry.users == 0 for entry in models.entries)
+
+
+async def test_a_reload_keeps_what_is_as_before() -> None:
+    loader = Loader()
+    models = pool(loader, "a", "b", "c")
+    for name in "ab":
+        await use(models, name)
+    kept = models.entry("a")
+    made = pool(loader, "a", "d", "b", pinned=("b", "d"))
+    async with models.lease(models.entry("b")) as model:
+        models.update(made.entries)
+        assert models.entry("a") is kept and [entry.name for entry in models.entries] == ["a", "d", "b"]
+        with pytest.raises(NotFoundError):
+            models.entry("c")
+        await asyncio.sleep(0.02)
+        # A pinned model is another one than before; its requests end first.
+        assert not cast(Any, model).closed
+    await until(lambda: all(models.entry(name).state == "loaded" for name in "db"))
+    assert loader.log == ["load a", "load b", "close b", "load d", "load b"]
+    await use(models, "a")
+    assert loader.log.count("load a") == 1
+
+
+async def test_models_that_a_reload_drops_count_until_they_are_gone() -> None:
+    loader = Loader()
+    models = pool(loader, "a", "b", max_loaded=1)
+    async with models.lease(models.entry("a")):
+        models.update(pool(loader, "b", "c").entries)
+        task = asyncio.create_task(use(models, "b"))
+        await asyncio.sleep(0.02)
+        assert loader.log == ["load a"]
+    await task
+    assert loader.log == ["load a", "close a", "load b"]
+    await models.close()
