@@ -4,10 +4,13 @@
 - `--skip-proved` leaves out emulated tests that passed with the present sources, as tools/proved.json says;
   `--prove` also adds those that now pass to it (tools/proofs.py).
 - `--strict-skips` fails a skipped test whose reason ALLOWED_SKIPS does not name.
+
+It also keeps the collected tests out of the garbage collector's way.
 """
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
@@ -79,6 +82,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = chosen
+
+
+def pytest_collection_finish() -> None:
+    # Tests collect garbage hundreds of times. Modules and the 13,000 collected tests live until the end: without them
+    # a collection takes a few ms instead of 460.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
