@@ -13,6 +13,7 @@ with progress.shown("reading the prompt", unit="tokens") as wait:
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 from collections.abc import Callable, Iterator
 
@@ -37,6 +38,8 @@ _COLUMNS: dict[str, Callable[[], list[ProgressColumn]]] = {
     "bytes": lambda: [TaskProgressColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(compact=True)],
 }
 _BAR_WIDTH = 24
+# Compiles its kernels at the first start on a machine, half a minute in which nothing else is to be seen.
+_COMPILER = logging.getLogger("luce.cpu_kernels")
 
 
 class Wait:
@@ -99,17 +102,34 @@ class Wait:
         self._lines = None
 
 
+class _Steps(logging.Handler):
+    """Shows what is logged as the steps of a wait."""
+
+    def __init__(self, wait: Wait) -> None:
+        super().__init__(logging.INFO)
+        self._wait = wait
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._wait.step(record.getMessage())
+
+
 @contextlib.contextmanager
 def shown(text: str, *, unit: str = "", lines: bool = False, console: Console | None = None) -> Iterator[Wait]:
     """Show on standard error, or on `console`, that `text` happens; the end of the block takes it off the screen.
 
     unit: of the numbers that `Wait.update` gets: "tokens", "bytes", or "" for a percentage alone. lines: where no bar
-    can be drawn, print one line for this text and for each `Wait.step`; otherwise nothing is printed there.
+    can be drawn, print one line for this text and for each `Wait.step`; otherwise nothing is printed there. Compiling
+    the kernels of the CPU is a step.
     """
     wait = Wait(
         text, Console(stderr=True, highlight=False, markup=False) if console is None else console, unit, lines=lines
     )
+    steps, level = _Steps(wait), _COMPILER.level
+    _COMPILER.addHandler(steps)
+    _COMPILER.setLevel(logging.INFO)
     try:
         yield wait
     finally:
+        _COMPILER.setLevel(level)
+        _COMPILER.removeHandler(steps)
         wait.end()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import sys
 
 import pyte
@@ -52,6 +53,14 @@ def test_units(unit: str, done: int, total: int, shown: str) -> None:
         assert "25%" not in screen.lines()[0]
         wait.update(done, total)
         assert screen.lines()[0].endswith(shown)
+
+
+def test_compiling_the_kernels_of_the_cpu_is_a_step() -> None:
+    screen, log = Screen(), logging.getLogger("luce.cpu_kernels.catalogue")
+    with progress.shown("loading", console=screen.console):
+        log.info("compiling the kernels of the CPU, once for this machine")
+        assert screen.lines()[0][2:].startswith("compiling the kernels of the CPU, once for this machine ━")
+    assert not log.isEnabledFor(logging.INFO)
 
 
 def test_nothing_is_drawn_after_the_end() -> None:
