@@ -46,17 +46,19 @@ def table(report: Report) -> str:
     lines = [
         f"{report['model']}, {report['bytes'] / 1e9:.2f} GB, {', '.join(d['name'] for d in report['devices'])}",
         "",
-        "| test | tok/s | ± | ms a step | of copy bandwidth | of product rate |",
+        "| test | tok/s | ± | ms a step | of bandwidth | of product rate |",
         "|---|---|---|---|---|---|",
     ]
     for result in report["results"]:
-        copy, products = result["of_copy_bandwidth"], result["of_matmul_rate"]
+        # Reports before 2026-11-24 have the share of a copy's.
+        bandwidth = result["of_bandwidth"] if "of_bandwidth" in result else result["of_copy_bandwidth"]
+        products = result["of_matmul_rate"]
         cells = (
             result["test"],
             f"{result['tokens_per_second']:.1f}",
             f"{result['spread']:.1f}",
             f"{result['milliseconds_per_step']:.2f}",
-            "" if copy is None else f"{copy:.0%}",
+            "" if bandwidth is None else f"{bandwidth:.0%}",
             "" if products is None else f"{products:.0%}",
         )
         lines.append(f"| {' | '.join(cells)} |")

@@ -41,8 +41,8 @@ class Rows:
 class ShardCost:
     """The cost of the layers of one shard.
 
-    Weights count as the device holds them: in the file's types on a GPU, as float32 on the CPU. `max_resident`: the
-    most positions of a sequence that layers with full attention see; None for all.
+    Weights count as the device holds them: in the file's types, or as float32 with `--cpu-weights float32`.
+    `max_resident`: the most positions of a sequence that layers with full attention see; None for all.
     """
 
     def __init__(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -11,7 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from gguf import GGMLQuantizationType
 
+from luce.ops.matmul import matmul
+from luce.ops.weight import RawTensor, upload_weight
+from luce.runtime.cores import thread_count
+from luce.runtime.cpu import CpuDevice
 from luce.runtime.device import Device
 
 _RUNS = 5
@@ -36,7 +40,8 @@ GPU_SIZES = Sizes(copied_bytes=1 << 29, side=8192, rows=4096)
 class Limits:
     """The limits of a device.
 
-    Copies and products are the vendor's: on GPUs float16 with float32 sums, on the CPU float32 on all cores.
+    Copies and products are the vendor's: on GPUs float16 with float32 sums, on the CPU float32. The CPU has as many
+    threads as its products have.
     """
 
     #: bytes per second of a copy; each byte counts twice, as it is read and written
@@ -45,6 +50,11 @@ class Limits:
     read: float | None
     #: operations per second of a matrix product; None without a BLAS library
     matmul: float | None
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second that a step can read at most: of reads where they are measured, else of copies."""
+        return self.read or self.copy
 
 
 def limits(device: Device) -> Limits:
@@ -57,22 +67,33 @@ def _median(seconds: Callable[[], float]) -> float:
     return statistics.median(seconds() for _ in range(_RUNS))
 
 
+def _wall(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def packed_rate(device: CpuDevice, rows: int, side: int) -> float:
+    """Operations per second of products of `rows` rows with a matrix [side, side] in Q4_K, in compiled code."""
+    blocks = np.random.default_rng(1).integers(0, 256, (side, side // 256 * 144), np.uint8)
+    # Scales and minimums that are ordinary numbers.
+    blocks.reshape(-1, 144)[:, :4] = np.array([0.01, 0.01], np.float16).view(np.uint8)
+    weight = upload_weight(device, [RawTensor("blocks", blocks, GGMLQuantizationType.Q4_K, side)])
+    x = np.random.default_rng(2).standard_normal((rows, side), np.float32)
+    return 2 * rows * side * side / _median(lambda: _wall(lambda: matmul(device, x, weight)))
+
+
 def host_limits(sizes: Sizes) -> Limits:
     """Measure the CPU."""
-    cores = len(os.sched_getaffinity(0))
+    threads = thread_count()
     source = np.ones(sizes.copied_bytes // 4, np.float32)
-    parts, copies = np.array_split(source, cores), np.array_split(np.zeros_like(source), cores)
+    parts, copies = np.array_split(source, threads), np.array_split(np.zeros_like(source), threads)
     a, b = (np.random.default_rng(0).random((n, sizes.side), np.float32) for n in (sizes.rows, sizes.side))
 
-    def wall(work: Callable[[], object]) -> float:
-        start = time.perf_counter()
-        work()
-        return time.perf_counter() - start
-
-    with ThreadPoolExecutor(cores) as threads:
-        copied = _median(lambda: wall(lambda: list(threads.map(np.copyto, copies, parts))))
-        read = _median(lambda: wall(lambda: list(threads.map(np.max, parts))))
-    product = _median(lambda: wall(lambda: a @ b.T))
+    with ThreadPoolExecutor(threads) as pool:
+        copied = _median(lambda: _wall(lambda: list(pool.map(np.copyto, copies, parts))))
+        read = _median(lambda: _wall(lambda: list(pool.map(np.max, parts))))
+    product = _median(lambda: _wall(lambda: a @ b.T))
     return Limits(2 * sizes.copied_bytes / copied, sizes.copied_bytes / read, 2 * a.size * len(b) / product)
 
 

@@ -231,13 +231,13 @@ def _result(
 ) -> dict[str, Any]:
     """The result of a test; its rates are those of the median run.
 
-    `of_copy_bandwidth` and `of_matmul_rate` divide the time that the devices need at their limits, one after another,
-    by the measured time. They are None if the limit of a device is not known.
+    `of_bandwidth` and `of_matmul_rate` divide the time that the devices need at their limits, one after another, by the
+    measured time. They are None if the limit of a device is not known.
     """
     median = statistics.median(times)
     rates = sorted(test.tokens / t for t in times)
     known = [(cost, limit) for cost, limit in zip(costs, reached, strict=True) if limit is not None]
-    memory = [cost.bytes / limit.copy for cost, limit in known]
+    memory = [cost.bytes / limit.bandwidth for cost, limit in known]
     arithmetic = [cost.flops / limit.matmul for cost, limit in known if limit.matmul]
     return {
         "test": test.name,
@@ -248,7 +248,7 @@ def _result(
         "milliseconds_per_step": 1000 * median / len(test.plan(1 << 30)),
         "bytes_per_second": sum(cost.bytes for cost in costs) / median,
         "flops_per_second": sum(cost.flops for cost in costs) / median,
-        "of_copy_bandwidth": sum(memory) / median if len(memory) == len(costs) else None,
+        "of_bandwidth": sum(memory) / median if len(memory) == len(costs) else None,
         "of_matmul_rate": sum(arithmetic) / median if len(arithmetic) == len(costs) else None,
     }
 
@@ -287,21 +287,21 @@ def show(console: Console, report: dict[str, Any]) -> None:
         "+-",
         "ms/step",
         "GB/s",
-        "of copy",
+        "of bandwidth",
         "TFLOP/s",
         "of products",
         *(["swapped"] if paged else []),
     ):
         table.add_column(name, justify="right")
     for result in report["results"]:
-        of_copy, of_products = result["of_copy_bandwidth"], result["of_matmul_rate"]
+        of_bandwidth, of_products = result["of_bandwidth"], result["of_matmul_rate"]
         table.add_row(
             result["test"],
             f"{result['tokens_per_second']:.1f}",
             f"{result['spread']:.1f}",
             f"{result['milliseconds_per_step']:.2f}",
             f"{result['bytes_per_second'] / 1e9:.0f}",
-            "" if of_copy is None else f"{of_copy:.0%}",
+            "" if of_bandwidth is None else f"{of_bandwidth:.0%}",
             f"{result['flops_per_second'] / 1e12:.2f}",
             "" if of_products is None else f"{of_products:.0%}",
             *([_traffic(result["paging"])] if result["paging"] else []),

@@ -1,6 +1,7 @@
 """`luce doctor`: libraries, devices and limits of this machine, and the problems of each device.
 
-Every device is tested, not only listed: a GPU compiles all kernels and runs one, the CPU multiplies two matrices.
+Every device is tested, not only listed: a GPU compiles all kernels and runs one, the CPU multiplies two matrices and
+measures how fast it reads memory and multiplies.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 import luce
+from luce.bench.limits import Sizes, host_limits, packed_rate
 from luce.cli.arguments import add_json
 from luce.cli.console import output
 from luce.errors import DeviceError
@@ -33,6 +35,9 @@ from luce.runtime.gpu import GpuDevice
 from luce.runtime.open import VENDORS, Found, found
 
 _GIB = 1 << 30
+# What the CPU is measured with: a second and half a GiB. Packed products are as a layer's with a prompt.
+_SIZES = Sizes(copied_bytes=1 << 28, side=2048, rows=256)
+_ROWS, _SIDE = 128, 2048
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -173,16 +178,29 @@ def _host() -> dict[str, Any]:
     weight = RawTensor("ones", np.tile(block, (64, 2)), GGMLQuantizationType.Q8_0, 64)
     if not np.allclose(matmul(device, ones, upload_weight(device, [weight])), 64, rtol=1e-5):
         problems.append(f"compiled code multiplies matrices incorrectly ({device.kernels.instructions})")
-    memory = device.memory()
+    memory, reached = device.memory(), host_limits(_SIZES)
     return {
         "device": str(device.name),
         "arch": device.kernels.instructions,
         **device.describe(),
+        "read_bytes_per_second": reached.read,
+        "packed_flops_per_second": packed_rate(device, _ROWS, _SIDE),
+        "float_flops_per_second": reached.matmul,
         "free": memory.free,
         "total": memory.total,
         "works": not problems,
         "problems": problems,
     }
+
+
+def _rates(device: Mapping[str, Any]) -> str:
+    """What the CPU reached."""
+    packed, floats = device["packed_flops_per_second"] / 1e12, device["float_flops_per_second"] / 1e12
+    read = device["read_bytes_per_second"] / 1e9
+    return (
+        f"{device['device']}: {device['threads']} threads read {read:.0f} GB/s, multiply {packed:.2f} TFLOP/s on "
+        f"packed weights ({device['arch']}) and {floats:.2f} in float32"
+    )
 
 
 def show(console: Console, report: Mapping[str, Any]) -> None:
@@ -222,6 +240,8 @@ def show(console: Console, report: Mapping[str, Any]) -> None:
         )
     console.print(devices)
     for device in report["devices"]:
+        if "read_bytes_per_second" in device:
+            console.print(_rates(device), markup=False, highlight=False)
         for problem in device["problems"]:
             console.print(problem, style="red", markup=False, highlight=False)
         if not device.get("graphs", True):

@@ -32,7 +32,7 @@ def test_layers_in_a_daemon(capsys: pytest.CaptureFixture[str]) -> None:
     assert [result["test"] for result in report["results"]] == ["prompt 9", "decode 4", "2 sequences"]
     for result in report["results"]:
         assert result["tokens_per_second"] > 0
-        assert result["of_copy_bandwidth"] is result["of_matmul_rate"] is None
+        assert result["of_bandwidth"] is result["of_matmul_rate"] is None
     assert not children()
 
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from luce.bench.limits import Limits, Sizes, host_limits
+from luce.bench.limits import Limits, Sizes, host_limits, packed_rate
 from luce.cli import bench
 from luce.cli.main import main
+from luce.runtime.cpu import CpuDevice
 
 MODEL = Path(__file__).parents[1] / "reference/qwen35-a-Q8_0.gguf"
 SMALL = ["-p", "9,70", "-n", "4", "-d", "0,20", "--rows", "3", "--sequences", "1,3", "-r", "2"]
@@ -39,11 +40,18 @@ def test_report(capsys: pytest.CaptureFixture[str]) -> None:
         tokens = {"prompt": 1, "decode": 1, "verify": 16, "batch": 4}[result["kind"]] * result["size"]
         assert tokens / slow <= result["tokens_per_second"] <= tokens / fast
         assert result["spread"] == pytest.approx((tokens / fast - tokens / slow) / 2)
-        assert result["of_copy_bandwidth"] == pytest.approx(result["bytes_per_second"] / 2e9)
+        # The CPU's is the bandwidth of reads.
+        assert result["of_bandwidth"] == pytest.approx(result["bytes_per_second"] / 1e9)
         assert result["of_matmul_rate"] == pytest.approx(result["flops_per_second"] / 1e12)
     one, three = report["results"][-2:]
     assert one["milliseconds_per_step"] == pytest.approx(1000 / one["tokens_per_second"])
     assert three["milliseconds_per_step"] == pytest.approx(3000 / three["tokens_per_second"])
+
+
+def test_a_device_whose_reads_are_not_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    report = run(capsys, "--target-devices", "cpu:1")
+    for result in report["results"]:
+        assert result["of_bandwidth"] == pytest.approx(result["bytes_per_second"] / 2e9)
 
 
 def test_two_devices(capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,3 +151,7 @@ def test_host_limits() -> None:
     reached = host_limits(Sizes(copied_bytes=1 << 20, side=64, rows=16))
     assert reached.read is not None and reached.matmul is not None
     assert min(reached.copy, reached.read, reached.matmul) > 1e6
+
+
+def test_rate_of_packed_products() -> None:
+    assert packed_rate(CpuDevice(), rows=16, side=256) > 1e6

@@ -11,9 +11,22 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from luce.bench.limits import Limits
 from luce.cli import doctor
+from luce.cpu_kernels.lowering import INSTRUCTIONS
 from luce.runtime import driver
+from luce.runtime.cores import thread_count
 from tests.support.fake_cuda import fake_driver
+
+#: of reads, of products on packed weights and of float32 products
+RATES = (21e9, 3e11, 7e10)
+
+
+@pytest.fixture(autouse=True)
+def invented_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To measure takes seconds, and half a GiB."""
+    monkeypatch.setattr(doctor, "host_limits", lambda sizes: Limits(40e9, RATES[0], RATES[2]))
+    monkeypatch.setattr(doctor, "packed_rate", lambda device, rows, side: RATES[1])
 
 
 def run(capsys: pytest.CaptureFixture[str], *, as_json: bool) -> tuple[int, str]:
@@ -36,6 +49,8 @@ def test_the_cpu_always_serves(capsys: pytest.CaptureFixture[str], monkeypatch: 
     assert status == 0
     (cpu,) = report["devices"]
     assert (cpu["device"], cpu["works"], cpu["problems"]) == ("cpu:0", True, [])
+    assert cpu["threads"] == thread_count() and cpu["arch"] == INSTRUCTIONS
+    assert (cpu["read_bytes_per_second"], cpu["packed_flops_per_second"], cpu["float_flops_per_second"]) == RATES
     assert report["libraries"]["cuda"]["driver"] is None
     assert report["blas"], "NumPy has a BLAS"
 
@@ -61,6 +76,8 @@ def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 0
     for text in ("Fake One", "sm_120a", "cuda:1 needs CuPy", "cpu:0", "not installed", "/dev/shm", "RLIMIT_MEMLOCK"):
         assert text in out
+    line = f"{thread_count()} threads read 21 GB/s, multiply 0.30 TFLOP/s on packed weights ({INSTRUCTIONS})"
+    assert line in " ".join(out.split())
 
 
 def test_a_working_gpu_in_the_table() -> None:

@@ -20,7 +20,7 @@ def result(kind: str, size: int, depth: int, rate: float) -> dict[str, Any]:
         "tokens_per_second": rate,
         "spread": rate / 10,
         "milliseconds_per_step": 1000 / rate,
-        "of_copy_bandwidth": 0.5,
+        "of_bandwidth": 0.5,
         "of_matmul_rate": None if depth else 0.25,
     }
 
