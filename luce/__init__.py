@@ -19,7 +19,7 @@ The packages in the order in which a request flows down them; imports point the 
     ops       one file per kernel topic: checks, launch shape, NumPy reference
     ipc       other processes and the transport to them: frames, shared memory, supervision, TCP
     runtime   devices: CuPy (CUDA and HIP) or NumPy; the driver's few calls by ctypes; kernel builds; a step's arrays
-    cpu_kernels  kernels of the CPU, compiled by numba: products on packed weights, and their threads
+    cpu_kernels  kernels of the CPU, compiled by numba: products on packed weights, attention, DeltaNet; their threads
     kernels/  CUDA and HIP sources, compiled at run time by the vendor's own compiler
 
 Beside the flow, importing nothing above them: models (families as data), gguf (the file format), hub (where files of

@@ -1,10 +1,11 @@
-"""Kernels of the CPU, compiled at run time by numba: products on packed weights, and the threads that run them.
+"""Kernels of the CPU, compiled at run time by numba: products on packed weights, what lies between two of them, and
+their threads.
 
     catalogue       all kernels, with what their callers need to know
     product         products of quantised or float rows with 16 weight rows at a time
     unpack          16 weight rows of a quant block to bytes, scales and minimums
     quantised_rows  rows of activations as two int8 for each value
-    attention       attention of few rows; heads: norms and rotation in front of it; elementwise: norms and activations
+    attention       attention; heads: norms and rotation in front of it; elementwise: norms and activations
     deltanet        gated DeltaNet between its products
     vectors         vectors of 16 lanes in compiled code; vector_rows: one for each of several rows of x
     lowering        the LLVM instructions behind vectors
