@@ -1,0 +1,55 @@
+"""The kept tokens of earlier prompts, so that the small model reads a prompt once."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+
+import numpy as np
+
+from luce.compress.selection import RATIO_UNIT, PromptTokens, Spans
+
+# Bytes of a span in memory, with its tuple and integers, and of an entry without its spans.
+_SPAN_BYTES = 128
+_ENTRY_BYTES = 256
+
+
+class SpanCache:
+    """Spans by prompt; the least recently used ones go first. Not thread-safe.
+
+    `identity` names all that spans depend on beside the prompt: the small model and the algorithm.
+    """
+
+    def __init__(self, identity: str, most_bytes: int) -> None:
+        self._identity = identity.encode()
+        self._most = most_bytes
+        self._spans: OrderedDict[bytes, Spans] = OrderedDict()
+        self._bytes = 0
+
+    def key(self, prompt: PromptTokens, keep_ratio: float, most: int) -> bytes:
+        """The key of a prompt with a keep ratio, and with at most `most` kept tokens."""
+        digest = hashlib.blake2b(self._identity, digest_size=16)
+        digest.update(np.array([len(prompt), round(keep_ratio * RATIO_UNIT), most], np.int64).tobytes())
+        digest.update(prompt.ids.tobytes())
+        digest.update(np.packbits(prompt.protected).tobytes())
+        digest.update(prompt.cut_ranks.tobytes())
+        return digest.digest()
+
+    def get(self, key: bytes) -> Spans | None:
+        """The spans of a prompt; None if they are not stored."""
+        spans = self._spans.get(key)
+        if spans is not None:
+            self._spans.move_to_end(key)
+        return spans
+
+    def put(self, key: bytes, spans: Spans) -> None:
+        """Store spans under a key that is not stored yet. The cache never takes more than its most bytes."""
+        self._spans[key] = spans
+        self._bytes += _size(spans)
+        while self._bytes > self._most:
+            _, oldest = self._spans.popitem(last=False)
+            self._bytes -= _size(oldest)
+
+
+def _size(spans: Spans) -> int:
+    return _ENTRY_BYTES + _SPAN_BYTES * len(spans)
