@@ -25,12 +25,12 @@ The packages in the order in which a request flows down them; imports point the 
 Beside the flow, importing nothing above them: models (families as data), gguf (the file format), hub (where files of
 models come from). Under all: config, errors, log.
 
-The life of one request: `server` checks the body and authenticates; `text` renders the template and tokenises;
-`engine.loop` queues a Sequence; `kvcache` gives it what earlier ones computed; `engine.scheduler` puts its next rows
-into a Step (rows of several sequences, prompt chunks beside single decode rows); `backend` queues the Step on its
-shards, which work on consecutive Steps at the same time; the last shard returns one token id or logits row per output
-row; `engine.commit` accepts drafts, and `engine.reply` chooses tokens and finds the finish reason; `text` turns ids
-into whole characters; `server` streams.
+The life of one request: `server` checks the body and authenticates; `text` renders the template and tokenises,
+and lets `compress` shorten the prompt if it may; `engine.loop` queues a Sequence; `kvcache` gives it what earlier ones
+computed; `engine.scheduler` puts its next rows into a Step (rows of several sequences, prompt chunks beside single
+decode rows); `backend` queues the Step on its shards, which work on consecutive Steps at the same time; the last shard
+returns one token id or logits row per output row; `engine.commit` accepts drafts, and `engine.reply` chooses tokens and
+finds the finish reason; `text` turns ids into whole characters; `server` streams.
 """
 
 from __future__ import annotations

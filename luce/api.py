@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.backend.layersplit import LayerSplitBackend
+from luce.compress.compressor import Compressor
 from luce.config.sampling import SAMPLERS, SamplingParams
 from luce.config.settings import Config, flag, sampling_default
 from luce.draft.drafter import Drafter
@@ -40,6 +41,8 @@ from luce.text.detokenizer import Detokenizer
 from luce.text.effort import BudgetEnvelope, ReasoningRequest
 from luce.text.grammar import GrammarCompiler
 from luce.text.output import ReplyText
+from luce.text.prompt_compression import PromptCompression
+from luce.text.protected import Message
 from luce.text.tokenizer import Tokenizer
 
 
@@ -111,6 +114,8 @@ class ModelParts:
     disk: DiskTier | None = None
     kvflash: KVFlash | None = None
     drafter: Drafter | None = None
+    #: compresses prompts; None without --prefill-drafter
+    compressor: Compressor | None = None
     feature_tails: FeatureTails | None = None
     #: the device of a drafter in a daemon
     draft_device: RemoteDevice | None = None
@@ -134,6 +139,7 @@ class Model:
         self.config = config
         self.path = file.paths[0]
         self.context = backend.capacity.context
+        self.compression = PromptCompression(parts.compressor, parts.tokenizer, self.context)
         self.chunk = backend.options.chunk
         self.tokenizer_id = file.metadata.string("tokenizer.ggml.pre", default="default")
         self.name = config.alias[0] if config.alias else file.name
@@ -257,6 +263,7 @@ class Model:
         response_format: Mapping[str, Any] | None = None,
         reasoning_budget: int | None = None,
         split: bool = False,
+        messages: Sequence[Message] = (),
         on_progress: Callable[[int, int], None] | None = None,
         **sampling: float | None,
     ) -> Generation:
@@ -275,6 +282,9 @@ class Model:
         `split`: the text of the tokens is for `chat.splitter(prompt)`, which separates reasoning and content; without
         it, control tokens have no text, also those between the messages of a reply.
 
+        `messages`: the conversation from which `chat.prompt` made the prompt; prefill_compression keeps the user's last
+        message, and all of a prompt that continues a conversation.
+
         Iterates over tokens with `.id`, `.text`, `.logprob`. `on_progress` gets (done, total) prompt rows.
         """
         if isinstance(prompt, str):
@@ -288,14 +298,12 @@ class Model:
         )
         if max_tokens is not None and not 0 <= max_tokens <= 2**31:
             raise UsageError(f"max_tokens: expected a number in [0, {2**31}], got {max_tokens!r}", param="max_tokens")
-        ids, stops = prompt, (stop,) if isinstance(stop, str) else tuple(stop)
+        ids = self.compression.read(prompt, messages, room=int(max_tokens != 0)).ids
         constraint = None
         if response_format is not None:
             constraint = self.grammars.constraint(response_format, self.chat.reasoning_tokens(ids))
-
+        room = min(self.context - len(ids), 2**31 if max_tokens is None else max_tokens)
         asked = ReasoningRequest(budget=reasoning_budget)
-        rest = self.context - len(ids)
-        room = rest if max_tokens is None else min(max_tokens, rest)
         reasoning = self.envelope.limit(self.chat, ids, room, asked, owed=constraint is not None)
 
         def submit(sink: Callable[[Event], None]) -> SequenceHandle:
@@ -303,8 +311,8 @@ class Model:
                 return self.engine.submit(
                     ids,
                     params,
-                    output=self.reply_text(stops, ids, split=split),
-                    on_event=sink,
+                    output=self.reply_text((stop,) if isinstance(stop, str) else tuple(stop), ids, split=split),
+                    on_event=self.compression.observing(sink),
                     boundaries=self.chat.boundaries(ids),
                     constraint=constraint,
                     reasoning=reasoning,

@@ -15,7 +15,10 @@ from luce.backend.kvflash_size import KVFlashRequest, tail_pages
 from luce.backend.layersplit import LayerSplitBackend
 from luce.backend.placement import default_chunk, default_context
 from luce.backend.serving_options import Claim, ServingOptions
-from luce.compress.scorer import TextScorer
+from luce.compress.compression_options import CompressionOptions
+from luce.compress.compressor import Compressor
+from luce.compress.open import ScorerPlan, SharedScorer, plan_scorer
+from luce.compress.scorer import LONGEST
 from luce.config.directories import cache_directory
 from luce.config.resolve import resolve
 from luce.config.settings import Config, flag
@@ -43,7 +46,7 @@ from luce.remote.open import open_placement
 from luce.runtime.cores import limit_threads
 from luce.runtime.device import Device
 from luce.runtime.host import host_memory
-from luce.runtime.open import named, open_device, total_memory
+from luce.runtime.open import total_memory
 from luce.text.chat import ChatFormat
 from luce.text.effort import check_default
 from luce.text.retokenize import Retokenizer
@@ -123,9 +126,13 @@ def _open_model(
             opened.callback(device.close)
         with _as_drafter_error(LuceError):
             prepared = open_drafter(opened, config, file, spec, devices, context=default_context(spec, config.max_ctx))
+        scorers = Scorers(opened, config, devices, lambda: tokenizer)
         ring, claims, tails = (None, (), None) if prepared is None else (prepared.ring, prepared.claims, prepared.tails)
+        reserved = claims
+        if config.prefill_drafter:
+            reserved = (*claims, scorers.find(config.prefill_drafter, config.prefill_drafter_device)[0].claim)
         with _as_drafter_error(*[OutOfMemoryError] if claims else []):
-            backend = open_backend(opened, file, spec, devices, config, on_progress, ring=ring, claims=claims)
+            backend = open_backend(opened, file, spec, devices, config, on_progress, ring=ring, claims=reserved)
         drafter = None
         if prepared is not None:
             drafter, no_drafter_reason = _load_drafter(opened, prepared, backend)
@@ -136,8 +143,9 @@ def _open_model(
             chat=chat,
             backend=backend,
             disk=None if directory is None else _disk_tier(directory, file, backend, chat, tails, config),
-            kvflash=open_kvflash(opened, backend, devices, config, lambda: tokenizer),
+            kvflash=open_kvflash(opened, backend, config, scorers),
             drafter=drafter,
+            compressor=_compressor(opened, scorers, config),
             feature_tails=tails,
             draft_device=drafter.device if isinstance(drafter, RemoteDrafter) else None,
             no_drafter_reason=no_drafter_reason,
@@ -213,21 +221,17 @@ def serving_options(
 
 
 def open_kvflash(
-    opened: contextlib.ExitStack,
-    backend: LayerSplitBackend,
-    devices: Sequence[Device],
-    config: Config,
-    tokenizer: Callable[[], Tokenizer],
+    opened: contextlib.ExitStack, backend: LayerSplitBackend, config: Config, scorers: Scorers
 ) -> KVFlash | None:
     """The options of paging; None if all pages are resident.
 
-    `opened` closes the policy. `tokenizer` returns the model's, for policies that read its tokens. Raises UsageError,
-    ModelError and DeviceError if --kvflash-drafter cannot be used at all.
+    `opened` closes the policy; `scorers` are for policies that read texts. Raises UsageError, ModelError and
+    DeviceError if --kvflash-drafter cannot be used at all.
     """
     if backend.capacity.max_resident_pages is None:
         return None
     budget = config.kvflash_host_mb << 20 or host_memory().free // 2
-    policy = open_policy(config, backend, partial(_scorer, opened, config, tokenizer, devices), budget)
+    policy = open_policy(config, backend, scorers.for_pages, budget)
     opened.callback(policy.close)
     return KVFlash(policy, tail_pages(backend.spec.tail), config.kvflash_tau, budget)
 
@@ -273,27 +277,56 @@ def _open_chat_format(
     return chat
 
 
-def _scorer(
-    opened: contextlib.ExitStack, config: Config, tokenizer: Callable[[], Tokenizer], devices: Sequence[Device]
-) -> Callable[[], DraftScorer]:
-    """A function that loads the drafter that scores pages, on the last device of this process or else on cpu:0.
+class Scorers:
+    """The small models that score texts, each loaded once for all parts of a model that use it.
 
-    Raises UsageError, ModelError or DeviceError if the file or the device cannot be used at all.
+    `opened` closes their files and devices. `tokenizer` returns the target's.
     """
-    path = Path(config.kvflash_drafter or config.draft).expanduser()
-    file = opened.enter_context(open_gguf(path))
-    spec = read_spec(Source(str(path), file.metadata, file.tensors))
-    draft_tokenizer = Tokenizer(file.metadata, nfc=spec.nfc, eos_texts=spec.eos)
-    local = [device for device in devices if not device.remote]
-    device = (
-        local[-1]
-        if local
-        else opened.enter_context(contextlib.closing(open_device(named(["cpu:0"])[0], config.cpu_weights)))
+
+    def __init__(
+        self,
+        opened: contextlib.ExitStack,
+        config: Config,
+        devices: Sequence[Device],
+        tokenizer: Callable[[], Tokenizer],
+    ) -> None:
+        self._opened = opened
+        self._config = config
+        self._devices = devices
+        self._tokenizer = tokenizer
+        self._shared: dict[Path, tuple[ScorerPlan, SharedScorer]] = {}
+
+    def find(self, path: str, device: str = "auto", longest: int = LONGEST) -> tuple[ScorerPlan, SharedScorer]:
+        """The small model of a file: the first caller chooses its device and the most tokens of a segment.
+
+        Raises UsageError, ModelError or DeviceError if the file or the device cannot be used at all.
+        """
+        place = Path(path).expanduser().resolve()
+        if place not in self._shared:
+            plan = plan_scorer(self._opened, self._config, path, self._devices, device, longest=longest)
+            own = Tokenizer(plan.file.metadata, nfc=plan.spec.nfc, eos_texts=plan.spec.eos)
+            target = self._tokenizer()
+            retokenize = None if own.alike(target) else Retokenizer(target, own)
+            self._shared[place] = plan, SharedScorer(lambda: plan.load(retokenize))
+        return self._shared[place]
+
+    def for_pages(self) -> Callable[[], DraftScorer]:
+        """A function that loads the scorer of KVFlash's policy. Raises as `find`."""
+        _, shared = self.find(self._config.kvflash_drafter or self._config.draft, longest=SEGMENT)
+        return lambda: DraftScorer(shared.open())
+
+
+def _compressor(opened: contextlib.ExitStack, scorers: Scorers, config: Config) -> Compressor | None:
+    """The compressor of prompts, None without --prefill-drafter; `opened` closes it."""
+    if not config.prefill_drafter:
+        return None
+    plan, shared = scorers.find(config.prefill_drafter, config.prefill_drafter_device)
+    keep = config.draft_residency != "request-scoped"
+    compressor = Compressor(
+        CompressionOptions.of(config), shared.open, identity=str(plan.path), keep_loaded=keep, facts=plan.facts
     )
-    target_tokenizer = tokenizer()
-    same = draft_tokenizer.alike(target_tokenizer)
-    retokenizer = None if same else Retokenizer(target_tokenizer, draft_tokenizer)
-    return lambda: DraftScorer(TextScorer(file, spec, device, retokenizer, longest=SEGMENT))
+    opened.callback(compressor.close)
+    return compressor
 
 
 def _disk_tier(

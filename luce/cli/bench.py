@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from luce import __version__
-from luce.assembly import open_backend, open_kvflash
+from luce.assembly import Scorers, open_backend, open_kvflash
 from luce.bench.cost import Cost, ShardCost
 from luce.bench.limits import Limits, limits
 from luce.bench.measure import Run, Stepper, Workload, seconds
@@ -157,7 +157,9 @@ def _measure(
             opened.callback(device.close)
         backend = open_backend(opened, file, spec, devices, config, wait.share)
         loaded = time.perf_counter() - started
-        kvflash = open_kvflash(opened, backend, devices, config, lambda: _tokenizer(file, spec))
+        kvflash = open_kvflash(
+            opened, backend, config, Scorers(opened, config, devices, lambda: _tokenizer(file, spec))
+        )
         resident = backend.capacity.max_resident_pages
         max_resident = None if resident is None else resident * PAGE
         kv = KVTypes(config.cache_type_k, config.cache_type_v)

@@ -19,6 +19,7 @@ from luce.backend.serving_options import ServingOptions
 from luce.cli.arguments import settings
 from luce.cli.console import output
 from luce.cli.pull import fetch
+from luce.compress.open import ScorerPlan, plan_scorer
 from luce.config.settings import Config
 from luce.draft.open import DraftPlan, plan_drafter
 from luce.errors import ModelError, UsageError
@@ -44,11 +45,14 @@ class Opened:
     devices: list[Device]
     #: None without a drafter that has weights
     draft: DraftPlan | None
+    #: the small model that reads prompts first; None without one
+    scorer: ScorerPlan | None = None
 
     @cached_property
     def options(self) -> ServingOptions:
         """The options of the settings, with the memory and the features that the drafter needs."""
         claims, captured = ((), ()) if self.draft is None else (self.draft.claims(), self.draft.spec.layers)
+        claims = claims if self.scorer is None else (*claims, self.scorer.claim)
         return replace(serving_options(self.config, self.spec, self.devices, claims), captured=captured)
 
 
@@ -64,7 +68,10 @@ def opened(arguments: argparse.Namespace) -> Iterator[Opened]:
             stack.callback(device.close)
         context = default_context(spec, config.max_ctx)
         draft = plan_drafter(stack, config, file, spec, devices, context=context)
-        yield Opened(config, file, spec, devices, draft)
+        scorer = None
+        if config.prefill_drafter:
+            scorer = plan_scorer(stack, config, config.prefill_drafter, devices, config.prefill_drafter_device)
+        yield Opened(config, file, spec, devices, draft, scorer)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -91,6 +98,10 @@ def run(arguments: argparse.Namespace) -> int:
         draft = facts["draft"]
         needed = sum(draft[name] for name in ("weights", "state", "features", "head"))
         print(f"luce: {draft['device']}: the draft needs {needed} bytes, {draft['free']} are free", file=sys.stderr)
+    scorer = facts.get("prefill_drafter", {"fits": True})
+    if not scorer["fits"]:
+        needed, free = scorer["bytes"], scorer["free"]
+        print(f"luce: {scorer['device']}: --prefill-drafter needs {needed} bytes, {free} are free", file=sys.stderr)
     return 0 if facts["fits"] else ModelError.exit_code
 
 
@@ -106,6 +117,8 @@ def plan(model: Opened) -> dict[str, Any]:
     draft    with a --draft that has weights: device, kind, file; weights; state; features of the target; head, a
              daemon's copy of the embedding and the head; free; fits. The free memory of a shard on the same device does
              not contain this memory.
+    prefill_drafter  with --prefill-drafter: device, file; bytes, also of the longest text that it reads; free; fits, as
+             of the draft
     fits     whether every device holds its part
     """
     spec, options = model.spec, model.options
@@ -131,13 +144,17 @@ def plan(model: Opened) -> dict[str, Any]:
                 "activation_bytes_per_token": shard.activation,
             }
         )
-    draft = {} if model.draft is None else {"draft": _draft(model.draft, {shard.device for shard in shards})}
+    own = {shard.device for shard in shards}
+    beside = {} if model.draft is None else {"draft": _draft(model.draft, own)}
+    if model.scorer is not None:
+        fits = str(model.scorer.device.name) in own or model.scorer.bytes <= model.scorer.free
+        beside["prefill_drafter"] = {**model.scorer.facts, "free": model.scorer.free, "fits": fits}
     return {
         "served": {"context": options.context, "parallel": options.slots},
         **({"kvflash": {"max_resident_tokens": tokens, "reason": kvflash.reason}} if kvflash.reason else {}),
         "plan": entries,
-        **draft,
-        "fits": all(part["fits"] for part in (*entries, *draft.values())),
+        **beside,
+        "fits": all(part["fits"] for part in (*entries, *beside.values())),
     }
 
 
@@ -168,4 +185,8 @@ def table(facts: dict[str, Any]) -> Table:
         own = draft["weights"] + draft["head"], draft["state"] + draft["features"], 0, draft["free"]
         sizes = (f"{size / _MIB:,.1f} MiB" for size in own)
         shown.add_row(draft["device"], "draft", *sizes, "yes" if draft["fits"] else "NO", "")
+    if "prefill_drafter" in facts:
+        scorer = facts["prefill_drafter"]
+        sizes = (f"{size / _MIB:,.1f} MiB" for size in (scorer["bytes"], 0, 0, scorer["free"]))
+        shown.add_row(scorer["device"], "compression", *sizes, "yes" if scorer["fits"] else "NO", "")
     return shown

@@ -109,14 +109,16 @@ def _reply(model: Model, prompt: str, arguments: argparse.Namespace, asked: Requ
     reasoning = reasoning_request(model, asked.think, "--think")
     with progress.shown("reading the prompt", unit="tokens") as wait:
         ids: str | list[int] = prompt
-        splitter = None
+        splitter, messages = None, []
         if template is not None or arguments.system:
             messages = [{"role": "system", "content": arguments.system}] if arguments.system else []
             variables = template_variables(model.chat, reasoning)
-            ids = model.chat.prompt([*messages, {"role": "user", "content": prompt}], **variables)
+            messages = [*messages, {"role": "user", "content": prompt}]
+            ids = model.chat.prompt(messages, **variables)
             splitter = model.chat.splitter(ids)
         generation = model.generate(
             ids,
+            messages=messages,
             reasoning_budget=model.envelope.budget(reasoning),
             split=splitter is not None,
             on_progress=wait.update,

@@ -4,7 +4,7 @@ Precedence: flag or keyword, then `LUCE_<FIELD>`, then the TOML file named by `-
 checked here, whatever their origin, and all errors of one start are reported together. Not here: checks that need a
 device or a file. Called by every package that reads a setting; imports only errors and log.
 
-    settings     the table of settings: Config; server_settings: its part for the server
+    settings     the table of settings: Config; server_settings, pool_settings, prefill_settings: parts of it
     field        the fields of that table
     sampling     the table of sampling values: SamplingParams
     values       parsers from texts to values

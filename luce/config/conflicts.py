@@ -103,8 +103,38 @@ def _draft_problems(
     if values.get("draft", "") not in ("", "ngram"):
         return
     for name in _WEIGHTS:
+        if name == "draft_residency" and values.get("prefill_drafter", ""):
+            continue
         if values.get(name, FIELDS[name].default) != FIELDS[name].default:
             yield name, f"{spelled[name]}: requires {flag('draft')} with a file or mtp"
+
+
+#: settings of prompt compression, which need its small model
+_COMPRESSION = ("prefill_drafter_device", "prefill_threshold", "prefill_keep_ratio", "prefill_curve")
+
+
+def _compression_problems(
+    values: Mapping[str, Any], spelled: Mapping[str, str], wrong: Collection[str]
+) -> Iterator[tuple[str, str]]:
+    """Problems of settings of prompt compression without effect, or that lack another, as in `problems`."""
+    mode, device = values.get("prefill_compression", "off"), values.get("prefill_drafter_device", "")
+    if "/" in device:
+        yield (
+            "prefill_drafter_device",
+            f"{spelled['prefill_drafter_device']} {device}: the small model runs in this process",
+        )
+    if values.get("prefill_curve", ()) and "prefill_keep_ratio" in values:
+        yield "prefill_keep_ratio", f"{spelled['prefill_keep_ratio']}: not with {flag('prefill_curve')}"
+    if values.get("prefill_drafter", "") or "prefill_drafter" in wrong:
+        return
+    if mode != "off":
+        yield (
+            "prefill_compression",
+            f"{spelled['prefill_compression']} {mode}: requires {flag('prefill_drafter')} with a GGUF file",
+        )
+    for name in _COMPRESSION:
+        if values.get(name, FIELDS[name].default) != FIELDS[name].default:
+            yield name, f"{spelled[name]}: requires {flag('prefill_drafter')}"
 
 
 _PAGING = ("kvflash_policy", "kvflash_drafter", "kvflash_tau", "kvflash_host_mb")
@@ -139,5 +169,6 @@ def problems(
     yield from _placement_problems(values, spelled, wrong)
     yield from _daemon_problems(values, spelled, wrong)
     yield from _draft_problems(values, spelled, wrong)
+    yield from _compression_problems(values, spelled, wrong)
     yield from _paging_problems(values, spelled, wrong)
     yield from _cache_problems(values, spelled)

@@ -10,6 +10,7 @@ from typing import Any
 
 from luce.config.field import setting
 from luce.config.pool_settings import PoolSettings
+from luce.config.prefill_settings import PrefillSettings
 from luce.config.sampling import SamplingParams
 from luce.config.server_settings import ServerSettings
 from luce.config.values import (
@@ -40,6 +41,7 @@ GROUPS = (
     "KVFlash",
     "KVFlash policy",
     "drafting",
+    "prompt compression",
     "limits",
     "prefix cache",
     "prefix cache on disk",
@@ -53,7 +55,7 @@ _CACHE_TYPES = ("auto", "f16", "bf16", "q8_0", "q4_0")
 
 
 @dataclass(frozen=True)
-class Config(ServerSettings, PoolSettings):
+class Config(ServerSettings, PoolSettings, PrefillSettings):
     """All settings. Sizes are in the unit that the help text names."""
 
     target_device: str = setting(

@@ -217,3 +217,17 @@ def weights(text: str) -> tuple[float, ...]:
     if not all(0 < value < math.inf for value in values):
         raise ValueError("expected positive finite numbers separated by commas")
     return values
+
+
+def shares(text: str) -> tuple[tuple[int, float], ...]:
+    """Shares in (0, 1] by numbers of tokens, `N:SHARE` separated by commas, in ascending order of N."""
+    found: dict[int, float] = {}
+    for part in text.split(","):
+        count, colon, share = part.strip().partition(":")
+        if not colon:
+            raise ValueError("expected N:SHARE[,N:SHARE...], such as 32k:0.1,128k:0.02")
+        at = tokens(0)(count)
+        if at in found:
+            raise ValueError(f"{count} is named twice")
+        found[at] = number(0, 1, above=True)(share)
+    return tuple(sorted(found.items()))

@@ -16,6 +16,12 @@ from luce.runtime.driver import Properties, Vendor
 from luce.runtime.gpu import GpuDevice
 from luce.runtime.host import HostDevice, host_memory
 
+# By setting of devices, the setting that starts daemons for those of the other vendor.
+_DAEMONS = {
+    "target_device": "target_shard_ipc_bin",
+    "target_devices": "target_shard_ipc_bin",
+    "draft_device": "draft_ipc_bin",
+}
 VENDORS: tuple[Vendor, ...] = ("cuda", "hip")
 
 
@@ -74,7 +80,7 @@ def open_all(
     `field` is the setting that names them, `meant` its text if it differs from the names; `beside` are other devices
     that this process has open.
     """
-    problems = list(_problems(names, beside, meant))
+    problems = list(_problems(names, field, beside, meant))
     if problems:
         raise UsageError("; ".join(f"{flag(field)} {problem}" for problem in problems), param=field)
     devices = []
@@ -121,7 +127,7 @@ def total_memory(config: Config) -> tuple[int, list[str]]:
     return total, counted
 
 
-def _problems(names: Sequence[DeviceName], beside: Sequence[DeviceName], meant: str) -> Iterator[str]:
+def _problems(names: Sequence[DeviceName], field: str, beside: Sequence[DeviceName], meant: str) -> Iterator[str]:
     for name in dict.fromkeys(names):
         if names.count(name) > 1:
             yield f"{name}: named twice" + (f", as {meant} is {','.join(map(str, names))}" if "auto" in meant else "")
@@ -136,8 +142,9 @@ def _problems(names: Sequence[DeviceName], beside: Sequence[DeviceName], meant: 
             yield f"{name}: index {name.index} is out of range [0, {count})"
     together = [*beside, *names]
     if {name.kind for name in together} >= set(VENDORS):
-        listed, needed = ",".join(map(str, together)), flag("draft_ipc_bin" if beside else "target_shard_ipc_bin")
-        yield f"{listed}: one process drives GPUs of one vendor, cuda or hip; use {needed} for the other"
+        listed, daemons = ",".join(map(str, together)), _DAEMONS.get(field)
+        other = "" if daemons is None else f"; use {flag(daemons)} for the other"
+        yield f"{listed}: one process drives GPUs of one vendor, cuda or hip{other}"
 
 
 def _count(vendor: Vendor) -> int:

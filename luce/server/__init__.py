@@ -5,6 +5,7 @@
     errors       error bodies, and errors of requests
     auth         keys, the Host check, CORS
     schema       request bodies: decoding, types, ranges
+    prompt_reader  the prompts of a request, compressed if they may be
     prepare      a checked body to prompts and sampling values; runs in a worker thread
     structured_output  what a request wants its reply to be, by whichever field says it
     completions  the handlers of /v1/chat/completions and /v1/completions

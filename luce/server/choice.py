@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Any
 
+from luce.compress.compressor import CompressedPrompt
 from luce.engine.events import Finished, Progress, Timings, Token
 from luce.text.reply_parser import Part, ReasoningPart, ReplyParser, TextPart
 
@@ -16,9 +16,11 @@ class Choice:
     `echo`: the text of the prompt if the response repeats it before the reply.
     """
 
-    def __init__(self, index: int, prompt: Sequence[int], echo: str | None, parser: ReplyParser) -> None:
+    def __init__(self, index: int, reading: CompressedPrompt, echo: str | None, parser: ReplyParser) -> None:
         self.index = index
-        self.prompt = prompt
+        #: the prompt as the target reads it, and how compression made it
+        self.prompt = reading.ids
+        self.reading = reading
         self.echo = echo
         self.parser = parser
         self.parts: list[Part] = []

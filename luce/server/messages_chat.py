@@ -98,6 +98,8 @@ def translated(request: MessagesRequest, fingerprint: str, *, reasons: bool) -> 
         stop=request.stop_sequences or None,
         tools=[_function(tool, index) for index, tool in shown.items()] or None,
         metadata=request.metadata,
+        prefill_compression=request.prefill_compression,
+        keep_ratio=request.keep_ratio,
         response_format=_response_format(request),
         continue_final_message=prefilled or None,
         **_choice(request.tool_choice, [str(tool.name) for tool in shown.values()]),

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from luce.server.schema import Sampling, Stop
+from luce.server.schema import CompressionMode, Sampling, Share, Stop
 
 _Json = dict[str, Any]
 _Tokens = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -168,6 +168,8 @@ class MessagesRequest(Sampling, kw_only=True):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
     metadata: _Json | None = None
+    prefill_compression: CompressionMode | None = None
+    keep_ratio: Share | None = None
     cache_control: _Json | None = None
     # Accepted without effect.
     container: Any = None

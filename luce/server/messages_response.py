@@ -124,7 +124,7 @@ class MessagesResponse(ResponseBuilder):
         cached = choice.cached
         created = max(0, self._details.marked_tokens - cached)
         return {
-            "input_tokens": len(choice.prompt) - cached - created,
+            "input_tokens": choice.reading.original - cached - created,
             "cache_creation_input_tokens": created,
             "cache_read_input_tokens": cached,
             "output_tokens": output,

@@ -11,6 +11,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from luce.api import Model
+from luce.compress.compression_options import Verdict
 from luce.engine.masks import MaskStats
 from luce.engine.speculate import DraftStats
 from luce.kvcache.disk.stats import DiskStats
@@ -97,7 +98,12 @@ class _ModelsCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         families: dict[str, Metric] = {}
         for name, model in self._models():
-            for part in (_EngineCollector(model), _CompilerCollector(model), _ShardCollector(model)):
+            for part in (
+                _EngineCollector(model),
+                _CompilerCollector(model),
+                _CompressionCollector(model),
+                _ShardCollector(model),
+            ):
                 for metric in part.collect():
                     family = families.setdefault(metric.name, metric)
                     if name is not None:
@@ -264,6 +270,41 @@ class _CompilerCollector:
         yield seconds
         yield CounterMetricFamily("luce_grammar_cache_hits", "Grammars that were compiled already.", stats.hits)
         yield CounterMetricFamily("luce_grammar_cache_misses", "Grammars that had to be compiled.", stats.misses)
+
+
+class _CompressionCollector:
+    def __init__(self, model: Model) -> None:
+        self._model = model
+
+    def collect(self) -> Iterator[Metric]:
+        compressor = self._model.compression.compressor
+        if compressor is None:
+            return
+        stats = compressor.stats()
+        yield GaugeMetricFamily(
+            "luce_compression_enabled", "Whether prompts can be compressed: 0 after failures.", stats.state == "on"
+        )
+        prompts = CounterMetricFamily(
+            "luce_compression_prompts", "Prompts, by the result of compression.", labels=["result"]
+        )
+        for verdict in Verdict:
+            if verdict is not Verdict.OFF:
+                prompts.add_metric([verdict.value], stats.prompts.get(verdict, 0))
+        yield prompts
+        tokens = CounterMetricFamily(
+            "luce_compression_tokens", "Tokens of compressed prompts: original, and kept.", labels=["kind"]
+        )
+        tokens.add_metric(["original"], stats.original)
+        tokens.add_metric(["kept"], stats.kept)
+        yield tokens
+        yield CounterMetricFamily(
+            "luce_compression_reused_prompts",
+            "Prompts whose kept tokens were known from an earlier prompt.",
+            stats.reused,
+        )
+        yield CounterMetricFamily(
+            "luce_compression_seconds", "Seconds that the small model read prompts.", stats.seconds
+        )
 
 
 class _ShardCollector:

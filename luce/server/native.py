@@ -11,12 +11,14 @@ import msgspec
 from aiohttp import web
 
 from luce.api import Model
+from luce.compress.compressor import CompressedPrompt
 from luce.config.sampling import SAMPLERS, SamplingParams
 from luce.server.answer import answer
 from luce.server.errors import invalid, unsupported
 from luce.server.native_request import InfillRequest, NativeRequest
 from luce.server.native_response import NativeDetails, NativeResponse
 from luce.server.prepare import Job, ended_by_fim, gap_ids, request_job, text_ids, token_texts
+from luce.server.prompt_reader import PromptReader
 from luce.server.schema import decode
 from luce.server.state import SERVER
 from luce.text.fim import Gap
@@ -58,10 +60,10 @@ def native_job(
     request, unknown = decode(body, NativeRequest)
     if request.prompt is None:
         raise invalid("prompt", "is required")
-    limit = PromptLimit(model.context, stopped)
+    reader = PromptReader(request, model, stopped, max_tokens=_longest(request))
     sent, listed = _prompts(request.prompt, model)
-    prompts = tuple(_prompt(item, model, limit) for item in sent)
-    return _job(request, unknown, headers, model, prompts, listed=listed)
+    prompts = tuple(_prompt(item, model, reader.limit) for item in sent)
+    return _job(request, unknown, headers, model, tuple(map(reader.read, prompts)), listed=listed)
 
 
 def infill_job(
@@ -74,7 +76,8 @@ def infill_job(
             raise invalid(field, "is required")
     files = tuple((file.filename, file.text) for file in request.input_extra or ())
     gap = Gap(f"{request.input_prefix}{request.prompt or ''}", str(request.input_suffix), files)
-    prompt = gap_ids(gap, "input_prefix", model, PromptLimit(model.context, stopped))
+    reader = PromptReader(request, model, stopped, whole=True)
+    prompt = reader.read(gap_ids(gap, "input_prefix", model, reader.limit))
     return _job(ended_by_fim(request, model), unknown, headers, model, (prompt,), listed=False)
 
 
@@ -83,7 +86,7 @@ def _job(
     unknown: int,
     headers: Mapping[str, str],
     model: Model,
-    prompts: tuple[list[int], ...],
+    prompts: tuple[CompressedPrompt, ...],
     *,
     listed: bool,
 ) -> Job:
@@ -91,7 +94,7 @@ def _job(
         if getattr(request, field) not in (None, *neutral):
             raise unsupported(field, why)
     request = _plain(request, model)
-    longest = request.max_tokens if request.n_predict is None else request.n_predict
+    longest = _longest(request)
     job = request_job(
         request,
         unknown,
@@ -99,13 +102,19 @@ def _job(
         model,
         prompts=prompts,
         echoes=(),
-        max_tokens=None if longest == -1 else longest,
+        max_tokens=longest,
         logprobs=request.n_probs or None,
     )
-    texts = () if job.stream else tuple("".join(token_texts(ids, model)) for ids in prompts)
+    texts = () if job.stream else tuple("".join(token_texts(prompt.ids, model)) for prompt in prompts)
     details = NativeDetails(texts, listed or job.n > 1, bool(request.return_tokens), request.response_fields)
     cached = 0 if request.cache_prompt is False else job.max_cached_tokens
     return replace(job, details=details, max_cached_tokens=cached)
+
+
+def _longest(request: NativeRequest) -> int | None:
+    """Most tokens of the reply; None: no limit."""
+    longest = request.max_tokens if request.n_predict is None else request.n_predict
+    return None if longest == -1 else longest
 
 
 def _plain(request: Request, model: Model) -> Request:

@@ -12,6 +12,7 @@ from luce.errors import LuceError
 from luce.server.choice import Choice
 from luce.server.errors import openai_error
 from luce.server.prepare import Job
+from luce.server.prompt_reader import compression_facts
 from luce.server.response import Json, ResponseBuilder
 from luce.server.stream import ServerSentEvent
 from luce.text.reply_parser import CallEnded, Part
@@ -122,6 +123,7 @@ class OpenAIResponse(ResponseBuilder):
         finished = choice.finished
         assert finished is not None
         cause = _LENGTH_CAUSES.get(finished.reason)
+        facts = compression_facts(choice.reading)
         details = {
             "cause": cause or finished.reason.value,
             "stop": finished.stop,
@@ -133,6 +135,7 @@ class OpenAIResponse(ResponseBuilder):
             "cut_call": choice.parser.cut_calls > 0,
             "cache": {"tier": finished.timings.cache_tier},
             **self._grammar(finished.timings),
+            **({} if facts is None else {"prompt_compression": facts}),
         }
         reason = "length" if cause else "tool_calls" if choice.parser.calls else "stop"
         return {"finish_reason": reason, "finish_details": details}
@@ -152,14 +155,18 @@ class OpenAIResponse(ResponseBuilder):
 
     def _usage(self) -> Json:
         done = self._finished()
-        prompt = sum(len(ids) for ids in self._job.prompts)
+        prompt = sum(reading.original for reading in self._job.readings)
+        effective = sum(len(ids) for ids in self._job.prompts)
         completion = sum(part.predicted_tokens for part in done)
         cached = sum(part.cached_tokens for part in done[:: self._job.n])
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": cached},
+            "prompt_tokens_details": {
+                "cached_tokens": cached,
+                **({} if effective == prompt else {"effective_tokens": effective}),
+            },
             "completion_tokens_details": {
                 "reasoning_tokens": sum(choice.parser.reasoning_tokens for choice in self.choices),
                 # What is forced is no prediction.

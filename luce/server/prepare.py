@@ -11,11 +11,13 @@ from typing import Any, TypeVar
 import msgspec
 
 from luce.api import Model
+from luce.compress.compressor import CompressedPrompt
 from luce.config.sampling import SAMPLERS, SamplingParams
 from luce.config.settings import sampling_default
 from luce.engine.reasoning_limit import ReasoningLimit
 from luce.server.chat_prompt import chat_prompt
 from luce.server.errors import invalid, unknown_model, unsupported
+from luce.server.prompt_reader import PromptReader
 from luce.server.schema import ChatRequest, Common, CompletionRequest, decode
 from luce.server.structured_output import reply_format
 from luce.server.thinking import ReasoningSwitch
@@ -43,8 +45,10 @@ _NEUTRAL = {"typical_p": (1.0,), "top_n_sigma": (-1.0, 0.0), "xtc_probability": 
 class Job:
     """A checked request: `n` replies to each prompt. Choice i is a reply to prompts[i // n]."""
 
-    #: arrays of int64, which the engine copies without touching each id
+    #: the prompts as the target reads them, of int64, which the engine copies without touching each id
     prompts: tuple[array[int], ...]
+    #: the same with how compression made them
+    readings: tuple[CompressedPrompt, ...]
     #: of each prompt: lengths at which other prompts may diverge from it
     boundaries: tuple[tuple[int, ...], ...]
     #: the text of each prompt, if the response repeats it before the reply
@@ -119,7 +123,9 @@ def chat_request_job(
         raise unsupported("modalities", 'only ["text"] is supported')
     limits = (request.max_completion_tokens, request.max_tokens, request.max_output_tokens)
     max_tokens = next((limit for limit in limits if limit is not None), None)
-    prompt = chat_prompt(request, model, PromptLimit(model.context, stopped))
+    reader = PromptReader(request, model, stopped, messages=request.messages or (), max_tokens=max_tokens)
+    read = reader.read(chat_prompt(request, model, reader.limit))
+    prompt = read.ids
     room = max(0, model.context - len(prompt))
     asked = ReasoningSwitch(request, model.chat, model.envelope.unasked).asked
     job = request_job(
@@ -127,7 +133,7 @@ def chat_request_job(
         unknown,
         headers,
         model,
-        prompts=(prompt,),
+        prompts=(read,),
         echoes=(),
         max_tokens=max_tokens,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
@@ -186,7 +192,11 @@ def completion_job(
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise unsupported("best_of", "only the value of n is supported")
     sent = _prompt_list(request.prompt, model)
-    limit = PromptLimit(model.context, stopped)
+    # A reply that fills a gap needs the text around it, and an echo all log probabilities.
+    reader = PromptReader(
+        request, model, stopped, max_tokens=request.max_tokens, whole=bool(request.suffix or request.echo)
+    )
+    limit = reader.limit
     if request.suffix:
         prompts = tuple(gap_ids(Gap(item, request.suffix), "suffix", model, limit) for item in sent)
         request = ended_by_fim(request, model)
@@ -200,7 +210,7 @@ def completion_job(
         unknown,
         headers,
         model,
-        prompts=prompts,
+        prompts=tuple(map(reader.read, prompts)),
         echoes=echoes,
         max_tokens=COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens,
         logprobs=request.logprobs,
@@ -239,7 +249,7 @@ def request_job(
     headers: Mapping[str, str],
     model: Model,
     *,
-    prompts: tuple[list[int], ...],
+    prompts: tuple[CompressedPrompt, ...],
     echoes: tuple[str, ...],
     max_tokens: int | None,
     logprobs: int | None,
@@ -252,8 +262,9 @@ def request_job(
     stop = request.stop or []
     name = served_name(request.model, model)
     return Job(
-        prompts=tuple(array("q", ids) for ids in prompts),
-        boundaries=tuple(model.chat.boundaries(ids) for ids in prompts),
+        prompts=tuple(array("q", prompt.ids) for prompt in prompts),
+        readings=prompts,
+        boundaries=tuple(model.chat.boundaries(prompt.ids) for prompt in prompts),
         echoes=echoes,
         n=n,
         params=_sampling(request, model, max_tokens, logprobs, scored=bool(echoes)),

@@ -9,6 +9,7 @@ from aiohttp import web
 
 from luce import __version__
 from luce.api import Model
+from luce.compress.compressor import Compressor
 from luce.config.sampling import SAMPLERS, SamplingParams
 from luce.config.settings import sampling_default
 from luce.engine.speculate import DraftStats
@@ -22,7 +23,7 @@ from luce.server.status import capabilities, json_response
 from luce.shard.shard import DaemonState
 from luce.text.effort import efforts
 
-# Lucebox numbers its shapes from 1. This shape has parts that Lucebox lacks, and lacks budgets, cards and PFlash.
+# Lucebox numbers its shapes from 1. This shape has parts that Lucebox lacks, and lacks budgets and cards.
 _SCHEMA = 1001
 #: variables of the template: /props says whether it reads them
 _TEMPLATE_VARIABLES = ("tools", "tool_calls", "enable_thinking")
@@ -80,6 +81,7 @@ def _props(model: Model, server: Server, endpoints: tuple[str, ...], *, paths: b
             "kv_cache_v": config.cache_type_v,
             "chunk": model.chunk,
         },
+        "prefill_compression": compression_props(model.compression.compressor, paths=paths),
         "speculative": speculative_props(stats.draft, paths=paths),
         **({} if stats.paging is None else {"kvflash": _paging(stats.paging)}),
     }
@@ -114,6 +116,28 @@ def _paging(stats: PagingStats) -> dict[str, Any]:
         "lost_pages": stats.lost_pages,
         "rescores": stats.rescores,
         "rescore_seconds": round(stats.rescore_seconds, 6),
+    }
+
+
+def compression_props(compressor: Compressor | None, *, paths: bool) -> dict[str, Any]:
+    """`enabled`: whether prompts can be compressed. `state`: on, or why not; paths in it only for `paths`."""
+    if compressor is None:
+        return {"enabled": False}
+    options, stats = compressor.options, compressor.stats()
+    return {
+        **{name: fact for name, fact in compressor.facts.items() if paths or name != "file"},
+        "enabled": stats.state == "on",
+        "state": stats.state if paths else stats.state.partition(":")[0],
+        "loaded": stats.loaded,
+        "mode": options.mode,
+        "threshold": options.threshold,
+        "keep_ratio": options.keep_ratio,
+        "curve": [list(point) for point in options.curve],
+        "prompts": {verdict.value: count for verdict, count in stats.prompts.items()},
+        "original_tokens": stats.original,
+        "effective_tokens": stats.kept,
+        "reused": stats.reused,
+        "drafter_seconds": round(stats.seconds, 6),
     }
 
 

@@ -89,7 +89,7 @@ class Replies:
             output=self._model.reply_text(
                 job.stops, prompt, remember=job.max_cached_tokens is None, split=job.chat, tools=job.tools
             ),
-            on_event=self._sink(choice),
+            on_event=self._model.compression.observing(self._sink(choice)),
             session=job.session,
             timeout=job.timeout,
             boundaries=job.boundaries[choice // job.n],

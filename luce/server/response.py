@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from luce.api import Model
+from luce.compress.compression_options import Verdict
 from luce.engine.events import (
     Event,
     Finished,
@@ -54,7 +55,7 @@ class ResponseBuilder(ABC):
         self.id = new_id(self.prefix)
         self.created = int(time.time())
         self.choices = [
-            Choice(i, job.prompts[i // job.n], job.echoes[i // job.n] if job.echoes else None, self._parser(i))
+            Choice(i, job.readings[i // job.n], job.echoes[i // job.n] if job.echoes else None, self._parser(i))
             for i in range(job.choices)
         ]
 
@@ -143,6 +144,7 @@ class ResponseBuilder(ABC):
         predicted = max((end.timings.predicted for end in finished), default=0.0)
         return {
             "prompt": sum(len(ids) for ids in self._job.prompts),
+            "compressed_from": self._compressed_from(),
             "cached": self._cached(),
             "out": out,
             "finish": ",".join(sorted({end.reason.value for end in finished})) or None,
@@ -150,6 +152,12 @@ class ResponseBuilder(ABC):
             "ttft": min(firsts) - arrived if firsts else None,
             "decode": f"{out / predicted:.1f}t/s" if predicted else None,
         }
+
+    def _compressed_from(self) -> int | None:
+        """Tokens of the prompts before compression; None if none was compressed."""
+        readings = self._job.readings
+        whole = all(reading.verdict is not Verdict.COMPRESS for reading in readings)
+        return None if whole else sum(reading.original for reading in readings)
 
     def _cached(self) -> str:
         """Tokens from the prefix cache, and the tier of most of them."""

@@ -146,7 +146,7 @@ class ResponsesResponse(ResponseBuilder):
     def _usage(self) -> Json:
         (choice,) = self.choices
         assert choice.finished is not None
-        prompt, generated = len(choice.prompt), choice.finished.timings.predicted_tokens
+        prompt, generated = choice.reading.original, choice.finished.timings.predicted_tokens
         return {
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": choice.finished.timings.cached_tokens},

@@ -19,6 +19,8 @@ _Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 _Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 _Budget = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
 _Alternatives = Annotated[int, Meta(ge=0, le=20)]
+Share = Annotated[float, Meta(gt=0, le=1)]
+CompressionMode = Literal["off", "auto", "always"]
 Stop = Annotated[str, Meta(min_length=1, max_length=256)]
 _Json = dict[str, Any]
 
@@ -139,6 +141,8 @@ class Common(Sampling, kw_only=True):
     timings_per_token: bool | None = None
     timeout_s: Annotated[float, Meta(gt=0, le=86400)] | None = None
     prefix_cache: CacheScope | None = None
+    prefill_compression: CompressionMode | None = None
+    keep_ratio: Share | None = None
     session_id: str | None = None
     prompt_cache_key: str | None = None
     user: str | None = None

@@ -21,7 +21,7 @@ from luce.server.model_pool import ModelEntry, ModelPool
 
 Result = TypeVar("Result")
 
-_WORKERS = 4
+_WORKERS, _COMPRESSING_WORKERS = 4, 32
 #: seconds without progress after which the engine counts as dead
 STALLED_SECONDS = 60.0
 
@@ -58,8 +58,12 @@ class Server:
         self.idle = asyncio.Event()
         self.idle.set()
         self._pool = ThreadPoolExecutor(_WORKERS, "luce-work")
-        self._chat_pool = ThreadPoolExecutor(_WORKERS, "luce-chat")
-        self._text_pool = ThreadPoolExecutor(_WORKERS, "luce-text")
+        # A small model reads one long prompt at a time, for seconds; the threads of others wait, and short prompts
+        # need threads too.
+        compresses = any(entry.config.prefill_drafter for entry in self.pool.entries)
+        prompts = _COMPRESSING_WORKERS if compresses else _WORKERS
+        self._chat_pool = ThreadPoolExecutor(prompts, "luce-chat")
+        self._text_pool = ThreadPoolExecutor(prompts, "luce-text")
 
     @property
     def model(self) -> Model | None:

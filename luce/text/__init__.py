@@ -29,6 +29,7 @@ Not here: request and response bodies (server) and choosing tokens (engine). Cal
     template_child    the server's end of that process; template_process: the process itself
     chat              conversations to prompts; plain_messages: a client's messages as templates take them
     tool_history      tools, past calls and results as a template takes them
+    prompt_compression  a prompt as the target reads it: compressed, or whole
     protected         the tokens of a prompt that compression always keeps
     cut_points        where a text may be cut
     fim               tokens and prompts for filling in the middle

@@ -32,6 +32,12 @@ ELSEWHERE = {
     "max_loaded_models": "tests/unit/test_server_model_pool.py::test_the_least_recently_used_makes_room",
     "load_wait": "tests/http/test_several_models.py::test_a_load_takes_too_long",
     "drain_seconds": "tests/process/test_serve.py::test_requests_beyond_the_drain_time_end_with_their_text",
+    "prefill_compression": "tests/http/test_prompt_compression.py::test_which_requests_are_compressed",
+    "prefill_drafter": "tests/golden/test_compression.py::test_replies_are_the_same",
+    "prefill_drafter_device": "tests/unit/test_compress_open.py::test_its_device",
+    "prefill_threshold": "tests/http/test_prompt_compression.py::test_the_threshold",
+    "prefill_keep_ratio": "tests/golden/test_compression.py::test_numbers_come_back_at_all_depths",
+    "prefill_curve": "tests/unit/test_compress_compression_options.py::test_a_curve_is_linear_between_its_points",
     "shard_key_file": "tests/process/test_shard_network.py::test_another_key",
 }
 

@@ -128,6 +128,8 @@ class ScriptedModel:
         # The text of a chat's reply is for its splitter.
         assert split or self.chat.template is None
         self.prompts.append(json.loads(bytes(ids)))
+        # The conversation that the prompt was made of, by which a compression knows what to keep.
+        assert list(options.pop("messages")) == self.prompts[-1]
         form = options.pop("response_format", None)
         if options["reasoning_budget"] is None:
             del options["reasoning_budget"]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from luce.backend.kvflash_size import KVFlashRequest
+from luce.compress.compressor import Compressor
 from luce.config.settings import Config
 from luce.draft.drafter import Drafter
 from luce.engine.engine_options import EngineOptions
@@ -25,6 +26,7 @@ from luce.text.detokenizer import Detokenizer
 from luce.text.effort import BudgetEnvelope
 from luce.text.grammar import GrammarCompiler
 from luce.text.output import ReplyText
+from luce.text.prompt_compression import PromptCompression
 from luce.text.template import ChatTemplate
 from luce.text.tokenizer import CONTROL, NORMAL, USER_DEFINED, Tokenizer
 from tests.support.scripted_backend import Script, ScriptedBackend, after
@@ -121,6 +123,7 @@ class ScriptedModel:
         no_drafter_reason: str = "",
         chat: Callable[[], ChatFormat] = chat_format,
         vocabulary: Tokenizer | None = None,
+        compressor: Compressor | None = None,
         **backend: Any,
     ) -> None:
         self.config = config
@@ -130,6 +133,7 @@ class ScriptedModel:
         self.name = config.alias[0] if config.alias else "scripted"
         self.path = Path("scripted.gguf")
         self.context = context
+        self.compression = PromptCompression(compressor, self.tokenizer, context)
         self.envelope = BudgetEnvelope.of(config, DIALECT.budget, context)
         self.chunk = config.chunk or 512
         self.fingerprint = "0123abcd"

@@ -19,6 +19,8 @@ from luce import errors
 from luce.cli import main as cli
 from luce.cli.arguments import settings
 from luce.cli.repl.commands import COMMANDS
+from luce.compress.compression_options import CompressionOptions
+from luce.compress.compressor import Compressor
 from luce.config.sampling import SAMPLERS
 from luce.config.settings import FIELDS, flag
 from luce.draft import messages as draft_messages
@@ -31,6 +33,7 @@ from luce.remote import messages
 from luce.server import messages_request, responses_request, schema
 from luce.server.native_request import InfillRequest, NativeRequest
 from tests.support.http_server import running
+from tests.support.scorers import ScriptedScorer
 
 ROOT = Path(__file__).parents[2]
 GUIDE = sorted((ROOT / "docs/guide").glob("*.md"))
@@ -156,6 +159,11 @@ def series(text: str) -> dict[str, tuple[str, set[str]]]:
     return found
 
 
+def compressor() -> Compressor:
+    """Keeps a tenth of each prompt."""
+    return Compressor(CompressionOptions("always", keep_ratio=0.1), ScriptedScorer, identity="a")
+
+
 async def test_metrics_are_those_of_the_server() -> None:
     shown: dict[str, tuple[str, set[str]]] = {}
     for names, kind, labels in re.findall(r"^\| (`luce_[^|]+) \| (\w+) \| ([^|]*)\|", page("metrics"), re.MULTILINE):
@@ -164,7 +172,7 @@ async def test_metrics_are_those_of_the_server() -> None:
         shown |= dict.fromkeys(words(names), (kind, named))
     served: dict[str, tuple[str, set[str]]] = {}
     for model, options in (
-        ({"drafter": NgramDrafter(block=7)}, {"verify_width": 8}),
+        ({"drafter": NgramDrafter(block=7), "compressor": compressor()}, {"verify_width": 8}),
         ({"context": 2048}, {"kvflash": "512", "kvflash_host_mb": 3}),
     ):
         async with running(model=model, **options) as here:
@@ -200,9 +208,10 @@ def key_paths(value: object, path: str = "") -> set[str]:
     return set().union(*({f"{path}{key}", *key_paths(item, f"{path}{key}.")} for key, item in value.items()))
 
 
-async def test_json_that_pages_name_is_what_the_server_sends() -> None:
-    async with running(verify_width=8, model={"drafter": NgramDrafter(block=7)}) as here:
-        reply = await here.chat()
+async def test_json_that_pages_name_is_what_the_server_shead_and_tail() -> None:
+    model = {"drafter": NgramDrafter(block=7), "compressor": compressor(), "context": 8192}
+    async with running(verify_width=8, model=model) as here:
+        reply = await here.chat("".join(map(chr, range(0x100, 0xA00))))
         held = await here.chat(guided_choice=["a"])
         bodies = [
             reply,

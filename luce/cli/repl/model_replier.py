@@ -93,6 +93,7 @@ class ModelReplier(Replier):
         ids = model.chat.prompt(messages, **template_variables(model.chat, asked))
         generation = model.generate(
             ids,
+            messages=messages,
             response_format=request.response_format,
             reasoning_budget=model.envelope.budget(asked),
             split=True,

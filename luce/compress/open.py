@@ -1,0 +1,148 @@
+"""Opens the small models that score texts: that of --prefill-drafter, and that of KVFlash's policy `drafter`."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from luce.backend.placement import default_chunk, usable_bytes
+from luce.backend.serving_options import Claim
+from luce.compress.scorer import LONGEST, Retokenize, Scorer, TextScorer, no_check, scorer_bytes
+from luce.config.settings import Config
+from luce.errors import UsageError
+from luce.gguf.reader import GGUFFile, open_gguf
+from luce.models.keys import Source
+from luce.models.registry import read_spec
+from luce.models.spec import ModelSpec
+from luce.runtime.device import Device, DeviceName
+from luce.runtime.open import named, open_all
+from luce.runtime.step import Int32
+
+
+@dataclass(frozen=True)
+class ScorerPlan:
+    """A small model that is not loaded yet, and its own device."""
+
+    path: Path
+    file: GGUFFile
+    spec: ModelSpec
+    device: Device
+    #: tokens that pass a layer together, and most tokens of a segment
+    rows: int
+    longest: int
+
+    @cached_property
+    def bytes(self) -> int:
+        """Bytes on its device. Raises ModelError if the model cannot score."""
+        return scorer_bytes(self.file, self.spec, self.device, self.longest)
+
+    @property
+    def claim(self) -> Claim:
+        """The memory to reserve for it."""
+        return Claim(self.device, self.bytes)
+
+    @property
+    def free(self) -> int:
+        """Free memory of the device in bytes."""
+        return usable_bytes(self.device)
+
+    @property
+    def facts(self) -> dict[str, str | int]:
+        """Its file, device and size, for users."""
+        return {"file": str(self.path), "device": str(self.device.name), "bytes": self.bytes}
+
+    def load(self, retokenize: Retokenize | None) -> TextScorer:
+        """Load it."""
+        return TextScorer(self.file, self.spec, self.device, retokenize, rows=self.rows, longest=self.longest)
+
+
+def plan_scorer(
+    opened: contextlib.ExitStack,
+    config: Config,
+    path: str,
+    devices: Sequence[Device],
+    device: str = "auto",
+    *,
+    longest: int = LONGEST,
+) -> ScorerPlan:
+    """The small model of a file beside a target on `devices`. `opened` closes its file and its device.
+
+    `device`: the value of --prefill-drafter-device. `longest`: most tokens of a segment. The small model gets a device
+    object of its own: threads of the server run it beside those of the target's shards. Raises UsageError, ModelError
+    or DeviceError if the file or the device cannot be used.
+    """
+    place = Path(path).expanduser()
+    file = opened.enter_context(open_gguf(place))
+    spec = read_spec(Source(str(place), file.metadata, file.tensors))
+    here = [each.name for each in devices if not each.remote]
+    (found,) = open_all([_name(device, here)], "prefill_drafter_device", config.cpu_weights, beside=here)
+    opened.enter_context(contextlib.closing(found))
+    plan = ScorerPlan(place, file, spec, found, default_chunk([found], config.chunk), longest)
+    # Refuses models that cannot score before anything large is loaded.
+    assert plan.bytes
+    return plan
+
+
+def _name(device: str, here: Sequence[DeviceName]) -> DeviceName:
+    if device == "auto":
+        return here[-1] if here else named(["cpu:0"])[0]
+    name, *more = named([device])
+    if more:
+        raise UsageError(f"--prefill-drafter-device {device}: expected one device", param="prefill_drafter_device")
+    return name
+
+
+class SharedScorer:
+    """One small model for several users: the first one loads it, the last one releases it. Thread-safe."""
+
+    def __init__(self, load: Callable[[], Scorer]) -> None:
+        self._load = load
+        self._lock = threading.Lock()
+        self._scorer: Scorer | None = None
+        self._users = 0
+
+    def open(self) -> ScorerUser:
+        """The model for one more user, who closes it. Raises the exceptions of `load`."""
+        with self._lock:
+            if self._scorer is None:
+                self._scorer = self._load()
+            self._users += 1
+            return ScorerUser(self._scorer, self._leave)
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if not self._users and self._scorer is not None:
+                self._scorer.close()
+                self._scorer = None
+
+
+class ScorerUser:
+    """See luce.compress.scorer.Scorer."""
+
+    def __init__(self, scorer: Scorer, leave: Callable[[], None]) -> None:
+        self._scorer: Scorer | None = scorer
+        self._leave = leave
+
+    def __call__(
+        self,
+        tokens: Int32,
+        *,
+        segment: int = LONGEST,
+        rotated: bool = False,
+        check: Callable[[], None] = no_check,
+    ) -> NDArray[np.float64]:
+        assert self._scorer is not None
+        return self._scorer(tokens, segment=segment, rotated=rotated, check=check)
+
+    def close(self) -> None:
+        if self._scorer is not None:
+            self._scorer = None
+            self._leave()

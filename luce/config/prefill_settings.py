@@ -1,0 +1,62 @@
+"""Settings of prompt compression (PFlash)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from luce.config.field import SamplingDefaults, setting
+from luce.config.values import choice, device, number, path_or_name, shares, tokens
+
+#: how prompts are compressed unless a request says otherwise, and what a request may say
+MODES = ("off", "auto", "always")
+
+
+@dataclass(frozen=True)
+class PrefillSettings(SamplingDefaults):
+    """A part of luce.config.settings.Config."""
+
+    prefill_compression: str = setting(
+        "off",
+        choice(*MODES),
+        "whether a small model reads a prompt first and the model only the parts that matter, which changes replies. "
+        "auto: prompts of at least --prefill-threshold tokens, where that is faster; always: every prompt. Prompts "
+        "that continue a conversation are read whole",
+        metavar="MODE",
+        group="prompt compression",
+    )
+    prefill_drafter: str = setting(
+        "",
+        path_or_name,
+        "GGUF file of the small model that reads prompts first, with any vocabulary",
+        metavar="FILE",
+        group="prompt compression",
+    )
+    prefill_drafter_device: str = setting(
+        "auto",
+        device,
+        "device of this process that runs it: auto (that of the model's last layers, or cpu:0), cuda:N, hip:N, cpu:N",
+        metavar="DEVICE",
+        group="prompt compression",
+    )
+    prefill_threshold: int = setting(
+        32000,
+        tokens(1),
+        "fewest tokens of a prompt that auto compresses",
+        metavar="N",
+        group="prompt compression",
+    )
+    prefill_keep_ratio: float = setting(
+        0.05,
+        number(0, 1, above=True),
+        "share of a prompt that is kept, above 0 and at most 1",
+        metavar="SHARE",
+        group="prompt compression",
+    )
+    prefill_curve: tuple[tuple[int, float], ...] = setting(
+        (),
+        shares,
+        "share of a prompt that is kept by its number of tokens, linear between the points, instead of "
+        "--prefill-keep-ratio",
+        metavar="N:SHARE[,N:SHARE...]",
+        group="prompt compression",
+    )

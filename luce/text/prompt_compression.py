@@ -1,0 +1,93 @@
+"""A prompt as the target reads it: whole, or compressed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from luce.compress.compression_options import Verdict
+from luce.compress.compressor import Bounds, CompressedPrompt, Compressor
+from luce.compress.scorer import no_check
+from luce.compress.selection import PromptTokens
+from luce.config.settings import flag
+from luce.engine.events import Event, EventSink, Finished
+from luce.errors import UsageError
+from luce.text.cut_points import cut_ranks
+from luce.text.protected import Message, continues, protected
+from luce.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class CompressionRequest:
+    """A request's values for compression; None: those of the settings."""
+
+    #: off, auto or always
+    mode: str | None = None
+    keep_ratio: float | None = None
+
+
+_NO_REQUEST = CompressionRequest()
+
+
+@dataclass(frozen=True)
+class PromptCompression:
+    """The compression of one model's prompts. `compressor` is None without --prefill-drafter."""
+
+    compressor: Compressor | None
+    tokenizer: Tokenizer
+    #: tokens of the target's context
+    context: int
+
+    def mode(self, request: CompressionRequest) -> str:
+        """off, auto or always. Raises UsageError if a request asks for compression and there is no compressor."""
+        if self.compressor is None:
+            if request.mode not in (None, "off"):
+                raise UsageError(f"{request.mode}: requires {flag('prefill_drafter')}", param="prefill_compression")
+            return "off"
+        return request.mode or self.compressor.options.mode
+
+    def read(
+        self,
+        ids: Sequence[int],
+        messages: Sequence[Message] = (),
+        request: CompressionRequest = _NO_REQUEST,
+        *,
+        room: int = 1,
+        check: Callable[[], None] = no_check,
+    ) -> CompressedPrompt:
+        """A prompt as the target reads it: compressed, or whole.
+
+        `messages`: the conversation from which a chat template made the prompt. `room`: tokens of the context that stay
+        free. `check`: as in Compressor.compress. Raises the errors of `mode` and of Compressor.compress.
+        """
+        mode, most = self.mode(request), self.context - room
+        known = len(ids) > 0 and min(ids) >= 0 and max(ids) < self.tokenizer.vocab
+        if self.compressor is None or mode == "off" or not known:
+            # The engine refuses unknown ids.
+            return CompressedPrompt.whole(ids, Verdict.OFF)
+        ratio, fits = request.keep_ratio, len(ids) <= most
+        verdict = self.compressor.verdict(len(ids), mode, ratio, continues=continues(messages), fits=fits)
+        if verdict is not Verdict.COMPRESS:
+            result = CompressedPrompt.whole(ids, verdict)
+        else:
+            kept, ranks = protected(self.tokenizer, ids, messages), cut_ranks(self.tokenizer, ids)
+            prompt, bounds = PromptTokens(np.asarray(ids, np.int32), kept, ranks), Bounds(self.context, most)
+            result = self.compressor.compress(prompt, bounds, keep_ratio=ratio, check=check)
+        self.compressor.count(result)
+        return result
+
+    def observing(self, sink: EventSink) -> EventSink:
+        """A sink for a sequence's events that also tells the compressor how long the target read the prompt."""
+        compressor = self.compressor
+        if compressor is None:
+            return sink
+
+        def take(event: Event) -> None:
+            if isinstance(event, Finished):
+                timings = event.timings
+                compressor.observe(timings.prompt_tokens - timings.cached_tokens, timings.prompt)
+            sink(event)
+
+        return take

@@ -1,0 +1,92 @@
+"""Numbers told in long texts of which a tenth is kept: they come back, and all placements give the same replies."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import luce
+from tests.support.daemons import HERE
+from tools.bench_retrieval import Case, cases, recalled
+
+TINY = Path(__file__).parents[2] / "models" / "tiny"
+CONTEXT = 4096
+DEPTHS = np.linspace(0, 1, 20).tolist()
+#: of these, the ones that are tried in other ways
+SOME = (3, 8, 12)
+#: longer than a prompt, so that the end of a prompt occurs nowhere else in it
+FILLER = "\n".join(text for texts in json.loads((TINY / "prompts.json").read_text()).values() for text in texts)
+
+
+def opened(**settings: Any) -> luce.Model:
+    chosen: dict[str, Any] = {
+        "target_devices": "cpu:0",
+        "kv_cache_dir": "off",
+        "prefill_compression": "always",
+        "prefill_drafter": str(TINY / "drafter.gguf"),
+        "prefill_keep_ratio": "0.1",
+        **settings,
+    }
+    return luce.load(TINY / "target.gguf", max_ctx=CONTEXT + 64, **chosen)
+
+
+def asked(model: luce.Model, numbers: Sequence[int]) -> list[Case]:
+    every = list(cases(model, CONTEXT, DEPTHS, FILLER))
+    return [every[number] for number in numbers]
+
+
+@pytest.fixture(scope="module")
+def replies() -> list[tuple[bool, list[int]]]:
+    """On one device."""
+    with opened() as model:
+        found = list(recalled(model, asked(model, range(len(DEPTHS)))))
+        assert model.compression.compressor is not None
+        stats = model.compression.compressor.stats()
+    assert stats.original == len(DEPTHS) * CONTEXT and stats.kept < 0.25 * stats.original
+    return found
+
+
+def test_numbers_come_back_at_all_depths(replies: list[tuple[bool, list[int]]]) -> None:
+    assert sum(right for right, _ in replies) >= 19
+
+
+PLACES: dict[str, dict[str, Any]] = {
+    "three shards": {"target_devices": "cpu:0,cpu:1,cpu:2"},
+    "daemon": {"target_devices": "cpu:0,cpu:1", "target_shard_ipc_bin": f"cpu={HERE}", "isolate_shards": True},
+    "drafting": {"draft": str(TINY / "draft.gguf"), "verify_width": 16},
+    "trees": {"draft": str(TINY / "draft.gguf"), "verify_width": 16, "ddtree": True},
+    "weights for each prompt": {"draft_residency": "request-scoped"},
+    "KVFlash with the same small model": {
+        "kvflash": "4160",
+        "kvflash_policy": "drafter",
+        "kvflash_drafter": str(TINY / "drafter.gguf"),
+    },
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_replies_are_the_same(replies: list[tuple[bool, list[int]]], place: str) -> None:
+    with opened(**PLACES[place]) as model:
+        assert list(recalled(model, asked(model, SOME))) == [replies[number] for number in SOME]
+
+
+def test_the_prefix_cache_has_the_compressed_prompt_after_a_restart(
+    replies: list[tuple[bool, list[int]]], tmp_path: Path
+) -> None:
+    for cached in (False, True):
+        with opened(kv_cache_dir=str(tmp_path)) as model:
+            (case,) = asked(model, SOME[:1])
+            reply = model.generate(case.ids, max_tokens=8, temperature=0, ignore_eos=True)
+            assert [token.id for token in reply if token.id >= 0] == replies[SOME[0]][1]
+            assert reply.finish is not None
+            assert (reply.finish.timings.cache_tier == "disk") is cached
+
+
+def test_several_prompts_at_once(replies: list[tuple[bool, list[int]]]) -> None:
+    with opened(parallel=3) as model:
+        assert list(recalled(model, asked(model, SOME))) == [replies[number] for number in SOME]

@@ -1,0 +1,81 @@
+"""Small models beside a target: which device they get, what is refused, and weights that several users share."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from luce.compress.open import SharedScorer, plan_scorer
+from luce.config.settings import Config
+from luce.errors import FormatError, LuceError, UsageError
+from luce.runtime.host import HostDevice
+from tests.support.reference import Reference
+from tests.support.scorers import ScriptedScorer
+
+SMALL = str(Reference("qwen3-a-F32").path)
+HOST = Config(cpu_weights="float32")
+
+
+@pytest.mark.parametrize(
+    ("device", "devices", "name"),
+    [("auto", (0, 1), "cpu:1"), ("auto", (), "cpu:0"), ("cpu:3", (0,), "cpu:3")],
+)
+def test_its_device(device: str, devices: tuple[int, ...], name: str) -> None:
+    targets = [HostDevice(index) for index in devices]
+    with contextlib.ExitStack() as opened:
+        plan = plan_scorer(opened, HOST, SMALL, targets, device)
+        assert str(plan.device.name) == name and plan.device not in targets
+        assert plan.facts == {"file": SMALL, "device": name, "bytes": plan.claim.bytes}
+        assert plan.claim.device is plan.device and 0 < plan.claim.bytes < plan.free
+
+
+@pytest.mark.parametrize(
+    ("path", "device", "problem"),
+    [
+        (SMALL, "cuda:7", "--prefill-drafter-device cuda:7: "),
+        ("/nowhere/a.gguf", "auto", "/nowhere/a.gguf"),
+        (__file__, "auto", Path(__file__).name),
+    ],
+)
+def test_what_cannot_be_used_says_so(path: str, device: str, problem: str) -> None:
+    with contextlib.ExitStack() as opened, pytest.raises((UsageError, FormatError, LuceError), match=problem):
+        plan_scorer(opened, HOST, path, [], device)
+
+
+def test_users_share_one_model() -> None:
+    loaded: list[ScriptedScorer] = []
+
+    def load() -> ScriptedScorer:
+        loaded.append(ScriptedScorer())
+        return loaded[-1]
+
+    shared = SharedScorer(load)
+    one, other = shared.open(), shared.open()
+    tokens = np.arange(5, dtype=np.int32)
+    assert one(tokens).tolist() == other(tokens, segment=3).tolist() == [0, 1, 2, 3, 4]
+    one.close()
+    one.close()
+    assert len(loaded) == 1 and not loaded[0].closed
+    other.close()
+    assert loaded[0].closed == 1
+    shared.open().close()
+    assert [scorer.closed for scorer in loaded] == [1, 1]
+
+
+def test_a_load_that_fails_leaves_no_user() -> None:
+    scorers = iter([None, ScriptedScorer()])
+
+    def load() -> ScriptedScorer:
+        found = next(scorers)
+        if found is None:
+            raise LuceError("full")
+        return found
+
+    shared = SharedScorer(load)
+    with pytest.raises(LuceError, match="full"):
+        shared.open()
+    user = shared.open()
+    user.close()
