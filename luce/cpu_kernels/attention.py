@@ -15,13 +15,13 @@ from luce.cpu_kernels.jit import compiled, compiled_as
 from luce.cpu_kernels.thread_pool import run_job
 from luce.cpu_kernels.vector_rows import add_products, load_rows, store_rows, zero_rows
 from luce.cpu_kernels.vectors import (
+    element,
     exp,
     first_lane,
     fma,
     load_floats,
     put_float,
     read_float,
-    read_int,
     splat_float,
     store,
     total,
@@ -47,27 +47,21 @@ _NEVER = np.float32(-3e38)
 
 
 @compiled
-def _integer(arguments, array, place):
-    """Element `place` of an array of int32."""
-    return np.int64(read_int(word(arguments, array) + place * 4))
-
-
-@compiled
 def _sees(arguments, row, key):
     """Whether a row sees the key at position `key`."""
-    own = _integer(arguments, _SPANS, _integer(arguments, _ROW_SPAN, row) * 4 + 3)
+    own = element(arguments, _SPANS, element(arguments, _ROW_SPAN, row) * 4 + 3)
     if word(arguments, _SEEN) != 0 and key >= own:
         place = key - own
-        return place < 64 and (_integer(arguments, _SEEN, row * 2 + place // 32) >> (place % 32)) & 1 != 0
-    position, window = _integer(arguments, _POSITIONS, row), word(arguments, _WINDOW)
+        return place < 64 and (element(arguments, _SEEN, row * 2 + place // 32) >> (place % 32)) & 1 != 0
+    position, window = element(arguments, _POSITIONS, row), word(arguments, _WINDOW)
     return key <= position and (window == 0 or key > position - window)
 
 
 @compiled
 def _share(arguments, row, first):
     """Which keys of the page from position `first` on a row sees: 0 none, 1 some, 2 all."""
-    own = _integer(arguments, _SPANS, _integer(arguments, _ROW_SPAN, row) * 4 + 3)
-    position, window = _integer(arguments, _POSITIONS, row), word(arguments, _WINDOW)
+    own = element(arguments, _SPANS, element(arguments, _ROW_SPAN, row) * 4 + 3)
+    position, window = element(arguments, _POSITIONS, row), word(arguments, _WINDOW)
     seen = word(arguments, _SEEN) != 0
     # A row sees no key behind its own position, but for those of its span that `seen` names.
     behind = first > position and (not seen or first > own + 63)
@@ -143,10 +137,10 @@ def _attend_span(arguments, begin, end, kv_head, scratch):
         put_float(states + number * 8 + 4, np.float32(0.0))
         for i in range(0, size, 64):
             store(sums + number * size + i, splat_float(0.0))
-    span, width = _integer(arguments, _ROW_SPAN, begin), word(arguments, _WIDTH)
-    for page in range(_integer(arguments, _COUNT, span)):
-        first = _integer(arguments, _FIRST, span * width + page)
-        place = (_integer(arguments, _TABLE, span * width + page) * PAGE * word(arguments, _KV_HEADS) + kv_head) * size
+    span, width = element(arguments, _ROW_SPAN, begin), word(arguments, _WIDTH)
+    for page in range(element(arguments, _COUNT, span)):
+        first = element(arguments, _FIRST, span * width + page)
+        place = (element(arguments, _TABLE, span * width + page) * PAGE * word(arguments, _KV_HEADS) + kv_head) * size
         keys, values = word(arguments, _KEYS) + place, word(arguments, _VALUES) + place
         for row in range(begin, end):
             if _share(arguments, row, first) == 0:
@@ -176,7 +170,7 @@ def attend(arguments, part, scratch):
     stop = min(row + most, word(arguments, _ROWS))
     while row < stop:
         end = row + 1
-        while end < stop and _integer(arguments, _ROW_SPAN, end) == _integer(arguments, _ROW_SPAN, row):
+        while end < stop and element(arguments, _ROW_SPAN, end) == element(arguments, _ROW_SPAN, row):
             end += 1
         _attend_span(arguments, row, end, part % kv_heads, scratch)
         row = end

@@ -21,12 +21,12 @@ from luce.cpu_kernels.jit import compiled, compiled_as
 from luce.cpu_kernels.thread_pool import run_job
 from luce.cpu_kernels.vector_rows import add_products, store_rows, update_rows, zero_rows
 from luce.cpu_kernels.vectors import (
+    element,
     exp,
     fma,
     load_floats,
     put_float,
     read_float,
-    read_int,
     splat_float,
     square_root,
     store,
@@ -62,15 +62,9 @@ _LIST = 1 + TREE_ROWS
 
 
 @compiled
-def _integer(arguments, array, place):
-    """Element `place` of an array of int32."""
-    return np.int64(read_int(word(arguments, array) + place * 4))
-
-
-@compiled
 def _entry(arguments, part, column):
     """Slot, start, rows or position of a part's span."""
-    return _integer(arguments, _SPANS, part // word(arguments, _HEADS) * 4 + column)
+    return element(arguments, _SPANS, part // word(arguments, _HEADS) * 4 + column)
 
 
 @compiled
@@ -78,7 +72,7 @@ def _before(arguments, part):
     """The number of rows of the step that a span continues."""
     if word(arguments, _BRANCHES) == 0:
         return np.int64(0)
-    return _integer(arguments, _BRANCHES, (part // word(arguments, _HEADS) * 2 + 1) * _LIST)
+    return element(arguments, _BRANCHES, (part // word(arguments, _HEADS) * 2 + 1) * _LIST)
 
 
 @compiled
@@ -86,7 +80,7 @@ def _row(arguments, part, place):
     """The row of the step at `place` among the rows that a span continues and its own."""
     before = _before(arguments, part)
     if place < before:
-        return _integer(arguments, _BRANCHES, (part // word(arguments, _HEADS) * 2 + 1) * _LIST + 1 + place)
+        return element(arguments, _BRANCHES, (part // word(arguments, _HEADS) * 2 + 1) * _LIST + 1 + place)
     return _entry(arguments, part, 1) + place - before
 
 
@@ -283,13 +277,13 @@ def accept(arguments, part, scratch):
     heads + head."""
     span, size, most = part // word(arguments, _HEADS), word(arguments, _SIZE) * 4, word(arguments, _TAPS) - 1
     branches = word(arguments, _BRANCHES) != 0
-    count = _integer(arguments, _BRANCHES, 2 * span * _LIST) if branches else _integer(arguments, _PENDING, 2 * span)
+    count = element(arguments, _BRANCHES, 2 * span * _LIST) if branches else element(arguments, _PENDING, 2 * span)
     if count == 0:
         return
     memory = word(arguments, _MEMORY) + _state(arguments, part) * size // 4 * size
     for value in range(0, size // 4, LANES):
         for number in range(count):
-            row = _integer(arguments, _BRANCHES, 2 * span * _LIST + 1 + number) if branches else number
+            row = element(arguments, _BRANCHES, 2 * span * _LIST + 1 + number) if branches else number
             key, change = _kept(arguments, part, row, _KEPT_KEY), _kept(arguments, part, row, _KEPT_CHANGE)
             fade = read_float(_kept_fade(arguments, part, row))
             _update(memory + value * size, size, fade, key, change + value * 4)
@@ -297,7 +291,7 @@ def accept(arguments, part, scratch):
         place = to + count - most
         source = _past(arguments, part, to + count)
         if place >= 0:
-            row = _integer(arguments, _BRANCHES, 2 * span * _LIST + 1 + place) if branches else place
+            row = element(arguments, _BRANCHES, 2 * span * _LIST + 1 + place) if branches else place
             source = _kept(arguments, part, row, 0)
         _copy(_past(arguments, part, to), source, 3 * size)
 
@@ -309,7 +303,7 @@ def advance(arguments, part, scratch):
     rows = before + _entry(arguments, part, 2)
     speculative = False
     if word(arguments, _PENDING) != 0:
-        speculative = _integer(arguments, _PENDING, part // word(arguments, _HEADS) * 2 + 1) != 0
+        speculative = element(arguments, _PENDING, part // word(arguments, _HEADS) * 2 + 1) != 0
     state = word(arguments, _MEMORY) + _state(arguments, part) * size // 4 * size
     if speculative:
         _copy(scratch, state, size // 4 * size)

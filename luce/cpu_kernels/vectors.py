@@ -311,6 +311,19 @@ def word(typing: Any, address: Any, number: Any) -> Any:
 
 
 @intrinsic
+def element(typing: Any, arguments: Any, number: Any, place: Any) -> Any:
+    """Element `place` of the array of int32 whose address is word `number` of the arguments, as int64."""
+
+    def make(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        number, place = (context.cast(builder, args[i], signature.args[i], types.int64) for i in (1, 2))
+        array = load(builder, builder.add(args[0], builder.mul(number, ir.Constant(I64, 8))), I64, align=8)
+        found = load(builder, builder.add(array, builder.mul(place, ir.Constant(I64, 4))), I32, align=4)
+        return builder.sext(found, I64)
+
+    return types.int64(types.int64, number, place), make
+
+
+@intrinsic
 def load_halves(typing: Any, address: Any) -> Any:
     """16 float16 as floats."""
 
@@ -444,16 +457,6 @@ def read_float(typing: Any, address: Any) -> Any:
         return load(builder, args[0], F32, align=4)
 
     return types.float32(types.int64), make
-
-
-@intrinsic
-def read_int(typing: Any, address: Any) -> Any:
-    """An int32."""
-
-    def make(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return load(builder, args[0], I32, align=4)
-
-    return types.int32(types.int64), make
 
 
 @intrinsic
