@@ -13,6 +13,7 @@ The packages in the order in which a request flows down them; imports point the 
     draft     drafters, which propose tokens for the target to verify
     compress  prompt compression: a small model reads a long prompt, the target the parts that matter
     backend   the pipeline of shards as one model: placement, steps through all shards
+    planner   how fast a placement is, and which one is the fastest; pure
     remote    shards in other processes: the engine's messages, both sides
     shard     consecutive layers on one device: run, save, restore
     layers    a family's spec turned into layers with weights and state

@@ -15,6 +15,7 @@ FLOW = (
     "draft",
     "compress",
     "backend",
+    "planner",
     "remote",
     "shard",
     "layers",

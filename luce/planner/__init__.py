@@ -1,0 +1,13 @@
+"""How fast a placement of a model's layers is, and which one is the fastest. Pure: figures in, placements out.
+
+Here: what devices and links can do, what a model's layers ask of them, the predicted time of layers, shards and whole
+placements, and the search over all placements. Not here: the measuring of devices, and the sizes of a file's layers.
+
+    figures      what a device and a link can do
+    problem      a model's layers, the load, the devices: what a placement is predicted and searched for
+    layer_time   seconds of a layer on a device, by what they are spent on
+    shard_tables seconds and bytes of every range of layers on a device
+    prediction   seconds of a whole placement
+    labels       partial placements, and which of them no other one beats
+    search       the fastest placement
+"""

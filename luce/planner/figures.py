@@ -1,0 +1,54 @@
+"""What a device and a link can do: the figures that predictions rest on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LinkFigures:
+    """How fast bytes get from one place to another."""
+
+    #: seconds, one way
+    latency: float
+    #: bytes per second
+    bandwidth: float
+
+    def seconds(self, size: float) -> float:
+        """Seconds that `size` bytes take."""
+        return self.latency + size / self.bandwidth
+
+
+@dataclass(frozen=True)
+class DeviceFigures:
+    """How fast a device computes, and how much memory it has."""
+
+    name: str
+    #: the machine; its CPU devices share one memory, and compute the experts that its GPUs leave out
+    machine: str
+    #: whether it computes in the machine's memory, as a CPU
+    host: bool
+    #: bytes of free memory
+    free: int
+    #: bytes of weights per second in a product of one row
+    read: float
+    #: operations per second of a product by its number of rows, rising; a multiply-add counts as two
+    rates: tuple[tuple[int, float], ...]
+    #: seconds of a launch
+    launch: float
+    #: seconds that a step takes beside its kernels
+    step: float
+    #: between the device and the server's process
+    way: LinkFigures
+    #: the daemon that the device belongs to; empty: this process
+    daemon: str = ""
+    #: bytes of arrays of a step
+    workspace: int = 0
+    #: bytes per second of unpacking weights for products of many rows; None: products read packed weights
+    unpack: float | None = None
+    #: between a GPU and the memory of its machine; needed where it leaves experts to the CPU
+    bus: LinkFigures | None = None
+    #: bytes held for each byte of weights in the file
+    expand: float = 1.0
+    #: bytes of keys, values and recurrent states per second; None: as `read`
+    state_read: float | None = None

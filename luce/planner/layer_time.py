@@ -1,0 +1,132 @@
+"""Predicted seconds of a layer on a device, by what they are spent on."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from luce.planner.figures import DeviceFigures, LinkFigures
+from luce.planner.problem import ExpertWork, HeadWork, LayerWork
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Seconds by what limits them."""
+
+    launches: float = 0.0
+    #: reading weights, keys, values and states
+    memory: float = 0.0
+    arithmetic: float = 0.0
+    unpacking: float = 0.0
+    #: products with experts on the CPU
+    cpu_experts: float = 0.0
+    #: activations on their way to the CPU's experts and back
+    bus: float = 0.0
+    #: a step's fixed cost
+    step: float = 0.0
+
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(
+            self.launches + other.launches,
+            self.memory + other.memory,
+            self.arithmetic + other.arithmetic,
+            self.unpacking + other.unpacking,
+            self.cpu_experts + other.cpu_experts,
+            self.bus + other.bus,
+            self.step + other.step,
+        )
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return self.launches + self.memory + self.arithmetic + self.unpacking + self.cpu_experts + self.bus + self.step
+
+
+@dataclass(frozen=True)
+class Pass:
+    """The rows of a pass through the layers."""
+
+    phase: Literal["decode", "prompt"]
+    rows: int
+    #: positions that a row sees without a window
+    depth: float
+
+
+@dataclass(frozen=True)
+class ExpertPlace:
+    """Where a GPU leaves the routed experts of a layer."""
+
+    cpu: DeviceFigures
+    bus: LinkFigures
+    #: bytes per row that go there, and as many that come back
+    row_bytes: int
+
+
+def arithmetic_rate(device: DeviceFigures, rows: int) -> float:
+    """Operations per second of a product with `rows` rows: linear in the logarithms between measured rows, constant
+    outside them."""
+    first, last = device.rates[0], device.rates[-1]
+    if rows <= first[0]:
+        return first[1]
+    for (fewer, slow), (more, fast) in itertools.pairwise(device.rates):
+        if rows <= more:
+            share = math.log(rows / fewer) / math.log(more / fewer)
+            return slow * math.exp(share * math.log(fast / slow))
+    return last[1]
+
+
+def product_time(device: DeviceFigures, rows: int, size: float, macs: float) -> Seconds:
+    """A product of `rows` rows with weights of `size` bytes in the file, `macs` multiply-adds a row: the longer one of
+    reading the weights and of the arithmetic."""
+    memory = size * device.expand / device.read
+    arithmetic = 2 * macs * rows / arithmetic_rate(device, rows)
+    return Seconds(memory=memory) if memory >= arithmetic else Seconds(arithmetic=arithmetic)
+
+
+def expert_time(device: DeviceFigures, experts: ExpertWork, rows: int) -> Seconds:
+    """The routed experts of `rows` rows that choose experts independently, all equally likely: a row leaves an expert
+    out with probability 1 - used / count."""
+    touched = 1 - (1 - experts.used / experts.count) ** rows
+    product = product_time(device, rows, touched * experts.bytes, experts.used * experts.macs)
+    return product + Seconds(launches=device.launch * experts.launches)
+
+
+def layer_time(device: DeviceFigures, layer: LayerWork, work: Pass, away: ExpertPlace | None = None) -> Seconds:
+    """A layer on a device, its routed experts on the device too or `away`.
+
+    A row of a reply reads all keys and values that it sees. The rows of a prompt share them, so there the arithmetic
+    counts.
+    """
+    seen = min(work.depth, layer.window or work.depth)
+    seconds = Seconds(launches=device.launch * layer.launches)
+    seconds += product_time(device, work.rows, layer.bytes, layer.macs)
+    if work.phase == "prompt":
+        attention = 2 * layer.attention * work.rows * seen / arithmetic_rate(device, work.rows)
+        seconds += Seconds(arithmetic=attention)
+    else:
+        moved = work.rows * (layer.kv * seen / (device.state_read or device.read) + layer.slot_moved / device.read)
+        seconds += Seconds(memory=moved)
+    if layer.experts is None:
+        return seconds
+    if away is None:
+        return seconds + expert_time(device, layer.experts, work.rows)
+    return seconds + Seconds(
+        cpu_experts=expert_time(away.cpu, layer.experts, work.rows).total,
+        bus=2 * away.bus.seconds(away.row_bytes * work.rows),
+    )
+
+
+def layer_times(
+    device: DeviceFigures, layers: Sequence[LayerWork], work: Pass, away: ExpertPlace | None = None
+) -> list[Seconds]:
+    """layer_time of each layer. Most layers of a model are equal, so that few are computed."""
+    known = {layer: layer_time(device, layer, work, away) for layer in set(layers)}
+    return [known[layer] for layer in layers]
+
+
+def head_time(device: DeviceFigures, head: HeadWork, rows: int) -> Seconds:
+    """The head on `rows` rows."""
+    return product_time(device, rows, head.bytes, head.macs) + Seconds(launches=device.launch * head.launches)

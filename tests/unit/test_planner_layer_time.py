@@ -1,0 +1,70 @@
+"""Seconds of a layer, worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from luce.planner.figures import DeviceFigures, LinkFigures
+from luce.planner.layer_time import (
+    ExpertPlace,
+    Pass,
+    arithmetic_rate,
+    expert_time,
+    head_time,
+    layer_time,
+    product_time,
+)
+from luce.planner.problem import ExpertWork, HeadWork, LayerWork
+
+DEVICE = DeviceFigures("cuda:0", "here", False, 10**9, 100.0, ((1, 10.0), (100, 1000.0)), 0.5, 1.0, LinkFigures(0, 1))
+LAYER = LayerWork(bytes=200, macs=30, launches=4, kv=6, attention=5, slot_moved=50)
+
+
+def test_the_rate_is_linear_in_logarithms_and_constant_outside() -> None:
+    assert [arithmetic_rate(DEVICE, rows) for rows in (1, 10, 100, 5000)] == pytest.approx([10, 100, 1000, 1000])
+
+
+def test_a_product_takes_the_longer_one_of_reading_and_arithmetic() -> None:
+    assert product_time(DEVICE, 1, 200, 5).memory == 2.0
+    assert product_time(DEVICE, 1, 200, 50).arithmetic == 10.0
+    assert product_time(replace(DEVICE, expand=7.0), 1, 200, 5).memory == 14.0
+
+
+def test_a_row_of_a_reply_reads_the_keys_and_values_that_it_sees() -> None:
+    seconds = layer_time(DEVICE, LAYER, Pass("decode", 1, 1000))
+    # Keys and values: 6 x 1000 / 100; states: 50 / 100; the product's arithmetic takes 2 x 30 / 10.
+    assert (seconds.launches, seconds.memory, seconds.arithmetic) == pytest.approx((2.0, 60.5, 6.0))
+    assert seconds.total == pytest.approx(68.5)
+    windowed = layer_time(DEVICE, replace(LAYER, window=100), Pass("decode", 1, 1000))
+    assert windowed.memory == pytest.approx(6.5)
+    faster = layer_time(replace(DEVICE, state_read=600.0), LAYER, Pass("decode", 1, 1000))
+    assert faster.memory == pytest.approx(10.5)
+
+
+def test_rows_of_a_prompt_compute_their_attention() -> None:
+    seconds = layer_time(DEVICE, LAYER, Pass("prompt", 100, 1000))
+    # Attention: 2 x 5 x 100 x 1000 / 1000; the product: 2 x 30 x 100 / 1000.
+    assert (seconds.memory, seconds.arithmetic) == pytest.approx((0.0, 1006.0))
+
+
+def test_experts_are_read_as_far_as_rows_touch_them() -> None:
+    experts = ExpertWork(bytes=1600, macs=1, count=4, used=1, launches=2)
+    # Two rows touch 1 - (3/4)^2 of the bytes.
+    assert expert_time(DEVICE, experts, 2).memory == pytest.approx(1600 * 7 / 16 / 100)
+    assert expert_time(DEVICE, experts, 2).launches == 1.0
+
+
+def test_experts_elsewhere_cost_the_cpu_and_two_crossings() -> None:
+    experts = ExpertWork(bytes=1600, macs=1, count=4, used=1, launches=2)
+    cpu = replace(DEVICE, name="cpu:0", host=True, read=10.0)
+    layer = replace(LAYER, experts=experts)
+    away = layer_time(DEVICE, layer, Pass("decode", 1, 10), ExpertPlace(cpu, LinkFigures(3.0, 20.0), 40))
+    assert away.cpu_experts == pytest.approx(1600 / 4 / 10 + 1.0)
+    assert away.bus == pytest.approx(2 * (3.0 + 40 / 20))
+    assert away.memory == layer_time(DEVICE, LAYER, Pass("decode", 1, 10)).memory
+
+
+def test_the_head_is_a_product_with_launches() -> None:
+    assert head_time(DEVICE, HeadWork(1000, 1, 3), 1).total == pytest.approx(10.0 + 1.5)

@@ -1,0 +1,138 @@
+"""The search for the fastest placement: shared cases, a brute force over all placements, and what must always hold."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from luce.planner.figures import DeviceFigures, LinkFigures
+from luce.planner.problem import HeadWork, LayerWork, Load, ModelWork, Problem
+from luce.planner.search import Found, best_placement
+from tests.support.planner_cases import BruteForce, Placement, problem_of, random_case
+
+CASES = json.loads((Path(__file__).parents[1] / "reference" / "plans.json").read_text())["cases"]
+
+
+def placement_of(found: Found) -> Placement:
+    return [[s.device, s.layers.start, s.layers.stop - 1, s.offloaded] for s in found.placement]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_reference_cases_have_their_placements(case: dict[str, Any]) -> None:
+    found, expected = best_placement(problem_of(case)), case["expected"]
+    if expected is None:
+        assert found is None
+        return
+    assert found is not None
+    assert placement_of(found) == expected["placement"]
+    assert not found.near
+    assert found.prediction.value == pytest.approx(expected["value"], rel=1e-9)
+    assert found.prediction.decode_rate == pytest.approx(expected["decode_tok_s"], rel=1e-9)
+    assert found.prediction.prompt_rate == pytest.approx(expected["prompt_tok_s"], rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_cases_have_the_placement_of_a_brute_force(seed: int) -> None:
+    rng = random.Random(seed)
+    found_one = 0
+    for _ in range(40):
+        case = random_case(rng)
+        expected, found = BruteForce(case).best(), best_placement(problem_of(case))
+        if expected is None:
+            assert found is None, case
+            continue
+        assert found is not None, case
+        found_one += 1
+        assert placement_of(found) == expected[1], case
+        assert found.prediction.value == pytest.approx(expected[0], rel=1e-9)
+    assert found_one > 15
+
+
+def gpu(name: str, speed: float = 1.0, free: int = 30_000_000_000) -> DeviceFigures:
+    rates = ((1, 1e12 * speed), (512, 5e13 * speed))
+    way = LinkFigures(5e-6, 5e10)
+    return DeviceFigures(name, "here", False, free, 8e11 * speed, rates, 4e-6, 5e-5, way)
+
+
+def model(layers: int = 12) -> ModelWork:
+    layer = LayerWork(1_000_000_000, 1_700_000_000, 11, 4096, 10_240)
+    return ModelWork(5120, (20_480,) * layers, 0, HeadWork(500_000_000, 800_000_000, 3), (layer,) * layers)
+
+
+def value(problem: Problem) -> float:
+    found = best_placement(replace(problem, margin=0.0))
+    return float("inf") if found is None else found.prediction.value
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_one_more_device_never_makes_it_slower(seed: int) -> None:
+    problem = problem_of(random_case(random.Random(seed)))
+    # Another CPU on a machine would compute other experts.
+    more = replace(gpu("more", 0.5), machine="elsewhere", bus=LinkFigures(1e-5, 2e10))
+    assert value(replace(problem, devices=(*problem.devices, more))) <= value(problem) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_more_memory_never_makes_decoding_slower(seed: int) -> None:
+    problem = replace(problem_of(random_case(random.Random(seed))), objective="decode")
+    larger = tuple(replace(device, free=device.free * 2) for device in problem.devices)
+    if not isinstance(problem.offload, int):
+        assert value(replace(problem, devices=larger)) <= value(problem) * (1 + 1e-9)
+
+
+def test_one_gpu_that_holds_the_model_decodes_alone() -> None:
+    devices = tuple(gpu(f"cuda:{index}") for index in range(3))
+    found = best_placement(Problem(model(), Load(1, 8192, 2048), devices, {}, "decode"))
+    assert found is not None
+    assert placement_of(found) == [["cuda:0", 0, 11, 0]]
+
+
+def test_a_device_must_bring_the_margin() -> None:
+    # Two equal cards read a prompt in less time than one, whatever the margin of up to some 40 %.
+    problem = Problem(model(), Load(1, 8192, 8192), (gpu("cuda:0"), gpu("cuda:1")), {}, "prompt")
+    both = best_placement(problem)
+    alone = best_placement(replace(problem, margin=1.0))
+    assert both is not None
+    assert alone is not None
+    assert (len(both.placement), len(alone.placement)) == (2, 1)
+
+
+def test_a_second_gpu_comes_before_the_cpu() -> None:
+    cpu = replace(gpu("cpu:0", 0.03, free=200_000_000_000), host=True)
+    devices = (cpu, *(gpu(f"cuda:{index}", free=9_000_000_000) for index in range(2)))
+    found = best_placement(Problem(model(), Load(1, 8192, 2048), devices, {}, "decode"))
+    assert found is not None
+    assert [shard.device for shard in found.placement] == ["cuda:0", "cuda:1"]
+
+
+def test_devices_of_one_daemon_stand_side_by_side() -> None:
+    # Ways by the server are slow, so that the fastest order would put the local device between the two if it could.
+    slow = LinkFigures(0.05, 5e10)
+    here = replace(gpu("cuda:0", free=6_000_000_000), way=slow)
+    names = ("tcp://b/cuda:0", "tcp://b/cuda:1")
+    there = [replace(gpu(name, free=6_000_000_000), daemon="b", machine="b", way=slow) for name in names]
+    fast = {(a.name, b.name): LinkFigures(0, 1e15) for a, b in ((there[0], here), (here, there[1]))}
+    problem = Problem(model(), Load(1, 2048, 2048), (here, *there), fast, "decode")
+    found = best_placement(problem)
+    apart = best_placement(replace(problem, devices=(here, *(replace(device, daemon="") for device in there))))
+    assert found is not None
+    assert apart is not None
+    assert [shard.device for shard in apart.placement] == [there[0].name, here.name, there[1].name]
+    assert [shard.device for shard in found.placement][1] != here.name
+
+
+def test_a_search_with_too_many_labels_is_coarse_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = tuple(gpu(f"cuda:{index}", 1 + index / 5, free=6_000_000_000) for index in range(4))
+    problem = Problem(model(), Load(1, 2048, 8192), devices, {}, "prompt")
+    exact = best_placement(problem)
+    monkeypatch.setattr("luce.planner.search._MOST_LABELS", 10)
+    coarse = best_placement(problem)
+    assert exact is not None
+    assert coarse is not None
+    assert (exact.near, coarse.near) == (False, True)
+    assert coarse.prediction.value == pytest.approx(exact.prediction.value, rel=0.01)
