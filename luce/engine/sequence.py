@@ -90,7 +90,7 @@ class RowKind(Enum):
 
     #: any token may come: there is no mask
     OPEN = "open"
-    #: the mask is the same at each such row: all tokens but those that end the reply
+    #: the mask is one of a few constant ones: all tokens but those that end the reply, or those of any text
     FREE = "free"
     #: the mask was made for this row
     MADE = "made"

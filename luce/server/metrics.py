@@ -164,7 +164,7 @@ def _draft_metrics(stats: DraftStats) -> Iterator[Metric]:
 def _grammar_metrics(stats: MaskStats, forced: tuple[int, int]) -> Iterator[Metric]:
     rows = CounterMetricFamily(
         "luce_grammar_rows",
-        "Rows of constrained replies: any token may come (open), all but ends (free), a mask was made, or none (left).",
+        "Rows of constrained replies: any token may come (open), the mask is constant (free) or made, or none (left).",
         labels=["kind"],
     )
     for kind, count in stats.rows.items():

@@ -24,7 +24,8 @@ Not here: request and response bodies (server) and choosing tokens (engine). Cal
     lark              pieces of grammars
     grammar_library   llguidance: grammars to the tokens that may come
     grammar           compiles grammars and makes constraints of them; compile_slots: few at a time
-    constraint        a grammar's state behind the tokens of a reply; digit_limit: ends the numbers of JSON
+    constraint        a grammar's state behind the tokens of a reply; digit_limit: ends the numbers of JSON,
+                      free_text: rows in texts, whose mask is constant
     template          chat templates, rendered by a child process
     template_child    the server's end of that process; template_process: the process itself
     chat              conversations to prompts; plain_messages: a client's messages as templates take them

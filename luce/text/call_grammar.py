@@ -34,6 +34,8 @@ class CallGrammar(NamedTuple):
     triggers: frozenset[int]
     #: special tokens with which calls begin
     begins: frozenset[int]
+    #: texts that end the free texts of the grammar; empty: it has none, or others that are nearly as free
+    markers: frozenset[str]
 
 
 class _Tool(NamedTuple):
@@ -63,6 +65,7 @@ class CallRules:
         # spelling's trigger is lost behind the reasoning.
         others = (calls for calls in form.calls.accepts if calls.written and not self._spelled)
         self._spellings = (form.calls, *others)
+        self._rules = Rules(cut)
         self.relaxed: list[str] = []
         #: grammars that the rules name
         self.grammars: dict[str, str] = {}
@@ -139,29 +142,30 @@ class CallRules:
     def required(self, blank: str, body: str | None = None, before_body: str = "") -> str:
         """The grammar of a reply of calls, or of `body`, the body of a rule, instead. `blank` and `before_body` stand
         before them."""
-        rules = Rules(self._cut)
+        rules = self._begun()
         calls = rules.rule(self._all(rules, self._form.parallel and self._calls.parallel))
         rest = "" if body is None else f" | {before_body}{rules.rule(body)}"
         return rules.text(f"{blank}{calls}{rest}")
 
     def in_channels(self, heads: ChannelRules) -> str:
         """The grammar of messages with text, and of a call."""
-        rules = Rules(self._cut)
+        rules = self._begun()
         return rules.text(heads.free(rules.rule(self._all(rules, several=False))))
 
     def behind_trigger(self) -> str:
         """The grammar of what begins with the trigger and stands in free text: a section of calls, or one call."""
-        rules = Rules(self._cut)
+        rules = self._begun()
         several = self._calls.section != ("", "") and self._form.parallel and self._calls.parallel
         return rules.text(self._all(rules, several))
 
     def in_text(self, blank: str, head: str = "") -> str:
         """The grammar of free text with calls in it, where the trigger is text too. `head` stands before the text."""
-        rules, calls = Rules(self._cut), self._calls
+        rules, calls = self._begun(), self._calls
         trigger = pattern_of(calls.trigger)
         several = self._form.parallel and calls.parallel
         # A terminal takes as much as it can, so the text in front of a call ends with the trigger.
         if calls.at_start:
+            rules.markers.add(calls.trigger)
             free = rules.rule(rules.terminal(f"/[ \\n]*{trigger}/"), "[lazy]")
             rest = rules.terminal(f"/{ANY}*/ & ~/[ \\n]*{trigger}{ANY}*/")
             return rules.text(f"{head}{blank}({free} {self._all(rules, several, read=True)} | {rest})")
@@ -170,7 +174,17 @@ class CallRules:
         chunk = f"{free} {self._all(rules, several and bool(calls.section[0]), read=True)}"
         return rules.text(f"{head}(({chunk})* {rest})" if several else f"{head}({chunk} | {rest})")
 
+    def markers(self) -> frozenset[str]:
+        """The markers of the grammar that was written last, if its texts are free up to these, and it names no other
+        grammar, which may have texts that are free up to a length."""
+        rules = self._rules
+        return frozenset(rules.markers) if rules.only_free and not self.grammars else frozenset()
+
     # --- parts
+
+    def _begun(self) -> Rules:
+        self._rules = Rules(self._cut)
+        return self._rules
 
     def _all(self, rules: Rules, several: bool, *, read: bool = False) -> str:
         """A section of calls, in which `several` may stand. `read`: its trigger has come already."""
@@ -236,6 +250,11 @@ def call_grammar(
     def made(lark: str) -> LLMatcher:
         return compiled(lark, **rules.grammars)
 
+    def grammar() -> CallGrammar:
+        matcher = made(make())
+        markers = frozenset[str]() if body is not None else rules.markers()
+        return CallGrammar(matcher, tuple(dict.fromkeys(rules.relaxed)), triggers, begins, markers)
+
     begins = frozenset() if rules.trigger is None else frozenset({rules.trigger})
     triggers: frozenset[int] = frozenset()
     make: Callable[[], str]
@@ -249,7 +268,7 @@ def call_grammar(
     else:
         make = partial(rules.in_text, blank, "" if heads is None else heads.body)
     try:
-        return CallGrammar(made(make()), tuple(dict.fromkeys(rules.relaxed)), triggers, begins)
+        return grammar()
     except GrammarError as error:
         failed = error
     for index, tool in enumerate(form.tools):
@@ -261,7 +280,7 @@ def call_grammar(
                 raise SchemaError(tool.param, error.reason, code) from None
             rules.forget(index)
     try:
-        return CallGrammar(made(make()), tuple(dict.fromkeys(rules.relaxed)), triggers, begins)
+        return grammar()
     except GrammarError as error:
         raise SchemaError("tools", failed.reason, str(error.code)) from None
 

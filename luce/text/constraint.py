@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from luce.engine.draft_tree import children_of
 from luce.engine.sequence import Constraint, RowKind
 from luce.errors import BackendError, GrammarLimitError, RequestError
 from luce.text.digit_limit import DigitLimit, DigitRun
+from luce.text.free_text import FreeTexts, TextState
 from luce.text.grammar_library import first_line
 from luce.text.reasoning import ReasoningTokens
 
@@ -36,12 +37,24 @@ class _Place:
     ended: bool = False
 
 
+class GrammarStart(NamedTuple):
+    """A grammar at its beginning, with what all of its constraints share."""
+
+    matcher: LLMatcher
+    #: tokens before which the reply is free, and with which the grammar begins; empty: it begins with the reply
+    triggers: frozenset[int] = frozenset()
+    #: ends the numbers of JSON
+    digits: DigitLimit | None = None
+    #: its free texts that end with a marker of text
+    texts: FreeTexts | None = None
+
+
 class GrammarConstraint(Constraint):
     """A grammar's state behind the tokens of one reply. The tokenizer has the first `known` of the model's `vocab` ids,
     of which `ends` end a reply.
 
-    With `triggers` the reply is free until one of these tokens comes; the grammar begins with it, and holds until
-    nothing can follow. Then the reply is free again, or over if it is `once`. `digits` ends the numbers of JSON.
+    With triggers the reply is free until one of these tokens comes; the grammar begins with it, and holds until nothing
+    can follow. Then the reply is free again, or over if it is `once`.
 
     Copies of it follow drafts. The library could roll back, but its rollback does not count end tokens, fails silently
     behind the end of some grammars, and cannot undo an error. A copy takes 15 us.
@@ -49,21 +62,22 @@ class GrammarConstraint(Constraint):
 
     def __init__(
         self,
-        matcher: LLMatcher,
+        start: GrammarStart,
         known: int,
         vocab: int,
         ends: frozenset[int],
         reasoning: ReasoningTokens | None = None,
         *,
-        triggers: frozenset[int] = frozenset(),
         once: bool = False,
-        digits: DigitLimit | None = None,
     ) -> None:
-        self._matcher = matcher
-        self._digits = digits
+        triggers = start.triggers
+        self._matcher = start.matcher.deep_copy()
+        self._digits = start.digits
         self._run = DigitRun()
+        self._texts = start.texts
+        self._text = TextState()
         #: the matcher at its beginning, for the next time that a trigger comes
-        self._first = matcher.deep_copy() if triggers else None
+        self._first = start.matcher if triggers else None
         self._known = known
         self._vocab = vocab
         self._ends = ends
@@ -187,7 +201,7 @@ class GrammarConstraint(Constraint):
         """Whether the grammar has ended and waits for the next trigger."""
         if self._first is None or self._once or not self._matcher.is_stopped():
             return False
-        self._matcher, self._run = self._first.deep_copy(), DigitRun()
+        self._matcher, self._run, self._text = self._first.deep_copy(), DigitRun(), TextState()
         return True
 
     def _consume(self, token: int) -> None:
@@ -195,6 +209,8 @@ class GrammarConstraint(Constraint):
         self._check()
         if self._digits is not None:
             self._run = self._digits.behind(self._run, token)
+        if self._texts is not None:
+            self._text = self._texts.behind(self._text, token)
 
     def _walk(
         self,
@@ -248,11 +264,7 @@ class GrammarConstraint(Constraint):
             words[:] = self._known_mask(ends | self._ends)
             return RowKind.FREE
         own = words[: -(-self._known // 32)]
-        self._words(own)
-        if self._known % 32:
-            own[-1] &= np.uint32((1 << self._known % 32) - 1)
-        if self._digits is not None and self._run.full:
-            self._digits.apply(own)
+        kind = self._fill_known(own)
         words[len(own) :] = 0
         if ends:
             may_end = self.may_end
@@ -260,6 +272,23 @@ class GrammarConstraint(Constraint):
                 _set(words, token, may_end)
         if self._reasoning is not None and place.may_reason:
             _set(words, self._reasoning.opens, True)
+        return kind
+
+    def _fill_known(self, words: NDArray[np.uint32]) -> RowKind:
+        """The mask of the tokenizer's tokens, by the grammar alone."""
+        texts = self._texts
+        may_end = texts is not None and bool(self._matcher.is_accepting())
+        constant = None if texts is None else texts.mask(self._text, may_end=may_end)
+        if constant is not None:
+            words[:] = constant
+            return RowKind.FREE
+        self._words(words)
+        if self._known % 32:
+            words[-1] &= np.uint32((1 << self._known % 32) - 1)
+        if texts is not None:
+            self._text = texts.seen(self._text, words, may_end=may_end)
+        if self._digits is not None and self._run.full:
+            self._digits.apply(words)
         return RowKind.MADE
 
     def _known_mask(self, without: frozenset[int]) -> NDArray[np.uint32]:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from luce.engine.sequence import Constraint
 from luce.errors import RequestError
@@ -18,8 +18,9 @@ from luce.text.call_format import CallFormat
 from luce.text.call_grammar import call_grammar
 from luce.text.channel_grammar import ChannelRules
 from luce.text.compile_slots import CompileSlots, SlotStats, Ticket
-from luce.text.constraint import GrammarConstraint
+from luce.text.constraint import GrammarConstraint, GrammarStart
 from luce.text.digit_limit import DigitLimit
+from luce.text.free_text import FreeTexts
 from luce.text.grammar_library import GrammarError, GrammarLibrary
 from luce.text.lark import BLANK
 from luce.text.reasoning import ReasoningTokens
@@ -27,9 +28,6 @@ from luce.text.reply_format import JSON_KINDS, ReplyFormat, openai_format
 from luce.text.reply_grammar import Compile, reply_grammar
 from luce.text.schema_limits import SchemaError, too_complex
 from luce.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from llguidance import LLMatcher
 
 _CACHED = 64
 _CACHED_BYTES = 256 << 20
@@ -57,12 +55,10 @@ class WantedReply(NamedTuple):
 
 
 class _Compiled(NamedTuple):
-    matcher: LLMatcher
+    start: GrammarStart
     #: fields of the request that are not enforced
     relaxed: tuple[str, ...]
-    triggers: frozenset[int] = frozenset()
     begins: frozenset[int] = frozenset()
-    digits: DigitLimit | None = None
 
 
 @dataclass(frozen=True)
@@ -83,14 +79,12 @@ class CompiledGrammar:
             # A call that begins inside the reasoning ends it. Messages of the reasoning are in the grammar.
             reasoning = None if reasoning.channels else reasoning._replace(calls=self._compiled.begins)
         return GrammarConstraint(
-            self._compiled.matcher.deep_copy(),
+            self._compiled.start,
             tokenizer.vocab,
             self._vocab,
             tokenizer.eos_ids,
             reasoning,
-            triggers=self._compiled.triggers,
             once=calls is not None and not (calls.parallel and calls.calls.parallel),
-            digits=self._compiled.digits,
         )
 
 
@@ -153,9 +147,8 @@ class GrammarCompiler:
         except GrammarError as error:
             raise RequestError(f"grammar: {error}", param="grammar", code=error.code) from None
         tokenizer = self._tokenizer
-        return GrammarConstraint(
-            matcher, tokenizer.vocab, self._vocab, tokenizer.eos_ids, reasoning, triggers=triggers, once=once
-        )
+        start = GrammarStart(matcher, triggers)
+        return GrammarConstraint(start, tokenizer.vocab, self._vocab, tokenizer.eos_ids, reasoning, once=once)
 
     def warm_up(self) -> None:
         """Make what all grammars of the vocabulary share, for which the first request would wait otherwise."""
@@ -187,7 +180,8 @@ class GrammarCompiler:
     def _outcome(self, wanted: WantedReply, blank: str, heads: ChannelRules | None) -> _Compiled | SchemaError:
         try:
             made = self._compile(wanted, blank, heads)
-            return made._replace(digits=self._digit_limit()) if wanted.is_json else made
+            digits = self._digit_limit() if wanted.is_json else None
+            return made._replace(start=made.start._replace(digits=digits))
         except SchemaError as error:
             return error
         except RecursionError:
@@ -201,13 +195,13 @@ class GrammarCompiler:
         body = None if form is None else reply_grammar(form, library, blank=before)
         if calls is None or (body is not None and heads is not None and heads.goes_on):
             assert body is not None
-            return _Compiled(body.matcher, body.relaxed)
+            return _Compiled(GrammarStart(body.matcher), body.relaxed)
         compiled: Compile = library if form is None or form.kind != "grammar" else partial(library, body=form.value)
         rule = None if body is None else body.rule
         made = call_grammar(calls, compiled, self._tokenizer.special.cut, blank=blank, body=rule, heads=heads)
-        return _Compiled(
-            made.matcher, (*(() if body is None else body.relaxed), *made.relaxed), made.triggers, made.begins
-        )
+        texts = FreeTexts(self._library.text_vocabulary(), made.markers) if made.markers else None
+        start = GrammarStart(made.matcher, made.triggers, texts=texts)
+        return _Compiled(start, (*(() if body is None else body.relaxed), *made.relaxed), made.begins)
 
     def _digit_limit(self) -> DigitLimit:
         with self._lock:

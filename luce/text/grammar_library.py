@@ -12,8 +12,11 @@ import threading
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from luce.errors import LuceError
+from luce.text.free_text import TextVocabulary
+from luce.text.lark import ANY
 from luce.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -47,6 +50,7 @@ class GrammarLibrary:
         self._source = tokenizer
         self._lock = threading.Lock()
         self._made: LLTokenizer | None = None
+        self._texts: TextVocabulary | None = None
 
     def matcher(self, lark: str, **grammars: str) -> LLMatcher:
         """The state at the beginning of a grammar in llguidance's Lark, in which `@NAME` is the one of `grammars` with
@@ -67,10 +71,31 @@ class GrammarLibrary:
             raise _error(matcher.get_error())
         return matcher
 
+    def text_vocabulary(self) -> TextVocabulary:
+        """What free texts of the vocabulary share."""
+        with self._lock:
+            found = self._texts
+        if found is None:
+            words = -(-self._source.vocab // 32)
+            masks: tuple[NDArray[np.uint32], NDArray[np.uint32]] = (
+                np.zeros(words, np.uint32),
+                np.zeros(words, np.uint32),
+            )
+            for mask, repeated in zip(masks, "+*", strict=True):
+                matcher = self.matcher(f"start: /{ANY}{repeated}/\n")
+                matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+                if self._source.vocab % 32:
+                    mask[-1] &= np.uint32((1 << self._source.vocab % 32) - 1)
+            found = TextVocabulary.of(self._source, masks)
+            with self._lock:
+                self._texts = found
+        return found
+
     def warm_up(self) -> None:
         """Read the vocabulary into the library, unless the library is missing: a grammar is refused then."""
         with contextlib.suppress(ImportError):
             self._tokenizer()
+            self.text_vocabulary()
 
     def _tokenizer(self) -> LLTokenizer:
         with self._lock:

@@ -16,6 +16,7 @@ _MOST_FREE = 64
 Cut = Callable[[str], Iterator[tuple[int | None, str]]]
 #: any character
 ANY = r"(.|\n)"
+_ANY_TEXT = f"/{ANY}*/"
 
 
 def text_rule(text: str) -> str:
@@ -39,6 +40,10 @@ class Rules:
 
     def __init__(self, cut: Cut) -> None:
         self._cut = cut
+        #: texts that may end a free text of the grammar
+        self.markers: set[str] = set()
+        #: whether each text that ends with a marker is free: any text up to it
+        self.only_free = True
         self._lines: list[str] = []
         self._names: dict[str, str] = {}
 
@@ -76,12 +81,15 @@ class Rules:
             self._lines.append(f"{self._names[key]}: {body}")
         return self._names[key]
 
-    def until(self, end: str, content: str = f"/{ANY}*/") -> str:
+    def until(self, end: str, content: str = _ANY_TEXT) -> str:
         """Text, by a terminal's body, up to a text of a dialect, which is part of the rule."""
         pieces = list(self._cut(end))
+        self.only_free &= content == _ANY_TEXT
         if all(token is None for token, _ in pieces):
+            self.markers.add(end)
             return self.rule(self.terminal(f"({content}) {text_rule(end)}"), "[lazy]")
         before = pieces[0][1] if pieces[0][0] is None else ""
+        self.markers |= {before} - {""}
         # A special token cannot be text, so it ends the text before it.
         value = self.terminal(f"({content}) {text_rule(before)}" if before else content)
         rest = self.literal(end[len(before) :])
