@@ -28,6 +28,7 @@ VERBS = {
     "connect": "set up another program for a running server",
     "service": "install a systemd service, or remove it",
     "shard": "hold layers for a server in another process",
+    "top": "show what a running server does",
     "doctor": "show drivers, devices and kernel builds of this machine, and problems with them",
 }
 #: verbs that write nothing that their user reads on standard output
@@ -48,6 +49,7 @@ EXAMPLES = {
     "connect": "luce connect opencode --write",
     "service": "luce service install --user --model smollm2",
     "shard": "luce shard model.gguf --listen 0.0.0.0:5005 --key-file shard.pem",
+    "top": "luce top --server http://127.0.0.1:8080",
     "doctor": "luce doctor",
 }
 #: flags of other programs and what they are called here

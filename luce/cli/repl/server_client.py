@@ -69,6 +69,11 @@ class ServerClient:
         """The JSON of a GET. root: beside the API's /v1, not below it."""
         return self._call(self._get((self.url.removesuffix("/v1") if root else self.url) + path))
 
+    def text(self, path: str, *, root: bool = False) -> str:
+        """The text of a GET, as `get`."""
+        body = self._call(self._read((self.url.removesuffix("/v1") if root else self.url) + path))
+        return body.decode(errors="replace")
+
     def models(self) -> list[ListedModel]:
         """The models of the server, what is no model left out."""
         listed = self.get("/models")
@@ -109,10 +114,13 @@ class ServerClient:
         await self._session.close()
 
     async def _get(self, url: str) -> Any:
+        return _json(await self._read(url), self.url)
+
+    async def _read(self, url: str) -> bytes:
         try:
             async with self._session.get(url, allow_redirects=False) as response:
                 await self._check(response)
-                return _json(await response.read(), self.url)
+                return await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self._failure(error) from None
 
