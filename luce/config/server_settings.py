@@ -16,6 +16,13 @@ class ServerSettings:
     tool_grammar: str = setting(
         "auto", choice("auto", "on", "off"), "grammar for calls in free text (auto: of special tokens)", group="server"
     )
+    tools_none: str = setting(
+        "hide",
+        choice("hide", "keep"),
+        "tools of a request with tool_choice none: hide (the model does not see them), keep (the prompt stays cached)",
+        metavar="MODE",
+        group="server",
+    )
     strict_schemas: bool = setting(False, text, "enforce every JSON schema or refuse it", group="server")
     host: tuple[str, ...] = setting(
         ("127.0.0.1",), names, "address to listen on (repeatable)", metavar="ADDRESS[,ADDRESS...]", group="server"

@@ -45,7 +45,7 @@ def _rendered(request: ChatRequest, model: Model, limit: PromptLimit) -> tuple[l
     thinking = ReasoningSwitch(request, model.chat, model.envelope.unasked)
     messages = [_plain(message, i) for i, message in enumerate(request.messages)]
     options = {
-        "tools": chosen_tools(request).shown,
+        "tools": chosen_tools(request, keep=model.config.tools_none == "keep").shown,
         "add_generation_prompt": not continues if opens is None else opens,
         "continue_final_message": continues,
         **thinking.variables,

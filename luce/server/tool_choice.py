@@ -52,10 +52,14 @@ class ChosenTools:
 
 
 def chosen_tools(
-    request: ChatRequest, *, parallel: bool = True, inputs: Mapping[str, ReplyFormat] = NO_INPUTS
+    request: ChatRequest,
+    *,
+    parallel: bool = True,
+    keep: bool = False,
+    inputs: Mapping[str, ReplyFormat] = NO_INPUTS,
 ) -> ChosenTools:
-    """The tools of a request. `parallel`: the model can call several tools in one reply; `inputs`: what the texts of
-    tools are that are called with one, by the tools' names.
+    """The tools of a request. `parallel`: the model can call several tools in one reply; `keep`: tools that it may not
+    call are shown all the same; `inputs`: what the texts of tools are that are called with one, by the tools' names.
 
     Raises RequestError that names the field.
     """
@@ -80,7 +84,7 @@ def chosen_tools(
         allowed, several = [_name(choice.function or {"name": choice.name})], bool(request.parallel_tool_calls)
         choice = "required"
     if choice == "none" or not tools:
-        return ChosenTools(None, None, forbidden=bool(tools))
+        return ChosenTools(tools if keep and tools else None, None, forbidden=bool(tools))
     found = tuple(
         _callable(tool["function"], f"{field}[{i}]" + ".function" * (field == "tools"), inputs)
         for i, tool in enumerate(tools)

@@ -27,6 +27,7 @@ ELSEWHERE = {
     "tool_grammar": "tests/http/test_tool_grammar.py::test_a_strict_tool_is_held_from_its_trigger_on",
     "grammar_seconds": "tests/http/test_structured_output_load.py::"
     "test_a_schema_that_takes_too_long_is_refused_and_those_behind_it_are_told",
+    "tools_none": "tests/http/test_tool_calls.py::test_tools_that_may_not_be_called_are_hidden_or_kept",
     "strict_schemas": "tests/http/test_structured_output_load.py::test_details_say_what_was_left_out",
     "models_dir": "tests/process/test_several_models.py::test_a_directory_of_models",
     "max_loaded_models": "tests/unit/test_server_model_pool.py::test_the_least_recently_used_makes_room",

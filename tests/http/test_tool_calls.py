@@ -384,3 +384,15 @@ async def test_a_client_s_text_that_is_a_past_call_stays_as_the_client_wrote_it(
         messages = [asked, {"role": "assistant", "tool_calls": past}]
         later = await asyncio.to_thread(chat.prompt, messages, tools=TOOLS)
         assert later[: len(prompt) + len(said)] == [*prompt, *said.encode()]
+
+
+@pytest.mark.parametrize("mode", ["hide", "keep"])
+async def test_tools_that_may_not_be_called_are_hidden_or_kept(mode: str) -> None:
+    async with running(model=speaking(call("time", {})), tools_none=mode) as here:
+        found = {}
+        for choice in ("auto", "none"):
+            body = {"messages": [USER], "tools": TOOLS, "tool_choice": choice}
+            found[choice] = (await here.post("/tokenize", body))[1]["tokens"]
+        assert (found["none"] == found["auto"]) == (mode == "keep")
+        reply = await whole(here, tool_choice="none")
+        assert "tool_calls" not in reply["message"] and reply["message"]["content"] == call("time", {})
