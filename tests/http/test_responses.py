@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 import pytest
+from openai.types.responses import ResponseOutputText, ResponseTextDeltaEvent, ResponseTextDoneEvent
 
 from luce.errors import BackendError
 from tests.support.http_server import Running, running
@@ -19,6 +20,11 @@ Json = dict[str, Any]
 
 PATH = "/v1/responses"
 LOGPROBS = "message.output_text.logprobs"
+#: OpenAI's own types of events of a text
+TYPES: dict[str, Any] = {
+    "response.output_text.delta": ResponseTextDeltaEvent,
+    "response.output_text.done": ResponseTextDoneEvent,
+}
 ASK: Json = {"model": "m", "input": "hi", "temperature": 0}
 REASONED = {"script": saying("Hm, well.</think>\n\nYes.", marker="<|im_start|>assistant\n<think>\n")}
 FUNCTION = {"type": "function", "name": "get", "parameters": {"type": "object"}, "strict": False}
@@ -260,6 +266,10 @@ async def test_log_probabilities_of_a_text() -> None:
         for entry, event in zip(part["logprobs"], done, strict=True):
             without = [{k: v for k, v in one.items() if k != "bytes"} for one in (entry, *entry["top_logprobs"])]
             assert event == {**without[0], "top_logprobs": without[1:]}
+        ResponseOutputText.model_validate(part, strict=True)
+        for event in events:
+            if event["type"] in TYPES:
+                TYPES[event["type"]].model_validate(event, strict=True)
         plain = await create(here, include=[LOGPROBS])
         assert plain["top_logprobs"] == 0
         assert all(entry["top_logprobs"] == [] for entry in plain["output"][0]["content"][0]["logprobs"])

@@ -455,10 +455,11 @@ TEXT = {
     "required": ["input"],
     "additionalProperties": False,
 }
+#: with an alias and an import, as agents' grammars of patches have them
 PATCH = r"""
 start: "*** Begin" LF hunk+ "*** End" LF?
 hunk: "@@ " NAME LF line+
-line: ("+" | "-" | " ") /[^\n]*/ LF
+line: ("+" | "-" | " ") /[^\n]*/ LF -> line
 NAME: /[a-z"<>\/.]+/
 %import common.LF
 """
