@@ -1,18 +1,20 @@
 """`luce doctor`: libraries, devices and limits of this machine, and the problems of each device.
 
 Every device is tested, not only listed: a GPU compiles all kernels and runs one, the CPU multiplies two matrices and
-measures how fast it reads memory and multiplies.
+measures how fast it reads memory and multiplies. `--measure` measures every device with Luce's own kernels, and keeps
+the figures.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import platform
 import resource
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from rich.table import Table
 
 import luce
 from luce.bench.limits import Sizes, host_limits, packed_rate
+from luce.bench.profile_cache import profile_of
 from luce.cli.arguments import add_json
 from luce.cli.console import output
 from luce.errors import DeviceError
@@ -31,6 +34,7 @@ from luce.ops.matmul import matmul
 from luce.ops.weight import RawTensor, upload_weight
 from luce.runtime import compiler, driver, kernels
 from luce.runtime.cpu import CpuDevice
+from luce.runtime.device import Device
 from luce.runtime.gpu import GpuDevice
 from luce.runtime.open import VENDORS, Found, found
 
@@ -38,10 +42,17 @@ _GIB = 1 << 30
 # What the CPU is measured with: a second and half a GiB. Packed products are as a layer's with a prompt.
 _SIZES = Sizes(copied_bytes=1 << 28, side=2048, rows=256)
 _ROWS, _SIDE = 128, 2048
+#: types of weights that --measure measures products of
+_MEASURED = (GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q6_K, GGMLQuantizationType.Q8_0)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The option of the output's form."""
+    """--measure and --json."""
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="measure the speed of every device, and keep the figures in the cache folder",
+    )
     add_json(parser)
 
 
@@ -49,17 +60,18 @@ def run(args: argparse.Namespace) -> int:
     """Print the findings, as JSON with --json. Exit status 0 if at least one device works, else that of DeviceError."""
     console = output()
     if args.json:
-        report = examine()
+        report = examine(measure=args.measure)
         print(json.dumps(report, indent=2))
     else:
         with console.status("compiling all kernels for every GPU; the first time takes a while"):
-            report = examine()
+            report = examine(measure=args.measure)
         show(console, report)
     return 0 if any(device["works"] for device in report["devices"]) else DeviceError.exit_code
 
 
-def examine() -> dict[str, Any]:
-    """All findings. Sizes are in bytes; None means absent or unlimited."""
+def examine(*, measure: bool = False) -> dict[str, Any]:
+    """All findings. Sizes are in bytes; None means absent or unlimited. `measure`: each device that works gets a
+    `profile`, its DeviceProfile of now."""
     shm = Path("/dev/shm")
     space = shutil.disk_usage(shm) if shm.is_dir() else None
     memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
@@ -74,7 +86,7 @@ def examine() -> dict[str, Any]:
             if pool.get("user_api") == "blas"
         ],
         "libraries": {vendor: _libraries(vendor) for vendor in VENDORS},
-        "devices": [*(_gpu(gpu) for gpu in found()), _host()],
+        "devices": [*(_gpu(gpu, measure) for gpu in found()), _host(measure)],
         "shm": None if space is None else {"free": space.free, "total": space.total},
         "memlock": None if memlock == resource.RLIM_INFINITY else memlock,
     }
@@ -96,7 +108,7 @@ def _libraries(vendor: driver.Vendor) -> dict[str, Any]:
     }
 
 
-def _gpu(gpu: Found) -> dict[str, Any]:
+def _gpu(gpu: Found, measure: bool) -> dict[str, Any]:
     facts = gpu.properties
     report: dict[str, Any] = {
         "device": str(gpu.name),
@@ -122,6 +134,8 @@ def _gpu(gpu: Found) -> dict[str, Any]:
         report["graphs"] = _captures(device)
         report.update(_build_all(device, report["problems"]))
         report["works"] = not report["problems"]
+        if measure and report["works"]:
+            report["profile"] = _profile(device)
     except DeviceError as error:
         report["problems"].append(str(error))
     finally:
@@ -166,7 +180,7 @@ def _build_all(device: GpuDevice, problems: list[str]) -> dict[str, Any]:
     return {"kernels": len(builds), "kernel_seconds": round(time.monotonic() - started, 2)}
 
 
-def _host() -> dict[str, Any]:
+def _host(measure: bool) -> dict[str, Any]:
     """The CPU, tried with a product of NumPy and one of compiled code on packed weights."""
     device = CpuDevice()
     ones = np.ones((64, 64), np.float32)
@@ -179,6 +193,7 @@ def _host() -> dict[str, Any]:
     if not np.allclose(matmul(device, ones, upload_weight(device, [weight])), 64, rtol=1e-5):
         problems.append(f"compiled code multiplies matrices incorrectly ({device.kernels.instructions})")
     memory, reached = device.memory(), host_limits(_SIZES)
+    profile = {"profile": _profile(device)} if measure and not problems else {}
     return {
         "device": str(device.name),
         "arch": device.kernels.instructions,
@@ -190,7 +205,12 @@ def _host() -> dict[str, Any]:
         "total": memory.total,
         "works": not problems,
         "problems": problems,
+        **profile,
     }
+
+
+def _profile(device: Device) -> dict[str, Any]:
+    return dataclasses.asdict(profile_of(device, _MEASURED, anew=True))
 
 
 def _rates(device: Mapping[str, Any]) -> str:
@@ -239,6 +259,8 @@ def show(console: Console, report: Mapping[str, Any]) -> None:
             "[green]yes[/green]" if device["works"] else "[red]no[/red]",
         )
     console.print(devices)
+    if any("profile" in device for device in report["devices"]):
+        console.print(_profiles(report["devices"]))
     for device in report["devices"]:
         if "read_bytes_per_second" in device:
             console.print(_rates(device), markup=False, highlight=False)
@@ -253,3 +275,25 @@ def show(console: Console, report: Mapping[str, Any]) -> None:
     space = "not mounted" if shm is None else f"{shm['free'] / _GIB:.1f} of {shm['total'] / _GIB:.1f} GiB free"
     locked = "unlimited" if memlock is None else f"{memlock / _GIB:.3f} GiB"
     console.print(f"/dev/shm: {space}; lockable memory (RLIMIT_MEMLOCK): {locked}")
+
+
+def _profiles(devices: Sequence[Mapping[str, Any]]) -> Table:
+    """What --measure has measured, a line for each device and type of weights."""
+    shown = Table("device", "weights", "read", "TFLOP/s by rows", "unpack", "launch", "step", "host memory", "spread")
+    for device in devices:
+        profile = device.get("profile")
+        if profile is None:
+            continue
+        for name, figures in profile["formats"].items():
+            shown.add_row(
+                device["device"],
+                name,
+                f"{figures['read'] / 1e9:,.1f} GB/s",
+                ", ".join(f"{rows}: {rate / 1e12:.3g}" for rows, rate in figures["rates"].items()),
+                "" if figures["unpack"] is None else f"{figures['unpack'] / 1e9:,.0f} GB/s",
+                f"{profile['launch'] * 1e6:.1f} us",
+                f"{profile['step'] * 1e6:.0f} us",
+                f"{profile['latency'] * 1e6:.0f} us, {profile['bandwidth'] / 1e9:.1f} GB/s",
+                f"{figures['spread']:.0%}" + (", noisy" if figures["noisy"] else ""),
+            )
+    return shown

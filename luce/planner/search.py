@@ -23,7 +23,7 @@ from luce.planner.shard_tables import Floats, ShardTables, expert_place, passes,
 # more layers on the earlier ones.
 _TIE = 1e-9
 #: labels of one length, beyond which they are compared coarsely
-_MOST_LABELS = 300_000
+MOST_LABELS = 300_000
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ class _Programme:
         ends = ranks(labels.ends_rank, -labels.done)
         labels = Labels(**{**vars(labels), "order_rank": rank, "ends_rank": ends})
         labels = undominated(labels, coarse=self._search.coarse)
-        if len(labels) > _MOST_LABELS and not self._search.coarse:
+        if len(labels) > MOST_LABELS and not self._search.coarse:
             raise _TooManyLabelsError
         return labels
 

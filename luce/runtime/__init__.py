@@ -10,6 +10,7 @@ host          the interface on NumPy
 gpu           the interface on CuPy, for CUDA and HIP; with gpu_kernels, gpu_stream, cupy_module, graph (CUDA graphs),
               staging (file to device), pinned (host memory), blas (cuBLAS, hipBLAS)
 driver        the vendors' drivers by ctypes; library finds shared libraries
+power         power limits of GPUs
 kernels       kernel sources, their variants and options; compiler compiles and caches them
 transfer      copies of activations from device to device
 open          device names to devices

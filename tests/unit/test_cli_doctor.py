@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from luce.bench import profile_cache
 from luce.bench.limits import Limits
+from luce.bench.profile import ProfileSizes
 from luce.cli import doctor
 from luce.cpu_kernels.lowering import INSTRUCTIONS
 from luce.runtime import driver
@@ -29,8 +31,8 @@ def invented_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "packed_rate", lambda device, rows, side: RATES[1])
 
 
-def run(capsys: pytest.CaptureFixture[str], *, as_json: bool) -> tuple[int, str]:
-    status = doctor.run(argparse.Namespace(json=as_json))
+def run(capsys: pytest.CaptureFixture[str], *, as_json: bool, measure: bool = False) -> tuple[int, str]:
+    status = doctor.run(argparse.Namespace(json=as_json, measure=measure))
     return status, capsys.readouterr().out
 
 
@@ -95,5 +97,22 @@ def test_a_working_gpu_in_the_table() -> None:
 def test_no_working_device_is_an_error(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     working = doctor.examine()
     broken = working | {"devices": [device | {"works": False} for device in working["devices"]]}
-    monkeypatch.setattr(doctor, "examine", lambda: broken)
+    monkeypatch.setattr(doctor, "examine", lambda measure: broken)
     assert run(capsys, as_json=True)[0] == 4
+
+
+def test_measured_figures_are_shown_and_kept(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(driver, "load", lambda vendor: None)
+    monkeypatch.setenv("CACHE_DIRECTORY", str(tmp_path))
+    monkeypatch.setattr(profile_cache, "HOST_PROFILE", ProfileSizes(1 << 16, 256, 32, (1, 32), 4, 1 << 12, 0.0))
+    status, out = run(capsys, as_json=True, measure=True)
+    (cpu,) = json.loads(out)["devices"]
+    assert status == 0
+    assert set(cpu["profile"]["formats"]) == {"Q4_K", "Q6_K", "Q8_0"}
+    (file,) = (tmp_path / "profiles").iterdir()
+    assert json.loads(file.read_text())["profile"] == cpu["profile"]
+    status, out = run(capsys, as_json=False, measure=True)
+    assert "GB/s" in out
+    assert "Q6_K" in out

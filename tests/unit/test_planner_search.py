@@ -130,7 +130,7 @@ def test_a_search_with_too_many_labels_is_coarse_and_says_so(monkeypatch: pytest
     devices = tuple(gpu(f"cuda:{index}", 1 + index / 5, free=6_000_000_000) for index in range(4))
     problem = Problem(model(), Load(1, 2048, 8192), devices, {}, "prompt")
     exact = best_placement(problem)
-    monkeypatch.setattr("luce.planner.search._MOST_LABELS", 10)
+    monkeypatch.setattr("luce.planner.search.MOST_LABELS", 10)
     coarse = best_placement(problem)
     assert exact is not None
     assert coarse is not None

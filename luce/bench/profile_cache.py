@@ -1,0 +1,157 @@
+"""Profiles of devices in the user's cache folder: a file for each device as it is, with its driver and its power limit.
+
+A profile counts for 90 days. A file counts only if it can be read, and if all its figures are finite and positive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+import math
+import os
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import threadpoolctl
+from gguf import GGMLQuantizationType
+
+import luce
+from luce.bench.profile import GPU_PROFILE, HOST_PROFILE, DeviceProfile, ProfileSizes, profile_device
+from luce.config.directories import user_cache_directory
+from luce.log import event
+from luce.runtime import kernels
+from luce.runtime.cpu import CpuDevice
+from luce.runtime.device import Device
+from luce.runtime.gpu import GpuDevice
+from luce.runtime.power import power_limit
+
+_FORMAT = 1
+_MAX_AGE = 90 * 86400
+_log = logging.getLogger("luce.bench")
+
+
+def profile_of(
+    device: Device,
+    types: Iterable[GGMLQuantizationType],
+    *,
+    anew: bool = False,
+    folder: Path | None = None,
+    sizes: ProfileSizes | None = None,
+) -> DeviceProfile:
+    """The profile of a device of this process with these types of weights: the stored one, after a measurement of what
+    it lacks, or of everything with `anew`.
+
+    `folder`: of the files, the user's cache folder by default. Raises DeviceError, and OutOfMemoryError without room
+    for a matrix. Where the file cannot be written, the log says why.
+    """
+    path = (folder or user_cache_directory() / "profiles") / f"{profile_key(device)}.json"
+    known = None if anew else read_profile(path)
+    wanted = [type for type in types if known is None or type.name not in known.formats]
+    if known is not None and not wanted:
+        return dataclasses.replace(known, device=str(device.name))
+    found = profile_device(device, wanted, sizes or (HOST_PROFILE if device.host else GPU_PROFILE))
+    if known is not None:
+        found = dataclasses.replace(found, formats=known.formats | found.formats)
+    _write(path, found)
+    return found
+
+
+def profile_key(device: Device) -> str:
+    """SHA-256 of everything that the speed of a device depends on: the device and its slot, driver and compiler, Luce's
+    kernels and ops, threads and BLAS, the power limit within 10 W."""
+    facts: dict[str, Any] = {**device.describe(), "kernels": kernels.fingerprint(), "sources": source_hash()}
+    if isinstance(device, GpuDevice):
+        address = device.cupy.cuda.runtime.deviceGetPCIBusId(device.name.index)
+        assert device.name.kind != "cpu"
+        watts = power_limit(device.name.kind, address)
+        facts |= {"address": address, "watts": None if watts is None else round(watts / 10)}
+    else:
+        facts |= {"cpu": cpu_model(), "nodes": numa_nodes()}
+        facts |= {"instructions": device.kernels.instructions if isinstance(device, CpuDevice) else ""}
+        pools = threadpoolctl.threadpool_info()
+        names = "internal_api", "version", "num_threads"
+        facts["blas"] = [[pool.get(name) for name in names] for pool in pools if pool.get("user_api") == "blas"]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def read_profile(path: Path) -> DeviceProfile | None:
+    """The profile in a file; None if there is none, if it is too old, or if the file is no profile, which the log
+    says."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        event(_log, "profile_unreadable", logging.WARNING, file=str(path), reason=error.strerror)
+        return None
+    try:
+        stored = msgspec.json.decode(data, type=_Stored)
+        if stored.format != _FORMAT or not all(_sound(stored.profile)):
+            raise ValueError("a figure is not finite and positive")
+    except (ValueError, msgspec.MsgspecError) as error:
+        event(_log, "profile_invalid", logging.WARNING, file=str(path), reason=str(error))
+        return None
+    return stored.profile if 0 <= time.time() - stored.profile.measured < _MAX_AGE else None
+
+
+class _Stored(msgspec.Struct):
+    format: int
+    profile: DeviceProfile
+
+
+def _sound(profile: DeviceProfile) -> Iterator[bool]:
+    values = [profile.measured, profile.step, profile.launch, profile.latency, profile.bandwidth]
+    for found in profile.formats.values():
+        values += [found.read, *found.rates.values(), *([] if found.unpack is None else [found.unpack])]
+        yield bool(found.rates)
+    yield from (math.isfinite(value) and value >= 0 for value in values)
+    yield from (found.read > 0 and min(found.rates.values(), default=1) > 0 for found in profile.formats.values())
+    yield profile.bandwidth > 0
+
+
+def _write(path: Path, profile: DeviceProfile) -> None:
+    content = msgspec.json.format(msgspec.json.encode(_Stored(_FORMAT, profile)))
+    temporary = ""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", delete=False) as file:
+            temporary = file.name
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        if temporary:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+        event(_log, "profile_not_stored", logging.WARNING, file=str(path), reason=error.strerror)
+
+
+@cache
+def source_hash() -> str:
+    """A hash of the code that products run through on the host's side."""
+    root = Path(luce.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(path for part in ("ops", "cpu_kernels") for path in (root / part).glob("*.py")):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def cpu_model() -> str:
+    """The CPU's name; empty where the system does not say."""
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+        return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+    return ""
+
+
+def numa_nodes() -> int:
+    """Nodes of memory of this machine."""
+    return len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))

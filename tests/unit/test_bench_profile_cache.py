@@ -1,0 +1,128 @@
+"""Stored profiles: what makes another key, what is measured again, and files that are not believed."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gguf import GGMLQuantizationType
+
+from luce.bench import profile_cache
+from luce.bench.profile import DeviceProfile, FormatProfile, ProfileSizes
+from luce.bench.profile_cache import profile_key, profile_of, read_profile
+from luce.runtime import kernels
+from luce.runtime.host import HostDevice
+
+SMALL = ProfileSizes(1 << 15, 256, None, (1, 16), 4, 1 << 12, 0.0)
+Q8_0, Q4_0 = GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q4_0
+FOUND = FormatProfile(1e9, {1: 1e9, 16: 2e9}, None, 0.1, False)
+PROFILE = DeviceProfile("cpu:0", "x", 1e9, 1e-5, 1e-6, 1e-6, 1e9, {"Q8_0": FOUND})
+NOW = 1e9 + 5
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile_cache.time, "time", lambda: NOW)
+
+
+def stored(path: Path, **changes: Any) -> Path:
+    """A file of PROFILE, with changed values by their dotted names."""
+    content: dict[str, Any] = {"format": 1, "profile": json.loads(json.dumps(vars(PROFILE), default=vars))}
+    for name, value in changes.items():
+        *parents, last = name.split("__")
+        at = content
+        for parent in parents:
+            at = at[parent]
+        at[last] = value
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_a_second_call_measures_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = profile_of(HostDevice(), [Q8_0], folder=tmp_path, sizes=SMALL)
+    (file,) = tmp_path.iterdir()
+    assert file.stat().st_mode & 0o777 == 0o600
+    monkeypatch.setattr(profile_cache, "profile_device", None)
+    assert profile_of(HostDevice(), [Q8_0], folder=tmp_path, sizes=SMALL) == first
+    # CPU devices are the same CPU.
+    assert profile_of(HostDevice(1), [Q8_0], folder=tmp_path, sizes=SMALL) == replace(first, device="cpu:1")
+
+
+def test_only_what_is_missing_is_measured_unless_all_is_asked_anew(tmp_path: Path) -> None:
+    first = profile_of(HostDevice(), [Q8_0], folder=tmp_path, sizes=SMALL)
+    both = profile_of(HostDevice(), [Q8_0, Q4_0], folder=tmp_path, sizes=SMALL)
+    assert both.formats["Q8_0"] == first.formats["Q8_0"]
+    assert set(both.formats) == {"Q8_0", "Q4_0"}
+    anew = profile_of(HostDevice(), [Q4_0], anew=True, folder=tmp_path, sizes=SMALL)
+    assert set(anew.formats) == {"Q4_0"}
+
+
+@pytest.mark.parametrize("changed", ["describe", "kernels", "sources", "cpu", "nodes", "blas"])
+def test_whatever_speed_depends_on_makes_another_key(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = HostDevice()
+    before = profile_key(device)
+    assert profile_key(device) == before
+    module: Any = profile_cache
+    if changed == "describe":
+        monkeypatch.setattr(HostDevice, "describe", lambda self: {"name": "another"})
+    elif changed == "kernels":
+        monkeypatch.setattr(kernels, "fingerprint", lambda: "another")
+    elif changed == "blas":
+        pool = {"user_api": "blas", "internal_api": "another", "version": "1", "num_threads": 1}
+        monkeypatch.setattr(module.threadpoolctl, "threadpool_info", lambda: [pool])
+    else:
+        name = {"sources": "source_hash", "cpu": "cpu_model", "nodes": "numa_nodes"}[changed]
+        monkeypatch.setattr(module, name, lambda: "another")
+    assert profile_key(device) != before
+
+
+def test_a_stored_profile_is_read(tmp_path: Path) -> None:
+    assert read_profile(stored(tmp_path / "a.json")) == PROFILE
+    assert read_profile(tmp_path / "none.json") is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"format": 2},
+        {"profile__step": -1.0},
+        {"profile__step": "1"},
+        {"profile__bandwidth": 0.0},
+        {"profile__latency": float("inf")},
+        {"profile__formats__Q8_0__read": float("nan")},
+        {"profile__formats__Q8_0__read": 0.0},
+        {"profile__formats__Q8_0__rates": {}},
+        {"profile__formats__Q8_0__rates": {"1": -2.0}},
+        {"profile__formats__Q8_0__unpack": -2.0},
+    ],
+)
+def test_a_file_with_a_bad_figure_is_not_believed(
+    tmp_path: Path, changes: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "luce.bench"):
+        assert read_profile(stored(tmp_path / "a.json", **changes)) is None
+    assert "profile_invalid" in caplog.text
+
+
+def test_a_cut_file_is_not_believed(tmp_path: Path) -> None:
+    path = stored(tmp_path / "a.json")
+    path.write_bytes(path.read_bytes()[:100])
+    assert read_profile(path) is None
+
+
+@pytest.mark.parametrize(("age", "known"), [(89 * 86400, True), (91 * 86400, False), (-100, False)])
+def test_a_profile_counts_for_90_days(tmp_path: Path, age: float, known: bool) -> None:
+    path = stored(tmp_path / "a.json", profile__measured=NOW - age)
+    assert (read_profile(path) is not None) is known
+
+
+def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with caplog.at_level(logging.WARNING, "luce.bench"):
+        assert profile_of(HostDevice(), [Q8_0], folder=blocked / "profiles", sizes=SMALL).formats
+    assert "profile_not_stored" in caplog.text
