@@ -7,26 +7,30 @@ import logging
 import time
 from collections import deque
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from luce import log
 from luce.errors import LuceError
-from luce.kvcache.disk.manifest import ReplyTokens
+from luce.kvcache.disk.manifest import ReplyTokens, keys
 from luce.kvcache.disk.tier import DiskTier
 from luce.kvcache.disk.writer import NewSnapshot, Writer
 from luce.kvcache.memory_tier import BATCH, MemoryTier
 from luce.kvcache.prefix_tree import Checkpoint, PageNode
+from luce.runtime.step import Int32
 from luce.shard.saved_state import SavedState
 
 _log = logging.getLogger(__name__)
 
 #: while sequences run, the time between two pieces of work for the disk, as a multiple of the time of the first one
 PAUSE_RATIO = 100
-#: checkpoints that may wait for the disk; beyond that the oldest is skipped
+#: checkpoints that may wait for the disk; beyond that the oldest is skipped, if possible one that another continues
 MAX_QUEUED = 16
+#: replies without a snapshot of their own whose texts are kept; beyond that the oldest is forgotten
+_MAX_OWED = 256
 
 
 @dataclass(frozen=True)
@@ -39,8 +43,17 @@ class SnapshotExtras:
     prompt_end: tuple[tuple[int, ...], NDArray[np.float32]] | None = None
 
 
+class _Owed(NamedTuple):
+    """The texts of a reply that has no snapshot of its own, and the length and key of the tokens that it would have."""
+
+    length: int
+    key: str
+    reply: ReplyTokens
+
+
 class Saver:
-    """Writes checkpoints of at least `min_tokens` tokens to `disk`, which it closes.
+    """Writes checkpoints of at least `min_tokens` tokens to `disk`, which it closes. The texts of a reply whose
+    checkpoint is not written go into the next snapshot of its conversation.
 
     All methods but `queued` and `busy` run on the engine's thread.
     """
@@ -50,6 +63,7 @@ class Saver:
         self._memory = memory
         self._disk = disk
         self._queue: deque[tuple[Checkpoint, SnapshotExtras]] = deque()
+        self._owed: deque[_Owed] = deque(maxlen=_MAX_OWED)
         #: hands the pieces of a checkpoint to the disk, one at each step
         self.export: Generator[SavedState | None] | None = None
         #: the copy that `export` waits for
@@ -62,10 +76,14 @@ class Saver:
     def enqueue(self, checkpoint: Checkpoint, extras: SnapshotExtras) -> None:
         """Write a checkpoint, if it is long enough."""
         if checkpoint.length < self.min_tokens:
+            self._owe(self._memory.tree.ids(checkpoint), extras.reply)
             return
         self._queue.append((checkpoint, extras))
         if len(self._queue) > MAX_QUEUED:
-            skipped, _ = self._queue.popleft()
+            index, ids = self._dispensable()
+            skipped, lost = self._queue[index]
+            del self._queue[index]
+            self._owe(ids, lost.reply)
             self._disk.stats.skipped += 1
             log.event(_log, "snapshot skipped", logging.DEBUG, tokens=skipped.length, why="too many wait for the disk")
 
@@ -77,6 +95,7 @@ class Saver:
             with contextlib.suppress(LuceError):
                 self.export.close()
         self.export = self._awaited = None
+        self._owed.clear()
 
     @property
     def pending(self) -> bool:
@@ -139,9 +158,13 @@ class Saver:
         """
         tree = self._memory.tree
         ids = tree.ids(checkpoint)
-        missing = self._disk.missing(ids) if checkpoint in tree.checkpoints else None
+        if checkpoint not in tree.checkpoints:
+            self._owe(ids, extras.reply)
+            return
+        missing = self._disk.missing(ids)
         if missing is None:
             return
+        extras = replace(extras, reply=self._with_owed(ids, extras.reply))
         parent, first_page = missing
         nodes = self._memory.nodes(checkpoint)[first_page:]
         writer: Writer | None = None
@@ -178,8 +201,40 @@ class Saver:
             writer.finish(checkpoint.logits, extras.reply)
             complete = True
         finally:
-            if writer is not None and not complete:
-                writer.abort()
+            if not complete:
+                self._owe(ids, extras.reply)
+                if writer is not None:
+                    writer.abort()
+
+    def _dispensable(self) -> tuple[int, Int32]:
+        """The place in the queue of the oldest checkpoint that one behind it continues, else the first; and its
+        tokens."""
+        waiting = [self._memory.tree.ids(checkpoint) for checkpoint, _ in self._queue]
+        for i, ids in enumerate(waiting):
+            if any(len(later) > len(ids) and np.array_equal(later[: len(ids)], ids) for later in waiting[i + 1 :]):
+                return i, ids
+        return 0, waiting[0]
+
+    def _owe(self, ids: Int32, reply: ReplyTokens | None) -> None:
+        """Keep the texts of a reply behind these tokens, which end with those of its checkpoint."""
+        if reply is not None:
+            ((length, key),) = keys(ids, [len(ids)])
+            self._owed.append(_Owed(length, key, reply))
+
+    def _with_owed(self, ids: Int32, reply: ReplyTokens | None) -> ReplyTokens | None:
+        """The texts of a snapshot of these tokens: of its own reply, and those that are owed to earlier ones."""
+        found = dict(keys(ids, sorted({owed.length for owed in self._owed if owed.length <= len(ids)})))
+        texts = () if reply is None else reply.texts
+        kept = []
+        for owed in self._owed:
+            if found.get(owed.length) != owed.key:
+                kept.append(owed)
+                continue
+            rest = owed.reply.rest
+            end = owed.length + len(rest) * (tuple(ids[owed.length : owed.length + len(rest)].tolist()) == rest)
+            texts = (*(text for text in owed.reply.texts if text[2] <= end), *texts)
+        self._owed = deque(kept, _MAX_OWED)
+        return ReplyTokens(texts, () if reply is None else reply.rest) if texts else None
 
 
 def _alike(nodes: Sequence[PageNode]) -> Sequence[PageNode]:

@@ -9,6 +9,7 @@ import pytest
 
 import luce
 from luce.api import Model
+from luce.kvcache import saver
 from luce.runtime.step import PAGE
 from tests.support.disk_models import ask, load, placed
 from tests.support.reference import DIRECTORY, Reference
@@ -109,3 +110,52 @@ def test_messages_of_ten_turns_are_read_once_whatever_restarts_between_them(path
         assert not model.spec.recurrent or largest < 2 * first
     assert resumed == whole
     assert any(other) or path == TRAINED
+
+
+def letter_by_letter(model: Model, messages: list[dict[str, str]], turn: int) -> tuple[int, int]:
+    """(from the cache, length of prompt and reply) of a turn, which `messages` get. The reply is spelled by letters,
+    where the tokenizer takes longer tokens."""
+    texts = {token: model.detokenize([token]) for token in range(model.tokenizer.vocab)}
+    bans = {token: -100.0 for token, text in texts.items() if not (len(text) == 1 and text in "etaoinsr")}
+    messages.append({"role": "user", "content": f"Question {turn}: what becomes of {turn + 100} words?"})
+    prompt = model.chat.prompt(messages)
+    generation = model.generate(prompt, max_tokens=8, temperature=2, seed=turn, logit_bias=bans)
+    said = [token.id for token in generation]
+    messages.append({"role": "assistant", "content": model.detokenize(said)})
+    assert model.tokenize(messages[-1]["content"], specials=False) != said and generation.finish is not None
+    return generation.finish.timings.cached_tokens, len(prompt) + len(said)
+
+
+@pytest.mark.parametrize("why", ["too short", "too many wait for the disk"])
+def test_replies_without_a_snapshot_of_their_own_come_back_as_their_tokens(
+    why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields: dict[str, Any] = {"max_ctx": 1024, "kv_cache_min_tokens": 110 if why == "too short" else 1}
+    load(TRAINED, tmp_path, **fields).close()
+    messages = [{"role": "system", "content": "You say little, and what you say is plain."}]
+    known = 0
+    for turns in (range(3), range(3, 4)):
+        with load(TRAINED, tmp_path, **fields) as model:
+            for turn in turns:
+                monkeypatch.setattr(saver, "MAX_QUEUED", 0 if why != "too short" and turn < 2 else 16)
+                cached, length = letter_by_letter(model, messages, turn)
+                assert cached >= known - 1
+                known = length
+        assert turns[0] or known > 110
+
+
+def test_of_too_many_snapshots_the_newest_of_each_conversation_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields: dict[str, Any] = {"max_ctx": 1024}
+    load(TRAINED, tmp_path, **fields).close()
+    chats = [[{"role": "system", "content": f"You are number {i}, and say little."}] for i in range(2)]
+    with load(TRAINED, tmp_path, **fields) as model, monkeypatch.context() as busy:
+        busy.setattr(saver.Saver, "pending", property(lambda self: False))
+        busy.setattr(saver, "MAX_QUEUED", 4)
+        lengths = [[letter_by_letter(model, chat, turn)[1] for turn in range(3)][-1] for chat in chats]
+        assert model.engine.cache is not None and model.engine.cache.disk is not None
+        assert model.engine.cache.disk.stats.skipped
+        busy.undo()
+    with load(TRAINED, tmp_path, **fields) as model:
+        assert [letter_by_letter(model, chat, 3)[0] for chat in chats] == [length - 1 for length in lengths]
