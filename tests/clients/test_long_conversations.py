@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from tests.support import messages_stream, responses_stream
 from tests.support.agent_conversations import ClaudeConversation, CodexConversation
 from tests.support.claude_code import AGENT, LARGE
@@ -11,14 +9,7 @@ from tests.support.codex import shell
 from tests.support.http_server import running
 from tests.support.scripted_agent import call, playing
 
-Json = dict[str, Any]
-
 TURNS = 30
-
-
-def prompt(usage: Json) -> int:
-    """Tokens of a prompt."""
-    return sum(usage[key] for key in ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens"))
 
 
 async def test_claude_code_reads_only_what_is_new() -> None:
@@ -28,11 +19,11 @@ async def test_claude_code_reads_only_what_is_new() -> None:
         known = 0
         for i in range(TURNS):
             message = messages_stream.joined(await messages_stream.streamed(here, conversation.body()))
-            usage = message["usage"]
+            usage = conversation.usage(message)
             # All of the last prompt and its reply is there, but for the reply's last token, which no step has read.
-            assert usage["cache_read_input_tokens"] >= known - 1, i
-            assert prompt(usage) > known and message["stop_reason"] == "tool_use"
-            known = prompt(usage) + usage["output_tokens"]
+            assert usage.cached >= known - 1, i
+            assert usage.prompt > known and message["stop_reason"] == "tool_use"
+            known = usage.prompt + usage.reply
             conversation.take(message, f"wrote file {i}")
         assert known > 10_000
 
@@ -44,10 +35,10 @@ async def test_codex_reads_only_what_is_new() -> None:
         known = 0
         for i in range(TURNS):
             response = responses_stream.joined(await responses_stream.streamed(here, conversation.body()))
-            usage = response["usage"]
-            assert usage["input_tokens_details"]["cached_tokens"] >= known - 1, i
-            assert usage["input_tokens"] > known
+            usage = conversation.usage(response)
+            assert usage.cached >= known - 1, i
+            assert usage.prompt > known
             assert [item["type"] for item in response["output"]] == ["function_call"]
-            known = usage["input_tokens"] + usage["output_tokens"]
+            known = usage.prompt + usage.reply
             conversation.take(response, f"wrote file {i}")
         assert known > 10_000

@@ -1,5 +1,5 @@
-"""Thirty turns of an agent with a real model over shards here and in a daemon, and over a restart in the middle: from
-the second turn on, only new tokens are read."""
+"""Thirty turns of agents with a real model over shards here and in a daemon, and over a restart in the middle: from the
+second turn on, only new tokens are read."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.support.agent_conversations import ClaudeConversation
+from tests.support.agent_conversations import ChatConversation, ClaudeConversation, CodexConversation
 
 Json = dict[str, Any]
 
@@ -25,8 +25,13 @@ ROOT = Path(__file__).parents[2]
 #: has recurrent state, which cannot be rewound, and a template that shows a reply again as it was
 MODEL = ROOT / "models" / "tiny" / "target.gguf"
 TURNS = 30
-#: the first layers are here, the others in a daemon that runs this interpreter
-SPLIT = ("--devices", "cpu:0,cpu:1", "--shard-python", sys.executable)
+#: three shards: the first is here, the others are in a daemon that runs this interpreter
+SPLIT = ("--devices", "cpu:0,cpu:1,cpu:2", "--shard-python", sys.executable)
+#: tools whose calls are short, so that none is cut, and have many spellings; in a conversation some come several times
+FUNCTIONS: list[Json] = [
+    {"name": "ls", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}},
+    {"name": "cat", "parameters": {"type": "object", "properties": {"f": {"enum": ["a", 1, True]}}, "required": ["f"]}},
+]
 
 
 @contextlib.contextmanager
@@ -46,7 +51,13 @@ def serving(cache: Path, *flags: str) -> Iterator[str]:
         "64",
         *flags,
     ]
-    environment = {"PATH": os.environ["PATH"], "HOME": str(cache), "OPENBLAS_NUM_THREADS": "1"}
+    # A new home would compile the CPU's kernels for packed weights.
+    environment = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(cache),
+        "OPENBLAS_NUM_THREADS": "1",
+        "LUCE_CPU_WEIGHTS": "float32",
+    }
     with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:
@@ -71,21 +82,41 @@ def post(url: str, body: Json) -> Json:
         return dict(json.load(response))
 
 
-@pytest.mark.parametrize("flags", [("--devices", "cpu:0"), SPLIT], ids=["one device", "a split with a daemon"])
-def test_only_what_is_new_is_read(tmp_path: Path, flags: tuple[str, ...]) -> None:
-    conversation = ClaudeConversation(
-        stream=False, max_tokens=24, tools=1, temperature=0, thinking={"type": "disabled"}
-    )
-    known = 0
-    for turns in (range(TURNS // 2), range(TURNS // 2, TURNS)):
-        with serving(tmp_path, *flags) as url:
-            for i in turns:
-                reply = post(url + conversation.path, conversation.body())
-                usage = reply["usage"]
-                cached = usage["cache_read_input_tokens"]
-                total = cached + usage["input_tokens"] + usage["cache_creation_input_tokens"]
-                # All of the last prompt and its reply, but for the reply's last token, which no step has read.
-                assert cached >= known - 1, i
-                assert total > known
-                known = total + usage["output_tokens"]
-                conversation.take(reply, f"result {i}")
+def conversations() -> list[ChatConversation | CodexConversation | ClaudeConversation]:
+    """Of each API one whose model must call a tool, and one in which it may."""
+    drawn: Json = {"stream": False, "temperature": 1, "seed": 3}
+    openai = {**drawn, "tool_choice": "required", "parallel_tool_calls": False}
+    anthropic = {**drawn, "max_tokens": 400, "thinking": {"type": "disabled"}}
+    one = {"type": "any", "disable_parallel_tool_use": True}
+    flat = [{"type": "function", **function} for function in FUNCTIONS]
+    schemas = [{"name": function["name"], "input_schema": function["parameters"]} for function in FUNCTIONS]
+    return [
+        ChatConversation(**openai, tools=[{"type": "function", "function": function} for function in FUNCTIONS]),
+        CodexConversation(**openai, tools=flat),
+        ClaudeConversation(**anthropic, own=schemas, tool_choice=one),
+        ClaudeConversation(1, **{**anthropic, "max_tokens": 8}),
+    ]
+
+
+def test_only_what_is_new_is_read(tmp_path: Path) -> None:
+    known: dict[object, int] = {}
+
+    def talk(url: str, turns: range, conversation: ChatConversation | CodexConversation | ClaudeConversation) -> int:
+        """The calls in these turns."""
+        calls = 0
+        for i in turns:
+            reply = post(url + conversation.path, conversation.body())
+            usage = conversation.usage(reply)
+            # All of the last prompt and its reply, but for the reply's last token, which no step has read.
+            assert usage.cached >= known.get(conversation, 0) - 1, (conversation, i, reply)
+            assert usage.prompt > known.get(conversation, 0)
+            known[conversation] = usage.prompt + usage.reply
+            calls += conversation.take(reply, f"result {i}")
+        return calls
+
+    talks = conversations()
+    half = TURNS // 2
+    for turns in (range(half), range(half, TURNS)):
+        with serving(tmp_path, *SPLIT) as url, ThreadPoolExecutor(len(talks)) as threads:
+            *forced, _ = threads.map(partial(talk, url, turns), talks)
+            assert forced == [half, half, half]

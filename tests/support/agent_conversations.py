@@ -5,11 +5,51 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 Json = dict[str, Any]
 
 RECORDED = Path(__file__).parents[1] / "clients" / "recorded"
+
+
+class Usage(NamedTuple):
+    """Tokens of a turn."""
+
+    #: of the prompt, from the cache
+    cached: int
+    prompt: int
+    reply: int
+
+
+class ChatConversation:
+    """An agent's over chat completions, as OpenCode's: each message of the model comes back as it came."""
+
+    path = "/v1/chat/completions"
+
+    def __init__(self, **fields: Any) -> None:
+        """`fields` of each request."""
+        self._fields = fields
+        system = {"role": "system", "content": "You are an agent that edits files."}
+        self._messages: list[Json] = [system, {"role": "user", "content": "Write 42 to out.txt."}]
+
+    def body(self) -> Json:
+        """The next request."""
+        return {**self._fields, "messages": self._messages}
+
+    def take(self, completion: Json, result: str) -> int:
+        """The reply. Its calls get a result; to one without calls the user says it. Returns the number of calls."""
+        message = completion["choices"][0]["message"]
+        calls = message.get("tool_calls") or []
+        results = [{"role": "tool", "tool_call_id": call["id"], "content": result} for call in calls]
+        self._messages += [message, *(results or [{"role": "user", "content": result}])]
+        return len(calls)
+
+    @staticmethod
+    def usage(completion: Json) -> Usage:
+        """What a reply took."""
+        usage = completion["usage"]
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return Usage(cached, usage["prompt_tokens"], usage["completion_tokens"])
 
 
 class ClaudeConversation:
@@ -18,10 +58,10 @@ class ClaudeConversation:
 
     path = "/v1/messages"
 
-    def __init__(self, tools: int | None = None, **fields: Any) -> None:
-        """`tools`: only the first so many; `fields` replace those of the recording."""
+    def __init__(self, tools: int | None = None, own: list[Json] | None = None, **fields: Any) -> None:
+        """`tools`: only the first so many; `own`: others in their place; `fields` replace those of the recording."""
         first, second = json.loads((RECORDED / "claude-code.json").read_text())
-        self._first = {**first, **fields, "tools": first["tools"][:tools]}
+        self._first = {**first, **fields, "tools": own or first["tools"][:tools]}
         self._messages: list[Json] = copy.deepcopy(second["messages"][:2])
         self._turn = 0
 
@@ -34,8 +74,8 @@ class ClaudeConversation:
             body["messages"][-1]["content"][-1]["cache_control"] = {"type": "ephemeral"}
         return body
 
-    def take(self, message: Json, result: str) -> None:
-        """The reply. Its calls get a result; to one without calls the user says it."""
+    def take(self, message: Json, result: str) -> int:
+        """The reply. Its calls get a result; to one without calls the user says it. Returns the number of calls."""
         calls = [block for block in message["content"] if block["type"] == "tool_use"]
         results = [{"tool_use_id": call["id"], "type": "tool_result", "content": result} for call in calls]
         self._messages += [
@@ -43,6 +83,14 @@ class ClaudeConversation:
             {"role": "user", "content": results or [{"type": "text", "text": result}]},
         ]
         self._turn += 1
+        return len(calls)
+
+    @staticmethod
+    def usage(message: Json) -> Usage:
+        """What a reply took."""
+        usage = message["usage"]
+        cached, new = usage["cache_read_input_tokens"], usage["cache_creation_input_tokens"] + usage["input_tokens"]
+        return Usage(cached, cached + new, usage["output_tokens"])
 
 
 class CodexConversation:
@@ -61,8 +109,8 @@ class CodexConversation:
         """The next request."""
         return copy.deepcopy(self._first)
 
-    def take(self, response: Json, result: str) -> None:
-        """The reply. Its calls get a result; to one without calls the user says it."""
+    def take(self, response: Json, result: str) -> int:
+        """The reply. Its calls get a result; to one without calls the user says it. Returns the number of calls."""
         calls = [item for item in response["output"] if item["type"] == "function_call"]
         outputs = [
             {"type": "function_call_output", "id": f"{self._turn}", "call_id": call["call_id"], "output": result}
@@ -71,3 +119,10 @@ class CodexConversation:
         said = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": result}]}
         self._first["input"] += [*response["output"], *(outputs or [said])]
         self._turn += 1
+        return len(calls)
+
+    @staticmethod
+    def usage(response: Json) -> Usage:
+        """What a reply took."""
+        usage = response["usage"]
+        return Usage(usage["input_tokens_details"]["cached_tokens"], usage["input_tokens"], usage["output_tokens"])
