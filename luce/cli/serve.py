@@ -195,7 +195,8 @@ class _Service:
             loaded, stopped = asyncio.ensure_future(self._pool.load(entry)), asyncio.ensure_future(self._stop.wait())
             try:
                 while not (loaded.done() or stopped.done()):
-                    self._notifier.send(STATUS=f"loading {entry.source}", EXTEND_TIMEOUT_USEC=_EXTEND_USEC)
+                    status = f"loading {entry.source}: {entry.progress:.0%}"
+                    self._notifier.send(STATUS=status, EXTEND_TIMEOUT_USEC=_EXTEND_USEC)
                     await asyncio.wait((loaded, stopped), timeout=_STATUS_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 stopped.cancel()
