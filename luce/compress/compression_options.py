@@ -18,6 +18,10 @@ class Verdict(Enum):
     SHORT = "short"
     #: the prompt continues a conversation: what the prefix cache has of it is worth more
     CONTINUATION = "continuation"
+    #: older messages of a conversation are compressed, each for itself
+    FREEZE = "frozen"
+    #: the first prompt of a conversation, which stays whole where older messages are compressed later
+    FIRST_TURN = "first_turn"
     #: by the measured times the target alone reads the prompt sooner
     SLOWER = "slower"
     #: the response needs the whole prompt: its log probabilities, or the text around a gap
@@ -39,12 +43,20 @@ class CompressionOptions:
     keep_ratio: float = 0.05
     #: tokens and keep ratios, ascending: linear in between, constant outside; empty: `keep_ratio` for every length
     curve: tuple[tuple[int, float], ...] = ()
+    #: whether older messages of a conversation are compressed, and fewest tokens of such a message
+    freeze: bool = False
+    freeze_threshold: int = 1024
 
     @classmethod
     def of(cls, config: Config) -> CompressionOptions:
         """The options of a Config."""
         return cls(
-            config.prefill_compression, config.prefill_threshold, config.prefill_keep_ratio, config.prefill_curve
+            config.prefill_compression,
+            config.prefill_threshold,
+            config.prefill_keep_ratio,
+            config.prefill_curve,
+            config.prefill_freeze,
+            config.prefill_freeze_threshold,
         )
 
     def ratio_for(self, tokens: int) -> float:

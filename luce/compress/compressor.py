@@ -14,7 +14,16 @@ from numpy.typing import NDArray
 from luce.compress.compression_options import CompressionOptions, Verdict
 from luce.compress.reading_time import ReadingTime
 from luce.compress.scorer import Scorer, no_check
-from luce.compress.selection import SHORTEST, PromptTokens, Selection, Spans, chunks_to_keep, count_tokens, gather
+from luce.compress.selection import (
+    SHORTEST,
+    PromptTokens,
+    Selection,
+    Spans,
+    chunks_to_keep,
+    count_tokens,
+    gather,
+    spans_of,
+)
 from luce.compress.span_cache import SpanCache
 from luce.errors import ContextError, LuceError, ModelError, RequestError, UnavailableError
 
@@ -46,6 +55,11 @@ class CompressedPrompt:
     reused: bool = False
     #: why the compression failed
     reason: str = ""
+
+    @property
+    def shortened(self) -> bool:
+        """Whether the target reads fewer tokens."""
+        return self.verdict in (Verdict.COMPRESS, Verdict.FREEZE)
 
     @classmethod
     def whole(cls, ids: Sequence[int], verdict: Verdict, reason: str = "") -> CompressedPrompt:
@@ -122,18 +136,21 @@ class Compressor:
                 self._failed(error)
 
     def verdict(self, tokens: int, mode: str, keep_ratio: float | None, *, continues: bool, fits: bool) -> Verdict:
-        """Whether a prompt of so many tokens is to be compressed in a `mode`, auto or always: COMPRESS, or why not.
+        """Whether a prompt of so many tokens is to be compressed in a `mode`, auto or always: COMPRESS, FREEZE, or why
+        not.
 
         `keep_ratio`: the request's; None for the options'. `continues`: the prompt continues a conversation. `fits`:
         the context holds the whole prompt.
         """
-        if continues:
+        if continues and not self.options.freeze:
             return Verdict.CONTINUATION
-        if mode == "always" or not fits:
-            return Verdict.COMPRESS
-        if tokens < self.options.threshold:
+        if mode == "auto" and fits and tokens < self.options.threshold:
             return Verdict.SHORT
-        return Verdict.SLOWER if self._slower(tokens, keep_ratio) else Verdict.COMPRESS
+        if continues:
+            return Verdict.FREEZE
+        if self.options.freeze and fits:
+            return Verdict.FIRST_TURN
+        return Verdict.SLOWER if mode == "auto" and fits and self._slower(tokens, keep_ratio) else Verdict.COMPRESS
 
     def compress(
         self,
@@ -153,21 +170,13 @@ class Compressor:
         ratio = self.options.ratio_for(len(tokens)) if keep_ratio is None else keep_ratio
         if len(tokens) < SHORTEST or (ratio == 1 and len(tokens) <= bounds.most):
             return CompressedPrompt.whole(tokens.tolist(), Verdict.UNCHANGED)
-        key = self._cache.key(prompt, ratio, bounds.most)
         with self._lock:
-            check()
-            began, spans = time.monotonic(), self._cache.get(key)
-            reused = spans is not None
-            if spans is None:
-                try:
-                    spans = self._select(prompt, ratio, bounds.most, check)
-                except RequestError:
-                    raise
-                except Exception as error:
-                    return self._without(tokens.tolist(), bounds, self._failed(error))
-                self._cache.put(key, spans)
-                self._failures = 0
-            seconds = 0.0 if reused else time.monotonic() - began
+            try:
+                spans, seconds = self._spans(prompt, ratio, bounds.most, check)
+            except RequestError:
+                raise
+            except Exception as error:
+                return self._without(tokens.tolist(), bounds, self._failed(error))
         if count_tokens(spans) > bounds.most:
             raise ContextError(
                 f"This model's maximum context length is {bounds.context} tokens. However, your messages resulted in "
@@ -178,7 +187,44 @@ class Compressor:
             )
         kept = gather(tokens, spans)
         verdict = Verdict.COMPRESS if len(kept) < len(tokens) else Verdict.UNCHANGED
-        return CompressedPrompt(kept, len(tokens), verdict, spans, seconds, reused)
+        return CompressedPrompt(kept, len(tokens), verdict, spans, seconds, reused=not seconds)
+
+    def freeze(
+        self,
+        prompt: PromptTokens,
+        messages: Spans,
+        *,
+        keep_ratio: float | None = None,
+        check: Callable[[], None] = no_check,
+    ) -> CompressedPrompt:
+        """Compress some messages of a prompt, each for itself: what is kept of one depends on its own tokens alone.
+
+        So the prompts of the next turns begin alike, and the prefix cache has them. `messages`: their tokens. A message
+        for which the small model fails stays whole. `keep_ratio`, `check`: as in `compress`.
+        """
+        kept, seconds, reason = np.ones(len(prompt), np.bool_), 0.0, ""
+        for begin, end in messages:
+            part = prompt.part(begin, end)
+            ratio = self.options.ratio_for(len(part)) if keep_ratio is None else keep_ratio
+            with self._lock:
+                try:
+                    spans, took = self._spans(part, ratio, len(part), check)
+                except RequestError:
+                    raise
+                except Exception as error:
+                    reason = self._failed(error)
+                    continue
+            seconds += took
+            kept[begin:end] = False
+            for low, high in spans:
+                kept[begin + low : begin + high] = True
+        spans = spans_of(kept)
+        unchanged = Verdict.FAILED if reason else Verdict.UNCHANGED
+        verdict = unchanged if kept.all() else Verdict.FREEZE
+        ids = gather(prompt.ids, spans)
+        return CompressedPrompt(
+            ids, len(prompt), verdict, spans, seconds, reused=not (seconds or reason), reason=reason
+        )
 
     def observe(self, tokens: int, seconds: float) -> None:
         """Note that the target has read so many tokens of a prompt in so many seconds."""
@@ -187,7 +233,7 @@ class Compressor:
 
     def count(self, prompt: CompressedPrompt) -> None:
         """Count a prompt."""
-        done = prompt.verdict is Verdict.COMPRESS
+        done = prompt.shortened
         with self._stats_lock:
             was = self._stats
             self._stats = replace(
@@ -218,6 +264,20 @@ class Compressor:
                 return False
             self._slower_verdicts = (self._slower_verdicts + 1) % RETRY
             return self._slower_verdicts != 0
+
+    def _spans(
+        self, prompt: PromptTokens, keep_ratio: float, most: int, check: Callable[[], None]
+    ) -> tuple[Spans, float]:
+        """The kept tokens of a prompt, and the seconds that they took: 0 for cached ones. The lock is held."""
+        check()
+        key = self._cache.key(prompt, keep_ratio, most)
+        began, spans = time.monotonic(), self._cache.get(key)
+        if spans is not None:
+            return spans, 0.0
+        spans = self._select(prompt, keep_ratio, most, check)
+        self._cache.put(key, spans)
+        self._failures = 0
+        return spans, max(time.monotonic() - began, 1e-9)
 
     def _select(self, prompt: PromptTokens, keep_ratio: float, most: int, check: Callable[[], None]) -> Spans:
         if self._failures >= MOST_FAILURES:

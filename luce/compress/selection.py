@@ -66,6 +66,10 @@ class PromptTokens:
     def __len__(self) -> int:
         return len(self.ids)
 
+    def part(self, begin: int, end: int) -> PromptTokens:
+        """The tokens from `begin` to `end`, of which none is protected."""
+        return PromptTokens(self.ids[begin:end], np.zeros(end - begin, np.bool_), self.cut_ranks[begin : end + 1])
+
 
 class Selection:
     """The kept tokens of one prompt with scores float64 [n], for any number of chunks."""
@@ -95,15 +99,14 @@ class Selection:
 
         Among equal places the nearest one counts.
         """
-        places = np.array(_edges(kept), np.int64).reshape(-1, 2)
+        places = np.array(spans_of(kept), np.int64).reshape(-1, 2)
         for begin, end in zip(self._best_cuts(places[:, 0], -1), self._best_cuts(places[:, 1], 1), strict=True):
             kept[begin:end] = True
-        return _edges(kept)
+        return spans_of(kept)
 
     def _best_cuts(self, places: NDArray[np.int64], direction: int) -> list[int]:
-        near = places[:, None] + direction * np.arange(REACH + 1)
-        inside = (near >= 0) & (near <= self._n)
-        ranks = np.where(inside, self._prompt.cut_ranks[np.clip(near, 0, self._n)], -1)
+        near = np.clip(places[:, None] + direction * np.arange(REACH + 1), 0, self._n)
+        ranks = self._prompt.cut_ranks[near]
         # Of equal ranks argmax takes the first.
         return near[np.arange(len(places)), ranks.argmax(axis=1)].tolist()  # type: ignore[no-any-return]
 
@@ -131,6 +134,7 @@ def gather(tokens: NDArray[np.int32], spans: Spans) -> list[int]:
     return [token for begin, end in spans for token in tokens[begin:end].tolist()]
 
 
-def _edges(kept: NDArray[np.bool_]) -> Spans:
+def spans_of(kept: NDArray[np.bool_]) -> Spans:
+    """The spans of kept tokens: bool [n]."""
     changes = np.flatnonzero(np.diff(np.concatenate([[False], kept, [False]]).astype(np.int8)))
     return tuple((int(begin), int(end)) for begin, end in changes.reshape(-1, 2))

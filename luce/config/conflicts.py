@@ -110,7 +110,14 @@ def _draft_problems(
 
 
 #: settings of prompt compression, which need its small model
-_COMPRESSION = ("prefill_drafter_device", "prefill_threshold", "prefill_keep_ratio", "prefill_curve")
+_COMPRESSION = (
+    "prefill_drafter_device",
+    "prefill_threshold",
+    "prefill_keep_ratio",
+    "prefill_curve",
+    "prefill_freeze",
+    "prefill_freeze_threshold",
+)
 
 
 def _compression_problems(
@@ -126,6 +133,11 @@ def _compression_problems(
     if values.get("prefill_curve", ()) and "prefill_keep_ratio" in values:
         yield "prefill_keep_ratio", f"{spelled['prefill_keep_ratio']}: not with {flag('prefill_curve')}"
     if values.get("prefill_drafter", "") or "prefill_drafter" in wrong:
+        if "prefill_freeze_threshold" in values and not values.get("prefill_freeze", False):
+            yield (
+                "prefill_freeze_threshold",
+                f"{spelled['prefill_freeze_threshold']}: requires {flag('prefill_freeze')}",
+            )
         return
     if mode != "off":
         yield (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from luce.config.field import SamplingDefaults, setting
-from luce.config.values import choice, device, number, path_or_name, shares, tokens
+from luce.config.values import choice, device, number, path_or_name, shares, text, tokens
 
 #: how prompts are compressed unless a request says otherwise, and what a request may say
 MODES = ("off", "auto", "always")
@@ -50,6 +50,19 @@ class PrefillSettings(SamplingDefaults):
         number(0, 1, above=True),
         "share of a prompt that is kept, above 0 and at most 1",
         metavar="SHARE",
+        group="prompt compression",
+    )
+    prefill_freeze: bool = setting(
+        False,
+        text,
+        "compress older messages of conversations, each one once and for itself, and read first prompts whole",
+        group="prompt compression",
+    )
+    prefill_freeze_threshold: int = setting(
+        1024,
+        tokens(1),
+        "fewest tokens of a message that --prefill-freeze compresses",
+        metavar="N",
         group="prompt compression",
     )
     prefill_curve: tuple[tuple[int, float], ...] = setting(

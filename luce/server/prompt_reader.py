@@ -49,7 +49,9 @@ class PromptReader:
             raise unsupported("prefill_compression", str(error)) from None
         if self._request.keep_ratio is not None and self._mode == "off":
             raise invalid("keep_ratio", "needs prefill_compression: auto or always")
-        compresses = self._mode != "off" and not whole and not continues(self._messages)
+        compressor = self._compression.compressor
+        freezes = compressor is not None and compressor.options.freeze
+        compresses = self._mode != "off" and not whole and (freezes or not continues(self._messages))
         #: the limit of a prompt before it is compressed
         self.limit = PromptLimit(max(model.context, _LONGEST) if compresses else model.context, stopped)
 

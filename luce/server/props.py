@@ -132,6 +132,8 @@ def compression_props(compressor: Compressor | None, *, paths: bool) -> dict[str
         "mode": options.mode,
         "threshold": options.threshold,
         "keep_ratio": options.keep_ratio,
+        "freeze": options.freeze,
+        "freeze_threshold": options.freeze_threshold,
         "curve": [list(point) for point in options.curve],
         "prompts": {verdict.value: count for verdict, count in stats.prompts.items()},
         "original_tokens": stats.original,

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from luce.api import Model
-from luce.compress.compression_options import Verdict
 from luce.engine.events import (
     Event,
     Finished,
@@ -156,7 +155,7 @@ class ResponseBuilder(ABC):
     def _compressed_from(self) -> int | None:
         """Tokens of the prompts before compression; None if none was compressed."""
         readings = self._job.readings
-        whole = all(reading.verdict is not Verdict.COMPRESS for reading in readings)
+        whole = not any(reading.shortened for reading in readings)
         return None if whole else sum(reading.original for reading in readings)
 
     def _cached(self) -> str:

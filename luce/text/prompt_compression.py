@@ -15,7 +15,7 @@ from luce.config.settings import flag
 from luce.engine.events import Event, EventSink, Finished
 from luce.errors import UsageError
 from luce.text.cut_points import cut_ranks
-from luce.text.protected import Message, continues, protected
+from luce.text.protected import Message, continues, old_messages, protected
 from luce.text.tokenizer import Tokenizer
 
 
@@ -69,12 +69,20 @@ class PromptCompression:
             return CompressedPrompt.whole(ids, Verdict.OFF)
         ratio, fits = request.keep_ratio, len(ids) <= most
         verdict = self.compressor.verdict(len(ids), mode, ratio, continues=continues(messages), fits=fits)
-        if verdict is not Verdict.COMPRESS:
+        old: tuple[tuple[int, int], ...] = ()
+        if verdict is Verdict.FREEZE:
+            old = old_messages(self.tokenizer, ids, messages, self.compressor.options.freeze_threshold)
+            verdict = verdict if old else Verdict.CONTINUATION
+        if verdict not in (Verdict.COMPRESS, Verdict.FREEZE):
             result = CompressedPrompt.whole(ids, verdict)
         else:
             kept, ranks = protected(self.tokenizer, ids, messages), cut_ranks(self.tokenizer, ids)
-            prompt, bounds = PromptTokens(np.asarray(ids, np.int32), kept, ranks), Bounds(self.context, most)
-            result = self.compressor.compress(prompt, bounds, keep_ratio=ratio, check=check)
+            prompt = PromptTokens(np.asarray(ids, np.int32), kept, ranks)
+            if old:
+                result = self.compressor.freeze(prompt, old, keep_ratio=ratio, check=check)
+            else:
+                bounds = Bounds(self.context, most)
+                result = self.compressor.compress(prompt, bounds, keep_ratio=ratio, check=check)
         self.compressor.count(result)
         return result
 

@@ -74,6 +74,45 @@ async def test_which_requests_are_compressed(fields: dict[str, Any], expected: s
     assert (facts and facts["result"]) == expected
 
 
+async def test_older_messages_of_a_conversation_are_compressed_once() -> None:
+    scorer = ScriptedScorer()
+    answer = {"role": "assistant", "content": "Yes. " * 60}
+    turns = [MESSAGES[1], {"role": "user", "content": DOCUMENT}, answer, MESSAGES[1]]
+    async with server(compressor(scorer, freeze=True)) as here:
+        opening = await here.chat(messages=turns[:2])
+        first = await here.chat(messages=turns, return_token_ids=True)
+        later = [*turns, {"role": "assistant", "content": "No."}, MESSAGES[1]]
+        second = await here.chat(messages=later, return_token_ids=True)
+        assert (await here.get("/props"))[1]["prefill_compression"]["freeze"] is True
+    assert result(opening)["result"] == "first_turn"
+    assert result(first)["result"] == result(second)["result"] == "frozen"
+    assert scorer.read == [len(DOCUMENT.strip())] and result(second)["reused"] and not result(first)["reused"]
+    one, two = first["prompt_token_ids"], second["prompt_token_ids"]
+    assert len(one) < first["usage"]["prompt_tokens"] / 2
+    # Up to the header of the reply the second prompt begins like the first one, which the prefix cache has.
+    same = (
+        next(i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b)
+        if one != two[: len(one)]
+        else len(one)
+    )
+    assert same >= len(one) - len("assistant\n") and second["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+async def test_a_conversation_without_old_messages_stays_whole() -> None:
+    later = [*MESSAGES, {"role": "assistant", "content": "a"}, MESSAGES[1]]
+    async with server(compressor(freeze=True)) as here:
+        assert result(await here.chat(messages=later))["result"] == "continuation"
+
+
+async def test_a_conversation_beyond_the_context_fits_with_older_messages_compressed() -> None:
+    later = [MESSAGES[1], *MESSAGES, {"role": "assistant", "content": "a"}, MESSAGES[1]]
+    async with server(compressor(freeze=True, mode="auto"), context=2048) as here:
+        assert result(await here.chat(messages=later))["result"] == "frozen"
+    async with server(compressor(freeze=True, mode="auto"), context=512) as here:
+        status, refused, _ = await here.post("/v1/chat/completions", {"messages": later})
+        assert status == 400 and refused["error"]["code"] == "context_length_exceeded"
+
+
 @pytest.mark.parametrize(("length", "expected"), [(999, "short"), (1000, "compressed")])
 async def test_the_threshold(length: int, expected: str) -> None:
     async with server(compressor(mode="auto", threshold=1000)) as here:

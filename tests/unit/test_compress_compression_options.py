@@ -38,12 +38,17 @@ def test_a_curve_is_linear_between_its_points(tokens: int, share: float) -> None
         ({"prefill_keep_ratio": "1.01"}, r"prefill-keep-ratio: expected a number in \(0, 1\]"),
         ({"prefill_keep_ratio": "nan"}, r"prefill-keep-ratio: expected a number in \(0, 1\]"),
         ({"prefill_keep_ratio": "0.2", "prefill_curve": "1000:0.1"}, "prefill-keep-ratio: not with --prefill-curve"),
+        (
+            {"prefill_freeze_threshold": "0", "prefill_freeze": True},
+            "prefill-freeze-threshold: expected an integer in 1..",
+        ),
+        ({"prefill_freeze_threshold": "9"}, "prefill-freeze-threshold: requires --prefill-freeze"),
         ({"prefill_compression": "on"}, "prefill-compression: expected off or auto or always"),
         ({"prefill_threshold": "0"}, "prefill-threshold: expected an integer in 1.."),
         ({"prefill_drafter_device": "tcp://b:1/cuda:0"}, "the small model runs in this process"),
     ],
 )
-def test_values_that_are_refused(given: dict[str, str], problem: str) -> None:
+def test_values_that_are_refused(given: dict[str, str | bool], problem: str) -> None:
     with pytest.raises(UsageError, match=problem):
         resolve({"prefill_drafter": "a.gguf", **given}, env={})
 
@@ -56,9 +61,10 @@ def test_values_that_are_refused(given: dict[str, str], problem: str) -> None:
         ("prefill_threshold", "5"),
         ("prefill_keep_ratio", "0.5"),
         ("prefill_curve", "9:0.5"),
+        ("prefill_freeze", True),
     ],
 )
-def test_settings_without_a_small_model(name: str, value: str) -> None:
+def test_settings_without_a_small_model(name: str, value: str | bool) -> None:
     with pytest.raises(UsageError, match=rf"^--{name.replace('_', '-')}.*: requires --prefill-drafter"):
         resolve({name: value}, env={})
 

@@ -235,6 +235,74 @@ def test_weights_are_released_between_prompts() -> None:
     assert kept.closed == 1
 
 
+@pytest.mark.parametrize(
+    ("mode", "tokens", "continues", "fits", "verdict"),
+    [
+        ("always", 5, True, True, Verdict.FREEZE),
+        ("always", 5, False, True, Verdict.FIRST_TURN),
+        ("always", 5, False, False, Verdict.COMPRESS),
+        ("auto", 99, True, True, Verdict.SHORT),
+        ("auto", 99, True, False, Verdict.FREEZE),
+        ("auto", 100, True, True, Verdict.FREEZE),
+        ("auto", 100, False, True, Verdict.FIRST_TURN),
+    ],
+)
+def test_verdicts_where_older_messages_are_compressed(
+    mode: str, tokens: int, continues: bool, fits: bool, verdict: Verdict
+) -> None:
+    compressor = made(threshold=100, freeze=True)
+    assert compressor.verdict(tokens, mode, None, continues=continues, fits=fits) is verdict
+
+
+OLD = ((100, 900), (1000, 2000))
+
+
+def test_older_messages_are_compressed_each_for_itself() -> None:
+    scorer = ScriptedScorer()
+    compressor = made(scorer)
+    first = compressor.freeze(PromptTokens.plain(TOKENS), OLD)
+    assert first.verdict is Verdict.FREEZE and scorer.read == [800, 1000] and not first.reused
+    alone = [compressed(compressor, TOKENS[begin:end], keep_ratio=0.5).ids for begin, end in OLD]
+    between = [TOKENS[:100], alone[0], TOKENS[900:1000], alone[1], TOKENS[2000:]]
+    assert list(first.ids) == [int(token) for part in between for token in part]
+    # A longer conversation: the frozen messages elsewhere, and one more.
+    scorer.read.clear()
+    longer = np.concatenate([TOKENS[:100], TOKENS[100:900], TOKENS[3000:], TOKENS[1000:2000], TOKENS[2000:2900]])
+    later = compressor.freeze(PromptTokens.plain(longer), ((100, 900), (1100, 2100), (2100, 2900)))
+    assert (
+        scorer.read == [800]
+        and not later.reused
+        and list(later.ids[: 100 + len(alone[0])])
+        == [
+            *TOKENS[:100],
+            *alone[0],
+        ]
+    )
+    again = compressor.freeze(PromptTokens.plain(longer), ((100, 900), (1100, 2100), (2100, 2900)))
+    assert again.reused and again.ids == later.ids and again.seconds == 0
+    assert not compressor.freeze(PromptTokens.plain(longer), ((100, 900),), keep_ratio=0.4).reused
+
+
+def test_an_older_message_for_which_the_small_model_fails_stays_whole() -> None:
+    compressor = made(ScriptedScorer(lambda text: DeviceError("lost") if text == 1 else None))
+    found = compressor.freeze(PromptTokens.plain(TOKENS), OLD)
+    assert found.verdict is Verdict.FREEZE and found.reason == "lost" and not found.reused
+    assert list(found.ids[:1000]) == TOKENS[:1000].tolist() and len(found.ids) < N
+    broken = made(ScriptedScorer(lambda text: DeviceError("lost")))
+    assert broken.freeze(PromptTokens.plain(TOKENS), OLD).verdict is Verdict.FAILED
+    assert broken.freeze(PromptTokens.plain(TOKENS), OLD).ids == TOKENS.tolist()
+
+
+def test_a_client_that_leaves_ends_the_compression_of_older_messages() -> None:
+    def leave() -> None:
+        raise RequestError("the client has left", code="cancelled")
+
+    compressor = made()
+    with pytest.raises(RequestError, match="left"):
+        compressor.freeze(PromptTokens.plain(TOKENS), OLD, check=leave)
+    assert compressor.stats().state == "on"
+
+
 def test_counts() -> None:
     compressor = made()
     for prompt in (compressed(compressor), compressed(compressor), CompressedPrompt.whole([1, 2], Verdict.SHORT)):

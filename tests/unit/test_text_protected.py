@@ -8,7 +8,19 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from luce.text.protected import ENDING, INSTRUCTIONS, QUESTION, continues, protected
+from luce.gguf.reader import open_gguf
+from luce.text.protected import (
+    ENDING,
+    FEWEST,
+    INSTRUCTIONS,
+    QUESTION,
+    RECENT,
+    continues,
+    old_messages,
+    protected,
+)
+from luce.text.tokenizer import Tokenizer
+from tests.support.reference import Reference
 from tests.support.scripted_model import BOS, END, START, chat_format, tokenizer
 
 #: token i is the byte i
@@ -48,6 +60,33 @@ def test_definitions_of_tools_are_kept_also_where_a_message_quotes_them() -> Non
     _, kept, shown = kept_text(messages, tools=[tool])
     assert shown.count(about) == 1 and (~kept).sum() == len(about)
     assert shown.index(about) < shown.index("user\n")
+
+
+@pytest.mark.parametrize(("length", "free"), [(255, 0), (256, 256)])
+def test_short_contents_are_kept(length: int, free: int) -> None:
+    document = words(length, "d").replace(" ", "_")
+    _, kept, _ = kept_text([{"role": "user", "content": document}, {"role": "user", "content": "Go."}])
+    assert (~kept).sum() == free
+
+
+def test_equal_contents_are_found_one_by_one() -> None:
+    document = words(500, "d").strip()
+    messages = [{"role": "user", "content": text} for text in (document, document, "Go.")]
+    ids, kept, _ = kept_text(messages)
+    text = bytes(token if token < 256 else 0 for token in ids)
+    places = [text.find(document.encode()), text.rfind(document.encode())]
+    assert [np.flatnonzero(~kept)[at] for at in (0, len(document))] == places and (~kept).sum() == 2 * len(document)
+
+
+def test_a_token_with_text_from_outside_a_content_is_kept() -> None:
+    with open_gguf(Reference("gemma4-e-F32").path) as file:
+        real = Tokenizer(file.metadata)
+    content = "The pass key is hidden in other text. " * 10 + "Find it"
+    ids = real.encode(f"question The {content[4:]} now", specials=False)
+    kept = protected(real, ids, [{"role": "user", "content": content}, {"role": "user", "content": "Go."}])
+    free = b"".join(real.token_bytes(token) for token, own in zip(ids, kept, strict=True) if not own)
+    # The first token has a space in front.
+    assert free == content[1:].encode()
 
 
 @pytest.mark.parametrize(("length", "free"), [(QUESTION, 0), (QUESTION + 1, QUESTION + 1 - ENDING)])
@@ -110,3 +149,40 @@ def test_a_conversation_that_begins() -> None:
     messages = [{"role": "system", "content": "a"}, {"role": "user", "content": [{"type": "text", "text": "b"}]}]
     assert not continues([*messages, {"role": "user", "content": "c", "tool_calls": []}])
     assert not continues([])
+
+
+def old_texts(messages: list[dict[str, Any]], threshold: int = 300) -> list[str]:
+    ids = CHAT.prompt(messages)
+    found = old_messages(TOKENIZER, ids, messages, threshold)
+    return [bytes(ids[begin:end]).decode() for begin, end in found]
+
+
+def test_older_messages_are_all_but_the_first_the_last_and_the_short_ones() -> None:
+    texts = [
+        words(length, name).strip() for length, name in ((700, "a"), (600, "b"), (299, "c"), (400, "d"), (900, "e"))
+    ]
+    roles = ("user", "assistant", "user", "assistant", "user")
+    messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+    assert RECENT == 2 and old_texts(messages) == [texts[1]]
+    assert old_texts([*messages, {"role": "assistant", "content": "f"}]) == [texts[1], texts[3]]
+    assert old_texts([*messages, *messages[3:]]) == [texts[1], texts[3], texts[4]]
+    assert old_texts([{"role": "system", "content": texts[4]}, *messages]) == [texts[0], texts[1]]
+    assert old_texts([messages[0], {"role": "system", "content": texts[4]}, *messages[1:]]) == [texts[1]]
+
+
+@pytest.mark.parametrize("length", [FEWEST - 1, FEWEST])
+def test_few_older_tokens_stay_whole(length: int) -> None:
+    text = words(length, "b").replace(" ", "_")
+    ends = [{"role": "user", "content": "x"}] * RECENT
+    found = old_texts([{"role": "user", "content": "a"}, {"role": "assistant", "content": text}, *ends])
+    assert found == ([text] if length >= FEWEST else [])
+
+
+def test_parts_of_an_older_message_are_compressed_in_place() -> None:
+    parts = [{"type": "text", "text": words(500, name).strip()} for name in "pq"]
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "user", "content": parts},
+        *[{"role": "user", "content": "x"}] * RECENT,
+    ]
+    assert old_texts(messages) == [part["text"] for part in parts]
