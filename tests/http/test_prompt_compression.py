@@ -10,6 +10,7 @@ import pytest
 from luce.compress.compression_options import CompressionOptions
 from luce.compress.compressor import Compressor
 from luce.errors import DeviceError
+from luce.server.props import compression_props
 from tests.support.http_server import running
 from tests.support.scorers import ScriptedScorer
 
@@ -147,6 +148,16 @@ async def test_values_that_are_refused(fields: dict[str, Any], param: str) -> No
     assert status == 400 and reply["error"]["param"] == param
 
 
+async def test_unknown_ids_are_refused_as_without_compression() -> None:
+    bodies = [{"prompt": [97] * 50 + [id]} for id in (10**6, -1)]
+    answers = []
+    for compresses in (compressor(), None):
+        async with server(compresses) as here:
+            answers.append([(await here.post("/v1/completions", body))[:2] for body in bodies])
+    assert [status for status, _ in answers[0]] == [400, 400]
+    assert [reply["error"]["message"] for _, reply in answers[0]] == [r["error"]["message"] for _, r in answers[1]]
+
+
 async def test_a_server_without_a_small_model_says_so() -> None:
     async with server(None) as here:
         for fields, code in (
@@ -178,6 +189,9 @@ async def test_a_failure_costs_no_request_that_fits() -> None:
         props = (await here.get("/props"))[1]["prefill_compression"]
         assert not props["enabled"] and props["state"].startswith("off after 3 failures")
         assert "luce_compression_enabled 0.0" in (await here.get("/metrics"))[1]
+    shown, hidden = (compression_props(broken, paths=paths) for paths in (True, False))
+    assert shown["file"] == "/models/a.gguf" and "/secret/path" in shown["state"]
+    assert "file" not in hidden and hidden["state"] == "off after 3 failures"
     async with server(compressor(ScriptedScorer(lambda text: DeviceError("lost"))), context=2048) as here:
         status, reply, headers = await here.post("/v1/chat/completions", {"messages": MESSAGES})
         assert status == 503 and reply["error"]["code"] == "compression_failed" and "Retry-After" in headers
