@@ -194,6 +194,10 @@ async def test_a_ttl_unloads_what_nobody_uses() -> None:
         await asyncio.sleep(0.1)
         assert loader.log == ["load a"]
         await use(models, "a")
+    # In use again when its time is over.
+    async with models.lease(models.entry("a")):
+        await asyncio.sleep(0.1)
+        assert models.entry("a").state == "loaded"
     await until(lambda: models.entry("a").state == "unloaded")
     assert loader.log == ["load a", "close a"]
 
