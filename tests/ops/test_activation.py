@@ -18,7 +18,8 @@ activations = pytest.mark.parametrize("activation", ["silu", "gelu", "clamped_sw
 @activations
 @on_devices(
     "n, f",
-    host=[(1, 1), (3, 255), (2, 700)],
+    # Compiled code of the CPU takes multiples of 16, and shares more than 8 rows between threads.
+    host=[(1, 1), (3, 255), (2, 704), (21, 768)],
     emulated=[(1, 1), (3, 255), (2, 2100)],
     gpu=[(1, 1), (3, 255), (16, 17408), (70000, 24), (513, 3072)],
 )
