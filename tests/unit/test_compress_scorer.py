@@ -148,6 +148,25 @@ def test_every_kind_of_layer_scores_the_same_in_steps_of_any_size(name: str) -> 
     np.testing.assert_allclose(found[0], found[2], rtol=1e-3)
 
 
+def test_keys_that_a_later_layer_borrows_are_still_there(file: GGUFFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a pool for each layer: the last layer reads the keys of the second, and those between have others."""
+    last = SMALL.spec.layers[-1]
+    borrowing = replace(last, mixer=replace(last.mixer, donor=1))  # type: ignore[type-var]
+    # A layer behind it has full attention of its own, so that the borrowing one is read too.
+    spec = replace(SMALL.spec, layers=(*SMALL.spec.layers[:-2], borrowing, last))
+    tokens = np.random.default_rng(4).integers(0, SMALL.spec.vocab, 60).astype(np.int32)
+    shared = TextScorer(file, spec, HostDevice())(tokens)
+    monkeypatch.setattr("luce.layers.state.KVPool.form", staticmethod(lambda *_, **__: object()))
+    np.testing.assert_array_equal(TextScorer(file, spec, HostDevice())(tokens), shared)
+
+
+def test_a_limit_of_segments_bounds_the_memory(file: GGUFFile, scorer: TextScorer) -> None:
+    tokens = np.random.default_rng(5).integers(0, SMALL.spec.vocab, 250).astype(np.int32)
+    short = TextScorer(file, SMALL.spec, HostDevice(), longest=100)
+    np.testing.assert_allclose(short(tokens), scorer(tokens, segment=100), rtol=1e-4)
+    assert scorer_bytes(file, SMALL.spec, HostDevice(), 100) < scorer_bytes(file, SMALL.spec, HostDevice())
+
+
 def test_the_answer_scores_highest_without_rotation() -> None:
     with open_gguf(TINY) as file:
         spec = read_spec(Source(str(TINY), file.metadata, file.tensors))
