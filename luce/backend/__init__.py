@@ -13,6 +13,7 @@ one), placement and memory plans. Not here: what one shard does (luce.shard) and
     restore           loads a stored state into all shards at the same time
     boundary_memory   memory for activations between shards
     kvflash_size      pure: number of resident tokens of a long sequence (KVFlash)
+    model_work        what the layers of a file ask of devices, for predictions
     serving_options   ServingOptions: the settings of a whole model
     loading           loads the shards of a plan
 """

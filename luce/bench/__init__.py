@@ -5,7 +5,7 @@ at least, and timed steps on a backend. Not here: flags, tables and JSON (luce.c
 doctor` call it; it calls backend, ops, runtime, and the engine's paging and page tables.
 
     limits   bandwidth and matrix products of a device
-    profile  figures of a device; profile_cache keeps them in files
+    profile  figures of a device; profile_cache keeps them in files; device_figures: for a model
     cost     bytes and operations of a step
     measure  timed steps: prompts, decoding, verification, many sequences
 """

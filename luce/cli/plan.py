@@ -1,4 +1,5 @@
-"""The placement of a model's layers before the load, for `--dry-run` and `luce inspect`."""
+"""`luce plan MODEL`: the predicted speed of placements; and the placement of a model's layers before the load, for
+`--dry-run` and `luce inspect`."""
 
 from __future__ import annotations
 
@@ -9,17 +10,20 @@ import sys
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, get_args
 
 from rich.table import Table
 
 from luce.assembly import serving_options
 from luce.backend.placement import default_context, plan_model
 from luce.backend.serving_options import ServingOptions
-from luce.cli.arguments import settings
+from luce.cli import progress
+from luce.cli.arguments import add_json, add_model, add_settings, settings
 from luce.cli.console import output
+from luce.cli.predicted_plan import Asked, predicted, show
 from luce.cli.pull import fetch
 from luce.compress.open import ScorerPlan, plan_scorer
+from luce.config import values
 from luce.config.settings import Config
 from luce.draft.open import DraftPlan, plan_drafter
 from luce.errors import ModelError, UsageError
@@ -27,12 +31,16 @@ from luce.gguf.reader import GGUFFile, open_gguf
 from luce.models.keys import Source
 from luce.models.registry import read_spec
 from luce.models.spec import ModelSpec
+from luce.planner.problem import Objective
 from luce.remote.open import open_placement
+from luce.runtime.cores import limit_threads
 from luce.runtime.device import Device
 from luce.runtime.step import PAGE
 from luce.shard.sizes import state_bytes
 
 _MIB = 1 << 20
+#: groups of settings that `luce plan` takes
+SETTINGS = ("placement", "engine")
 
 
 @dataclass(frozen=True)
@@ -74,8 +82,47 @@ def opened(arguments: argparse.Namespace) -> Iterator[Opened]:
         yield Opened(config, file, spec, devices, draft, scorer)
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add MODEL, what to predict, --json and the flags of the settings."""
+    add_model(parser)
+    parser.add_argument(
+        "--optimize",
+        choices=get_args(Objective),
+        default="balanced",
+        help="what is to be fast (default: balanced, a prompt with its reply)",
+    )
+    for name, default, text in (("--prompt", "2048", "tokens of a prompt"), ("--reply", "256", "tokens of a reply")):
+        parser.add_argument(name, metavar="N", default=default, help=f"{text} (default: {default})")
+    parser.add_argument("--measure", action="store_true", help="measure the devices again")
+    add_json(parser)
+    add_settings(parser, SETTINGS)
+
+
 def run(arguments: argparse.Namespace) -> int:
-    """Print the plan; load nothing. The exit status is 0 if every device holds its part, else that of a ModelError."""
+    """Print predictions, or the plan for --dry-run; load nothing. The exit status of --dry-run is 0 if every device
+    holds its part, else that of a ModelError."""
+    if arguments.verb != "plan":
+        return _dry_run(arguments)
+    asked = Asked(arguments.optimize, _tokens(arguments, "prompt"), _tokens(arguments, "reply"), arguments.measure)
+    limit_threads(settings(arguments).threads)
+    with opened(arguments) as model, progress.shown("measuring the devices", lines=True):
+        facts = predicted(model.file, model.spec, model.devices, model.options, asked)
+    if arguments.json:
+        print(json.dumps(facts))
+    else:
+        show(output(), facts)
+    return 0
+
+
+def _tokens(arguments: argparse.Namespace, name: str) -> int:
+    text = getattr(arguments, name)
+    try:
+        return int(values.tokens(1)(text))
+    except ValueError as error:
+        raise UsageError(f"--{name}: {error}", param=name) from None
+
+
+def _dry_run(arguments: argparse.Namespace) -> int:
     if getattr(arguments, "server", None) is not None:
         raise UsageError("--dry-run: not with --server, which has its own settings", param="dry_run")
     if arguments.model is None:

@@ -1,0 +1,74 @@
+"""What the layers of a file ask of devices, for predictions: bytes by the functions that loading uses."""
+
+from __future__ import annotations
+
+from luce.backend.serving_options import ServingOptions
+from luce.gguf.reader import GGUFFile, TensorInfo
+from luce.layers.state import DeltaState
+from luce.layers.tensors import head_name, placed_bytes, shard_tensors, tensor_bytes
+from luce.models.spec import Attention, GatedDeltaNet, ModelSpec, MoE, SandwichLayer
+from luce.planner.problem import ExpertWork, HeadWork, LayerWork, ModelWork
+from luce.runtime.device import Device
+from luce.runtime.step import PAGE
+from luce.shard.sizes import activation_bytes, state_bytes
+
+# Launches of a decoding step: of a layer with attention, of one with a recurrent state, of routed experts, of the head.
+_ATTENTION, _RECURRENT, _EXPERTS, _HEAD = 11, 13, 4, 3
+
+
+def model_work(file: GGUFFile, spec: ModelSpec, device: Device, options: ServingOptions) -> ModelWork:
+    """The layers of a file with the bytes that they take on `device`; other devices hold multiples of them.
+
+    Layers that read a donor's keys and values have none, and no mirrors are counted. A table of embeddings that is the
+    head as well counts at both ends, as on two devices.
+    """
+    count = len(spec.layers)
+    ends = [
+        tensor_bytes(file, spec, one, device) - tensor_bytes(file, spec, one, device, layers_only=True)
+        for one in (range(1), range(count - 1, count))
+    ]
+    head = file.tensors[head_name(spec)]
+    boundaries = (0, *(activation_bytes(spec, layer, options.captured) for layer in range(1, count)))
+    layers = tuple(_layer(file, spec, device, options, layer) for layer in range(count))
+    return ModelWork(spec.hidden, boundaries, ends[0], HeadWork(ends[1], head.rows * head.cols, _HEAD), layers)
+
+
+def weight_tensors(file: GGUFFile, spec: ModelSpec) -> list[TensorInfo]:
+    """The tensors of all layers."""
+    names = shard_tensors(file, spec, range(len(spec.layers)), layers_only=True)
+    return [file.tensors[name] for name in sorted(names)]
+
+
+def _layer(file: GGUFFile, spec: ModelSpec, device: Device, options: ServingOptions, layer: int) -> LayerWork:
+    one, mixer = range(layer, layer + 1), spec.layers[layer].mixer
+    tensors = [file.tensors[name] for name in shard_tensors(file, spec, one, layers_only=True)]
+    routed = [tensor for tensor in tensors if "_exps." in tensor.name]
+    moe = _mixture(spec, layer)
+    experts = None
+    if moe is not None and routed:
+        macs = sum(tensor.rows * tensor.cols for tensor in routed) // moe.experts
+        experts = ExpertWork(placed_bytes(routed, device), macs, moe.experts, moe.used, _EXPERTS)
+    dense = sum(tensor.rows * tensor.cols for tensor in tensors if tensor not in routed)
+    size = tensor_bytes(file, spec, one, device, layers_only=True) - (0 if experts is None else experts.bytes)
+    state = state_bytes(device, spec, range(0) if spec.donor(layer) is not None else one, options)
+    recurrent = isinstance(mixer, GatedDeltaNet)
+    return LayerWork(
+        bytes=size,
+        macs=dense,
+        launches=_RECURRENT if recurrent else _ATTENTION,
+        kv=sum(state.page) // PAGE,
+        attention=2 * mixer.heads * mixer.head_dim if isinstance(mixer, Attention) else 0,
+        slot=state.slot,
+        # A row reads the whole state, and writes it.
+        slot_moved=2 * DeltaState.slot_bytes(mixer) if isinstance(mixer, GatedDeltaNet) else 0,
+        unpacked=2 * dense,
+        window=None if isinstance(mixer, GatedDeltaNet) else mixer.window,
+        experts=experts,
+    )
+
+
+def _mixture(spec: ModelSpec, layer: int) -> MoE | None:
+    own = spec.layers[layer]
+    if isinstance(own, SandwichLayer):
+        return own.experts
+    return own.ffn if isinstance(own.ffn, MoE) else None

@@ -1,0 +1,46 @@
+"""Figures of a device for a model with several types of weights, worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from gguf import GGMLQuantizationType as T
+
+from luce.bench.device_figures import device_figures, weight_types
+from luce.bench.profile import DeviceProfile, FormatProfile
+from luce.runtime.host import HostDevice
+
+
+@dataclass
+class Tensor:
+    type: T
+    nbytes: int
+
+
+def types(*tensors: tuple[T, int]) -> dict[T, int]:
+    made: Any = [Tensor(*tensor) for tensor in tensors]
+    return weight_types(made)
+
+
+def test_rare_types_count_as_the_type_with_the_nearest_bits() -> None:
+    # Q5_K has 5.5 bits: nearer to Q4_K's 4.5 than to Q8_0's 8.5.
+    assert types((T.Q4_K, 900), (T.Q8_0, 100), (T.Q5_K, 40), (T.F32, 3)) == {T.Q4_K: 940, T.Q8_0: 103}
+
+
+def test_types_without_a_kernel_count_as_the_type_that_they_become() -> None:
+    assert types((T.IQ2_XXS, 500), (T.Q8_0, 500)) == {T.F16: 500, T.Q8_0: 500}
+
+
+def test_rates_are_those_of_all_bytes_and_of_all_products() -> None:
+    quants = FormatProfile(100.0, {1: 10.0, 512: 80.0}, 50.0, 0.1, False)
+    halves = FormatProfile(50.0, {1: 40.0, 512: 80.0}, None, 0.1, False)
+    profile = DeviceProfile("cuda:0", "x", 0.0, 3.0, 2.0, 0.5, 7.0, {"Q8_0": quants, "F16": halves})
+    # 34 bytes are 32 elements of Q8_0, 64 bytes 32 of F16.
+    found = device_figures(HostDevice(), profile, {T.Q8_0: 34, T.F16: 64}, free=9, expand=1.5)
+    assert found.read == pytest.approx(98 / (34 / 100 + 64 / 50))
+    assert dict(found.rates) == pytest.approx({1: 64 / (32 / 10 + 32 / 40), 512: 80.0})
+    assert found.unpack == pytest.approx(50.0)
+    assert (found.launch, found.step, found.way.latency, found.way.bandwidth) == (2.0, 3.0, 0.5, 7.0)
+    assert (found.free, found.expand, found.host, found.name) == (9, 1.5, True, "cpu:0")
