@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ class Nvml:
         return 0 if address == b"0000:C1:00.0" and self.failing != "handle" else 6
 
     def nvmlDeviceGetEnforcedPowerLimit(self, device: Any, milliwatts: Any) -> int:
-        milliwatts._obj.value = 350_400
+        ctypes.cast(milliwatts, ctypes.POINTER(ctypes.c_uint)).contents.value = 350_400
         return int(self.failing == "limit")
 
 
