@@ -253,7 +253,6 @@ class _Programme:
         resources = labels.resources[at] + self._used(index, tables, start, end)
         room = np.array([problem.pools[machine] for machine in self._pools])
         good = (resources[:, : len(room)] <= room).all(axis=1)
-        good &= self._fits_alone(device, tables.pooled[start, end])
         at, end, start, resources = at[good], end[good], start[good], resources[good]
         return Labels(
             np.full(len(at), used, np.int64),
@@ -279,11 +278,6 @@ class _Programme:
             )
             self._links[last, index] = one, piece
         return self._links[last, index]
-
-    def _fits_alone(self, device: DeviceFigures, pooled: Floats) -> np.ndarray:
-        if device.machine not in self._problem.pools:
-            return np.ones(len(pooled), np.bool_)
-        return np.asarray(pooled <= self._problem.pools[device.machine])
 
     def _used(self, index: int, tables: ShardTables, start: np.ndarray, end: np.ndarray) -> Floats:
         """[n, resources] of the new shard."""

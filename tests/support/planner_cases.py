@@ -319,7 +319,9 @@ def _random_devices(rng: random.Random, total: int) -> list[dict[str, Any]]:
         read = 10 ** rng.uniform(10, 11) if cpu else 10 ** rng.uniform(11, 12.5)
         rates = {"1": read * 2, "16": read * rng.uniform(4, 20), "512": read * rng.uniform(20, 150)}
         device: dict[str, Any] = {"name": f"d{number}", "host": machine, "kind": "cpu" if cpu else "cuda"}
-        device |= {"free": int(total * rng.uniform(0.2, 1.6)) + 10**9, "read": read, "rates": rates}
+        # A CPU may be too small for the experts that several GPUs could leave to it.
+        share = rng.uniform(0.02, 0.8) if cpu else rng.uniform(0.2, 1.6)
+        device |= {"free": int(total * share) + (0 if cpu else 10**9), "read": read, "rates": rates}
         device |= {"launch": rng.uniform(1e-6, 2e-5), "step": rng.uniform(1e-5, 1e-4), "workspace": 10**8}
         device |= {"way": _random_link(rng), "bus": {"latency": 1.5e-5, "bandwidth": 2.2e10}}
         if machine == "b":

@@ -110,6 +110,20 @@ def test_a_second_gpu_comes_before_the_cpu() -> None:
     assert [shard.device for shard in found.placement] == ["cuda:0", "cuda:1"]
 
 
+@pytest.mark.parametrize("seed", range(60))
+def test_experts_of_two_gpus_share_the_memory_of_the_cpu(seed: int) -> None:
+    rng = random.Random(seed)
+    case = random_case(rng)
+    experts = {"bytes": 10**9, "macs": 10**7, "count": 64, "used": 4, "launches": 4}
+    case["model"]["layers"] = [{**layer, "experts": experts} for layer in case["model"]["layers"][:4]]
+    gpus = [device for device in case["devices"] if device["kind"] != "cpu"][:1] or [CASES[12]["devices"][0]]
+    gpus = [{**gpus[0], "name": f"cuda:{i}", "host": "here", "place": "", "free": 4 * 10**9 + i} for i in range(2)]
+    cpu = {**CASES[12]["devices"][1], "free": rng.randint(1, 4) * 1_100_000_000, "expand": 1}
+    case |= {"devices": [*gpus, cpu], "pairs": {}, "offload": True}
+    expected, found = BruteForce(case).best(), best_placement(problem_of(case))
+    assert (None if found is None else placement_of(found)) == (None if expected is None else expected[1])
+
+
 def test_devices_of_one_daemon_stand_side_by_side() -> None:
     # Ways by the server are slow, so that the fastest order would put the local device between the two if it could.
     slow = LinkFigures(0.05, 5e10)
