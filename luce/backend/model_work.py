@@ -13,6 +13,7 @@ from luce.runtime.step import PAGE
 from luce.shard.sizes import activation_bytes, state_bytes
 
 # Launches of a decoding step: of a layer with attention, of one with a recurrent state, of routed experts, of the head.
+# Estimates for all families: a family whose layers have more norms has some more.
 _ATTENTION, _RECURRENT, _EXPERTS, _HEAD = 11, 13, 4, 3
 
 
@@ -43,7 +44,7 @@ def _layer(file: GGUFFile, spec: ModelSpec, device: Device, options: ServingOpti
     one, mixer = range(layer, layer + 1), spec.layers[layer].mixer
     tensors = [file.tensors[name] for name in shard_tensors(file, spec, one, layers_only=True)]
     routed = [tensor for tensor in tensors if "_exps." in tensor.name]
-    moe = _mixture(spec, layer)
+    moe = mixture(spec, layer)
     experts = None
     if moe is not None and routed:
         macs = sum(tensor.rows * tensor.cols for tensor in routed) // moe.experts
@@ -67,7 +68,8 @@ def _layer(file: GGUFFile, spec: ModelSpec, device: Device, options: ServingOpti
     )
 
 
-def _mixture(spec: ModelSpec, layer: int) -> MoE | None:
+def mixture(spec: ModelSpec, layer: int) -> MoE | None:
+    """The experts of a layer, None if it has none."""
     own = spec.layers[layer]
     if isinstance(own, SandwichLayer):
         return own.experts

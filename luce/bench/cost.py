@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from luce.backend.model_work import mixture
 from luce.gguf.reader import GGUFFile, TensorInfo
 from luce.layers.state import DeltaState, KVPool
 from luce.layers.tensors import EMBEDDING, shard_tensors
-from luce.models.spec import Attention, ModelSpec, MoE, SandwichLayer, ShortConv
+from luce.models.spec import Attention, ModelSpec, ShortConv
 from luce.ops.kvtype import KVTypes
 from luce.ops.weight import stored_bytes
 from luce.runtime.device import Device
@@ -86,17 +87,11 @@ class ShardCost:
 
     def _weight(self, tensor: TensorInfo, rows: int) -> Cost:
         size, flops = self._bytes(tensor), 2.0 * tensor.rows * tensor.cols * rows
-        moe = self._experts(int(tensor.name.split(".")[1]))
+        moe = mixture(self._spec, int(tensor.name.split(".")[1]))
         if moe is not None and "_exps." in tensor.name:
             share = moe.used / moe.experts
             return Cost(size * (1 - (1 - share) ** rows), flops * share)
         return Cost(size, flops)
-
-    def _experts(self, layer: int) -> MoE | None:
-        spec = self._spec.layers[layer]
-        if isinstance(spec, SandwichLayer):
-            return spec.experts
-        return spec.ffn if isinstance(spec.ffn, MoE) else None
 
     def _mixing(self, layer: int, span: Rows) -> Cost:
         mixer = self._spec.layers[layer].mixer

@@ -137,6 +137,7 @@ def _gpu(gpu: Found, measure: bool) -> dict[str, Any]:
         if measure and report["works"]:
             report["profile"] = _profile(device)
     except DeviceError as error:
+        report["works"] = False
         report["problems"].append(str(error))
     finally:
         device.close()
