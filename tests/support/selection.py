@@ -14,6 +14,7 @@ import gc
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,6 +27,7 @@ ALLOWED_SKIPS = (
     ("tests/process/test_readme.py", "the sources are no git checkout"),
     ("tests/clients/test_aider.py", "aider is not installed"),
 )
+_PROVED = pytest.StashKey[list[str]]()
 
 
 @cache
@@ -55,29 +57,48 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
     lines = [] if gpu_present() else ["no CUDA or HIP device: tests with the mark `gpu` are not collected"]
-    if config.getoption("--skip-proved") or config.getoption("--prove"):
-        count = sum(proved(name) for name in proofs.recorded("tests"))
-        lines.append(f"emulated tests of {count} files passed with these sources before, and are left out")
+    if _skips_proved(config):
+        lines.append(
+            f"emulated tests of {len(_proved(config))} files passed with these sources before, and are left out"
+        )
     return lines
 
 
-def proved(name: str) -> bool:
-    """Whether the emulated tests of a file, named from the repository's root, passed with the present sources."""
-    recorded = proofs.recorded("tests").get(name)
-    return recorded is not None and recorded == proofs.test_digest(proofs.ROOT / name)
+def proved() -> list[str]:
+    """The files, named from the repository's root, whose emulated tests passed with the present sources."""
+    recorded = proofs.recorded("tests").items()
+    return [name for name, digest in recorded if digest == proofs.test_digest(proofs.ROOT / name)]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    # The digests take seconds, in each process of xdist.
+    if _skips_proved(node.config):
+        node.workerinput["proved"] = _proved(node.config)
+
+
+def _proved(config: pytest.Config) -> list[str]:
+    if _PROVED not in config.stash:
+        given = getattr(config, "workerinput", {}).get("proved")
+        config.stash[_PROVED] = proved() if given is None else given
+    return config.stash[_PROVED]
+
+
+def _skips_proved(config: pytest.Config) -> bool:
+    return bool(config.getoption("--skip-proved") or config.getoption("--prove"))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    skip_proved = config.getoption("--skip-proved") or config.getoption("--prove")
-    chosen, left_out, known = list[pytest.Item](), list[pytest.Item](), cache(proved)
+    known = frozenset(_proved(config) if _skips_proved(config) else ())
+    chosen, left_out = list[pytest.Item](), list[pytest.Item]()
     for item in items:
         params = getattr(getattr(item, "callspec", None), "params", {}).values()
         names = (*getattr(item, "fixturenames", ()), *(value for value in params if isinstance(value, str)))
         if any(name.startswith("emulated") for name in names):
             item.add_marker("emulated")
         absent = item.get_closest_marker("gpu") and not gpu_present()
-        repeated = skip_proved and item.get_closest_marker("emulated") and known(_file(item.nodeid))
+        repeated = item.get_closest_marker("emulated") and _file(item.nodeid) in known
         (left_out if absent or repeated else chosen).append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
