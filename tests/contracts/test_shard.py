@@ -21,10 +21,11 @@ from luce.runtime.step import MAX_CANDIDATES, PAGE
 from luce.shard.local import LocalShard
 from luce.shard.saved_state import StatePiece
 from luce.shard.sizes import activation_widths
-from tests.support.daemons import HERE, devices, key_file, listener, with_flags, within
+from tests.support.daemons import devices, key_file, listener, with_flags, within
 from tests.support.drive import Driver, gathered
 from tests.support.golden_checks import TREES, check_masks, check_rollback, check_tree
 from tests.support.reference import Reference
+from tests.support.warm import WARM
 
 #: a sandwich model with a tied, scaled embedding and softcap; a recurrent one with a head of its own, quantised
 REFERENCES = [Reference("gemma4-e-F32"), Reference("qwen35-b-Q4_K_M")]
@@ -46,12 +47,12 @@ def make(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
                 opened: list[Any] = [HostDevice(0), HostDevice(1)]
             elif request.param == "tcp":
                 key = key_file(tmp_path_factory.mktemp("keys") / "key")
-                ports = [stack.enter_context(listener(reference.path, key))[0] for _ in range(2)]
+                ports = [stack.enter_context(listener(reference.path, key, python=WARM))[0] for _ in range(2)]
                 names = ",".join(f"tcp://127.0.0.1:{port}/cpu:0" for port in ports)
                 opened = stack.enter_context(devices(names, target_shard_ipc_bin=(), shard_key_file=key))
             else:
                 flags = request.param == "flags"
-                python = with_flags(tmp_path_factory.mktemp("flags") / "python") if flags else HERE
+                python = with_flags(tmp_path_factory.mktemp("flags") / "python") if flags else WARM
                 settings = {"target_shard_ipc_bin": (("cpu", python),), "isolate_shards": True}
                 transport = "stream" if request.param == "stream" else "shared"
                 opened = stack.enter_context(devices("cpu:0,cpu:1", **settings, shard_transport=transport))

@@ -12,8 +12,8 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 
 from luce.errors import LuceError
-from tests.support.daemons import HERE
 from tests.support.reference import Reference
+from tests.support.warm import WARM
 from tools import bench_draft
 
 TINY = Path(__file__).resolve().parents[2] / "models" / "tiny"
@@ -22,8 +22,8 @@ LEAST = {"drafter": 2.5, "draft": 4.0}
 PLACES: list[dict[str, Any]] = [
     {"target_devices": "cpu:0"},
     {"target_devices": "cpu:0,cpu:1,cpu:2"},
-    {"target_devices": "cpu:0,cpu:1", "target_shard_ipc_bin": str(HERE)},
-    {"target_devices": "cpu:0", "draft_ipc_bin": str(HERE)},
+    {"target_devices": "cpu:0,cpu:1", "target_shard_ipc_bin": str(WARM)},
+    {"target_devices": "cpu:0", "draft_ipc_bin": str(WARM)},
 ]
 TARGET = Reference("qwen35-b-Q4_K_M").path
 

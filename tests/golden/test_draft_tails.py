@@ -16,10 +16,10 @@ from luce.draft.feature_tail import FeatureTail, FeatureTails
 from luce.layers.features import FeatureRing
 from luce.runtime.host import HostDevice
 from luce.runtime.step import Span
-from tests.support.daemons import HERE
 from tests.support.drafts import DraftReference
 from tests.support.proposals import recorded
 from tests.support.reference import Reference
+from tests.support.warm import WARM
 
 FIT = DraftReference("qwen35-a-draft-fit-F32")
 #: target, --draft
@@ -76,7 +76,7 @@ def goes_on(kind: str, model: Model, tier: str, *, tail: bool = True, tree: bool
     assert found[0][1]
 
 
-@pytest.mark.parametrize("draft", [{}, {"draft_ipc_bin": str(HERE)}], ids=["here", "daemon"])
+@pytest.mark.parametrize("draft", [{}, {"draft_ipc_bin": str(WARM)}], ids=["here", "daemon"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_from_memory(kind: str, draft: dict[str, str]) -> None:
     with load(kind, **draft) as model:
@@ -84,7 +84,7 @@ def test_from_memory(kind: str, draft: dict[str, str]) -> None:
         goes_on(kind, model, "ram")
 
 
-@pytest.mark.parametrize("draft", [{}, {"draft_ipc_bin": str(HERE)}], ids=["here", "daemon"])
+@pytest.mark.parametrize("draft", [{}, {"draft_ipc_bin": str(WARM)}], ids=["here", "daemon"])
 def test_behind_trees(draft: dict[str, str], tmp_path: Path) -> None:
     """Rows of accepted branches lie where the rows of a text lie, in a saved tail too."""
     settings = {"kv_cache_dir": str(tmp_path), "kv_cache_min_tokens": 1, **TREES, **draft}
@@ -121,7 +121,7 @@ def test_after_a_restart_and_in_another_placement(kind: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("devices", "shares"), [("cpu:0,cpu:1,cpu:2", "0.08,0.46,0.46"), ("cpu:0,cpu:1", "1,1")])
 def test_after_a_cold_restart_of_daemons(devices: str, shares: str, tmp_path: Path) -> None:
-    split = {"target_devices": devices, "target_layer_split": shares, "target_shard_ipc_bin": str(HERE)}
+    split = {"target_devices": devices, "target_layer_split": shares, "target_shard_ipc_bin": str(WARM)}
     saved(tmp_path, **split)
     with load("dflash", kv_cache_dir=str(tmp_path), **split) as model:
         goes_on("dflash", model, "disk")

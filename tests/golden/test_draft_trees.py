@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 import luce
-from tests.support.daemons import HERE
 from tests.support.draft_replies import FIT, KINDS, PLACES, SETTINGS, beside, drafted, expected, replies
+from tests.support.warm import WARM
 
-DAEMON = {"target_devices": "cpu:0,cpu:1", "target_shard_ipc_bin": str(HERE)}
-REMOTE = {"target_devices": "cpu:0", "draft_device": "cpu:1", "draft_ipc_bin": str(HERE)}
+DAEMON = {"target_devices": "cpu:0,cpu:1", "target_shard_ipc_bin": str(WARM)}
+REMOTE = {"target_devices": "cpu:0", "draft_device": "cpu:1", "draft_ipc_bin": str(WARM)}
 PLACED: dict[str, dict[str, Any]] = {**PLACES, "daemon": DAEMON, "remote draft": REMOTE}
 
 

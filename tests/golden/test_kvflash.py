@@ -27,11 +27,11 @@ from luce.runtime.host import HostDevice
 from luce.runtime.step import PAGE, Output, PageView, Step
 from luce.shard.local import LocalShard
 from tests.support.changed import changed
-from tests.support.daemons import HERE
 from tests.support.drafters import BranchingDrafter, ScriptedDrafter
 from tests.support.paging import Asked, Hashed
 from tests.support.reference import Reference
 from tests.support.replies import make_engine
+from tests.support.warm import WARM
 
 CONTEXT, CHUNK, SLOTS = 2048, 128, 2
 #: one file of each kind of layers
@@ -196,7 +196,7 @@ def test_two_devices_and_daemons_page_alike(smoke: str, tmp_path: Path) -> None:
         assert residency(model).max_resident_pages * PAGE == pool
         assert expected[1][0] > 10
     two = {"target_devices": "cpu:0,cpu:1", "target_layer_split": weights, **settings}
-    for more in ({}, {"target_shard_ipc_bin": str(HERE), "shard_start_timeout": 60}):
+    for more in ({}, {"target_shard_ipc_bin": str(WARM), "shard_start_timeout": 60}):
         with load(path, **two, **more) as model:
             assert [tuple(shard["layers"]) for shard in model.placement] == layers
             assert drive(model, reference) == expected
@@ -254,7 +254,7 @@ def test_a_restart(name: str, tmp_path: Path) -> None:
     assert first[1] == "disk" and first[2] > 1000
     assert again(1, target_devices="cpu:0,cpu:1") == first
     if name == "gemma4-e-F32":
-        assert again(2, target_devices="cpu:0,cpu:1", target_shard_ipc_bin=str(HERE)) == first
+        assert again(2, target_devices="cpu:0,cpu:1", target_shard_ipc_bin=str(WARM)) == first
     assert again(3, kvflash="1024")[1:] == ("none", 0)
 
 

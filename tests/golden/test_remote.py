@@ -8,16 +8,18 @@ import numpy as np
 import pytest
 
 from luce.runtime.host import HostDevice
-from tests.support.daemons import HERE, devices, key_file, listener, with_flags
+from tests.support.daemons import devices, key_file, listener, with_flags
 from tests.support.make_driver import MakeDriver
 from tests.support.placements import placement_results
 from tests.support.reference import Reference, references
+from tests.support.warm import WARM
 
+FORKED: dict[str, object] = {"target_shard_ipc_bin": (("", WARM),)}
 #: devices, and settings that put them into daemons
 PLACEMENTS: dict[str, tuple[str, dict[str, object]]] = {
-    "a device and a daemon": ("cpu:0,cpu:1", {}),
-    "three daemons": ("cpu:0,cpu:1,cpu:2", {"target_shard_ipc_bin": (("cpu", HERE),), "isolate_shards": True}),
-    "a daemon of two devices": ("cpu:0,cpu:1,cpu:2", {}),
+    "a device and a daemon": ("cpu:0,cpu:1", FORKED),
+    "three daemons": ("cpu:0,cpu:1,cpu:2", {"target_shard_ipc_bin": (("cpu", WARM),), "isolate_shards": True}),
+    "a daemon of two devices": ("cpu:0,cpu:1,cpu:2", FORKED),
 }
 #: the same steps in one process: NumPy's products of 64 rows have other bits than those of 135
 LOCAL = [HostDevice(0), HostDevice(1)]
@@ -40,7 +42,7 @@ def test_daemons_change_nothing(
     reference: Reference, make_driver: MakeDriver, key: Path, flags: tuple[tuple[str, Path], ...]
 ) -> None:
     expected = placement_results(make_driver(reference, LOCAL, microbatch=64), reference)
-    with listener(reference.path, key) as (port, _):
+    with listener(reference.path, key, python=WARM) as (port, _):
         network = f"cpu:0,tcp://127.0.0.1:{port}/cpu:0,tcp://127.0.0.1:{port}/cpu:1"
         over_tcp = network, {"target_shard_ipc_bin": (), "shard_key_file": key}
         by_flags = "cpu:0,cpu:1,cpu:2", {"target_shard_ipc_bin": flags}
@@ -55,7 +57,7 @@ def test_daemons_change_nothing(
 def test_a_daemon_between_two_local_devices(make_driver: MakeDriver) -> None:
     reference = Reference("gemma4-e-Q4_0")
     expected = placement_results(make_driver(reference, LOCAL, microbatch=64), reference)
-    with devices("cpu:0,cpu:1") as opened:
+    with devices("cpu:0,cpu:1", **FORKED) as opened:
         driver = make_driver(reference, [*opened, HostDevice(2)], microbatch=64)
         assert (placement_results(driver, reference) == expected).all()
         driver.backend.close()

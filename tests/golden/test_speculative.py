@@ -13,15 +13,15 @@ from luce import assembly
 from luce.draft.drafter import Drafter
 from luce.draft.open import PreparedDrafter
 from luce.runtime.host import HostDevice
-from tests.support.daemons import HERE
 from tests.support.drafters import ScriptedDrafter, sometimes
 from tests.support.make_driver import MakeDriver
 from tests.support.reference import Reference, references
+from tests.support.warm import WARM
 
 PLACES: dict[str, dict[str, Any]] = {
     "one": {"target_devices": "cpu:0"},
     "three": {"target_devices": "cpu:0,cpu:1,cpu:2"},
-    "daemon": {"target_devices": "cpu:0,cpu:1", "target_shard_ipc_bin": str(HERE)},
+    "daemon": {"target_devices": "cpu:0,cpu:1", "target_shard_ipc_bin": str(WARM)},
 }
 
 

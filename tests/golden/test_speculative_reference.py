@@ -12,11 +12,12 @@ from luce.config.sampling import SamplingParams
 from luce.engine.events import Event, Tokens
 from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
-from tests.support.daemons import HERE, devices
+from tests.support.daemons import devices
 from tests.support.drafts import DraftReference, references
 from tests.support.drive import Driver
 from tests.support.make_driver import MakeDriver
 from tests.support.reference import Reference, errors
+from tests.support.warm import WARM
 
 each_prompt = pytest.mark.parametrize("prompt", ["17", "long"])
 each_trace = pytest.mark.parametrize("name", ["qwen35-a-draft-F32", "qwen35-b-draft-BF16"])
@@ -66,7 +67,7 @@ def test_traces(name: str, prompt: str, make_driver: MakeDriver) -> None:
     for count in (1, 3):
         driver = make_driver(reference.target, [HostDevice(i) for i in range(count)], verify_rows=16)
         replay(driver, reference.target, reference.expected, prompt, "f32")
-    with devices("cpu:0,cpu:1") as opened:
+    with devices("cpu:0,cpu:1", target_shard_ipc_bin=(("", WARM),)) as opened:
         driver = make_driver(reference.target, opened, verify_rows=16)
         replay(driver, reference.target, reference.expected, prompt, "f32")
         driver.backend.close()
@@ -110,7 +111,7 @@ def test_runs(reference: DraftReference, place: str) -> None:
 
 def test_a_daemon_beside_the_draft() -> None:
     reference = DraftReference("qwen35-a-draft-fit-F32")
-    settings = {"target_devices": "cpu:0,cpu:1", "target_shard_ipc_bin": str(HERE), "verify_width": 8}
+    settings = {"target_devices": "cpu:0,cpu:1", "target_shard_ipc_bin": str(WARM), "verify_width": 8}
     with luce.load(reference.target.path, max_ctx=512, draft=str(reference.path), **settings) as model:
         ids = reference.expected["prompt_17"].tolist()
         generation = model.generate(ids, max_tokens=32, temperature=0, ignore_eos=True)

@@ -23,14 +23,15 @@ from luce.layers.build import LayerBuilder
 from luce.runtime.device import Memory
 from luce.runtime.host import HostDevice
 from luce.runtime.step import Output, Step
-from tests.support.daemons import HERE, children, within
+from tests.support.daemons import children, within
 from tests.support.drafts import DraftReference
+from tests.support.warm import WARM
 
 FIT = DraftReference("qwen35-a-draft-fit-F32")
 SPLITS: dict[str, dict[str, Any]] = {
     "two": {"target_devices": "cpu:0,cpu:1"},
     "three": {"target_devices": "cpu:0,cpu:1,cpu:2", "target_layer_split": "1,5,2"},
-    "daemon": {"target_devices": "cpu:0,cpu:1", "target_shard_ipc_bin": str(HERE)},
+    "daemon": {"target_devices": "cpu:0,cpu:1", "target_shard_ipc_bin": str(WARM)},
 }
 #: (position, rows) of the spans of a prompt
 Read = list[tuple[int, int]]

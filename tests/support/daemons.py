@@ -23,6 +23,7 @@ from luce.ipc.child import Child
 from luce.remote.device import RemoteDevice
 from luce.remote.open import open_placement
 from luce.runtime.device import Device
+from tests.support.warm import program
 
 HERE = Path(sys.executable)
 
@@ -40,10 +41,10 @@ def devices(names: str, **settings: object) -> Iterator[list[Device]]:
 
 @contextmanager
 def listener(
-    path: Path, key: Path, port: int = 0, draft: Path | None = None
+    path: Path, key: Path, port: int = 0, draft: Path | None = None, python: Path = HERE
 ) -> Iterator[tuple[int, subprocess.Popen[str]]]:
     """A `luce shard` that listens with a model, or its draft too, and its port."""
-    command = [sys.executable, "-m", "luce", "shard", str(path), "--listen", f"127.0.0.1:{port}"]
+    command = [str(python), "-P", "-m", "luce", "shard", str(path), "--listen", f"127.0.0.1:{port}"]
     command += [] if draft is None else ["--draft", str(draft)]
     process = subprocess.Popen([*command, "--key-file", str(key)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -64,7 +65,7 @@ def interpreter(path: Path, text: str) -> Path:
 
 def with_flags(path: Path) -> Path:
     """An interpreter whose CPU devices wait for the flags in shared memory, and raise them, as GPUs do."""
-    return interpreter(
+    return program(
         path,
         "from luce.cli.main import main\n"
         "from luce.runtime.host import HostDevice\n"
@@ -128,7 +129,8 @@ def _counts(pid: int) -> bool:
     multiprocessing for as long as this process lives."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        return b"shard" in command or command == [b""]
+        # A program that begins has none either.
+        return b"shard" in command or (command == [b""] and state(pid) == "Z")
     return False
 
 

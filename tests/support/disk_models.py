@@ -9,8 +9,9 @@ from typing import Any
 
 import luce
 from luce.api import Model
-from tests.support.daemons import HERE, key_file, listener
+from tests.support.daemons import key_file, listener
 from tests.support.reference import Reference
+from tests.support.warm import WARM
 
 
 def load(path: Path, directory: Path, **more: Any) -> Model:
@@ -43,10 +44,10 @@ def saved(model: Model, prompt: list[int]) -> int:
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "one": {"target_devices": "cpu:0"},
     "three": {"target_devices": "cpu:0,cpu:1,cpu:2"},
-    "daemons": {"target_devices": "cpu:0,cpu:1,cpu:2", "target_shard_ipc_bin": HERE, "isolate_shards": True},
+    "daemons": {"target_devices": "cpu:0,cpu:1,cpu:2", "target_shard_ipc_bin": WARM, "isolate_shards": True},
     "daemon of two, by stream": {
         "target_devices": "cpu:0,cpu:1,cpu:2",
-        "target_shard_ipc_bin": HERE,
+        "target_shard_ipc_bin": WARM,
         "shard_transport": "stream",
     },
     "network": {"target_devices": "cpu:0,{0}cpu:0,{0}cpu:1"},
@@ -59,7 +60,7 @@ def placed(reference: Reference, directory: Path, placement: str, **more: Any) -
     with ExitStack() as opened:
         if placement == "network":
             key = key_file(directory.parent / "key")
-            port, _ = opened.enter_context(listener(reference.path, key))
+            port, _ = opened.enter_context(listener(reference.path, key, python=WARM))
             address = f"tcp://127.0.0.1:{port}/"
             fields |= {"target_devices": fields["target_devices"].format(address), "shard_key_file": key}
         yield opened.enter_context(load(reference.path, directory, **fields))

@@ -18,9 +18,9 @@ import luce
 from luce.api import Model
 from luce.backend.layersplit import LayerSplitBackend
 from luce.runtime.step import Output, Step
-from tests.support.daemons import HERE
 from tests.support.drafts import DraftReference
 from tests.support.reference import Reference
+from tests.support.warm import WARM
 
 FIT = DraftReference("qwen35-a-draft-fit-F32")
 #: a recurrent model with its drafts, and one that pages
@@ -30,7 +30,7 @@ GREEDY = RECURRENT.expected["greedy_17"][:8].tolist()
 LONG = (PROMPT * 50)[:800]
 #: where the layers are: in this process, and with those of two devices in a daemon
 HERE_ALL: dict[str, Any] = {"target_devices": "cpu:0,cpu:1,cpu:2"}
-DAEMON: dict[str, Any] = {**HERE_ALL, "target_shard_ipc_bin": str(HERE)}
+DAEMON: dict[str, Any] = {**HERE_ALL, "target_shard_ipc_bin": str(WARM)}
 
 Patch, Log = pytest.MonkeyPatch, pytest.LogCaptureFixture
 Check = Callable[[Patch, Path, Log], None]

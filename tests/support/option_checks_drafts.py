@@ -10,9 +10,10 @@ import pytest
 
 from luce.errors import DeviceError, LuceError
 from luce.runtime.step import Span
-from tests.support.daemons import HERE, children, within
+from tests.support.daemons import children, within
 from tests.support.option_checks import DAEMON, FIT, GREEDY, LONG, RECURRENT, Log, Patch, Table, load, reply, steps
 from tests.support.proposals import loaded_drafter
+from tests.support.warm import WARM
 
 CHECKS = checks = Table()
 
@@ -44,7 +45,7 @@ def _draft(name: str, patch: Patch, path: Path, log: Log) -> None:
 @functools.cache
 def proposals(**settings: Any) -> list[list[list[int]]]:
     """The verified rows of each of two replies to the same prompt."""
-    given = {**DAEMON, "draft": str(FIT.path), "draft_ipc_bin": str(HERE), "verify_width": 8, "max_ctx": 512}
+    given = {**DAEMON, "draft": str(FIT.path), "draft_ipc_bin": str(WARM), "verify_width": 8, "max_ctx": 512}
     found = []
     with load(**{**given, **settings}) as model:
         for _ in range(2):
@@ -80,7 +81,7 @@ def _residency(patch: Patch, path: Path, log: Log) -> None:
 def _draft_device(name: str, patch: Patch, path: Path, log: Log) -> None:
     settings = {"draft": str(FIT.path), "draft_device": "cpu:5"}
     if name == "draft_ipc_bin":
-        settings["draft_ipc_bin"] = str(HERE)
+        settings["draft_ipc_bin"] = str(WARM)
     before = children()
     with load(**DAEMON, **settings) as model:
         drafts = [daemon.device for daemon in model.daemons() if daemon.shard == "draft"]
