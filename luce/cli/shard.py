@@ -11,7 +11,6 @@ import socket
 from pathlib import Path
 
 from luce import log
-from luce.cli.pull import fetch
 from luce.draft.daemon import draft_loader
 from luce.errors import UsageError
 from luce.ipc.accept import accept_servers
@@ -59,6 +58,9 @@ def _serve_parent(fds: str) -> None:
 def _serve_network(arguments: argparse.Namespace) -> None:
     if arguments.model is None or arguments.listen is None or arguments.key_file is None:
         raise UsageError("luce shard needs MODEL, --listen and --key-file", param="listen")
+    # Imports for 60 ms what a local daemon does without.
+    from luce.cli.pull import fetch
+
     path = fetch(arguments.model, None)
     draft = None if arguments.draft is None else Path(arguments.draft)
     tls = open_key_file(Path(arguments.key_file), "--key-file", server=True)
