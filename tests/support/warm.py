@@ -15,6 +15,7 @@ import fcntl
 import json
 import os
 import selectors
+import shutil
 import signal
 import socket
 import stat
@@ -151,14 +152,16 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     assert process.stdin is not None
     process.stdin.close()
     process.wait()
-    _PLACE.cleanup()
 
 
 if __name__ == "__main__":
-    _serve(socket.socket(fileno=int(sys.argv[1])))
+    with socket.socket(fileno=int(sys.argv[1])) as _listener:
+        _serve(_listener)
+        # Here, as the process of the tests may have been killed.
+        shutil.rmtree(Path(_listener.getsockname()).parent)
 else:
-    _PLACE = tempfile.TemporaryDirectory(prefix="luce-warm-")
-    _ADDRESS = str(Path(_PLACE.name) / "socket")
+    _PLACE = Path(tempfile.mkdtemp(prefix="luce-warm-"))
+    _ADDRESS = str(_PLACE / "socket")
     atexit.register(_stop, _start(_ADDRESS))
     #: what stands for this interpreter
-    WARM = program(Path(_PLACE.name) / "python")
+    WARM = program(_PLACE / "python")
