@@ -125,13 +125,18 @@ def children() -> set[int]:
 
 
 def _counts(pid: int) -> bool:
-    """Whether a child is a daemon or a zombie, which has no command line: others render templates, or were left by
+    """Whether a child is a daemon or one that ends, which has no command line: others render templates, or were left by
     multiprocessing for as long as this process lives."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        # A program that begins has none either.
-        return b"shard" in command or (command == [b""] and state(pid) == "Z")
+        # A program that begins has none either; one that ends loses it before it is a zombie.
+        return b"shard" in command or (command == [b""] and _ends(pid))
     return False
+
+
+def _ends(pid: int) -> bool:
+    """Whether a process ends, or has ended: PF_EXITING of Linux, which zombies have too."""
+    return bool(int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[6]) & 4)
 
 
 def state(pid: int) -> str:
