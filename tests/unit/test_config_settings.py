@@ -33,22 +33,15 @@ GROUPS = {
 }
 #: the code that opens a model, and all packages below it
 BELOW = ("config", *FLOW[FLOW.index("assembly") :])
+#: the code that places a model without loading it
+PLANNED = ("assembly", "kvcache/policies.py", "draft", "backend", "remote", "ipc", "runtime")
 #: the packages and files that a verb's settings can reach; all start from a Config
 REACHED = {
     "serve": ("cli/serve.py", "server", "log.py", *BELOW),
     "chat": ("cli/chat.py", *BELOW),
     "run": ("cli/run.py", *BELOW),
-    "inspect": (
-        "cli/inspect.py",
-        "cli/plan.py",
-        "assembly",
-        "kvcache/policies.py",
-        "draft",
-        "backend",
-        "remote",
-        "ipc",
-        "runtime",
-    ),
+    "inspect": ("cli/inspect.py", "cli/plan.py", *PLANNED),
+    "plan": ("cli/plan.py", "cli/predicted_plan.py", *PLANNED),
     "bench": ("cli/bench.py", "assembly", "kvcache/policies.py", "backend", "remote", "ipc", "runtime"),
     "cache": ("cli/cache.py", "config"),
 }
