@@ -32,6 +32,7 @@ _LARGEST = 1 << 20
 # Characters by which a word goes on behind a cut within it: more than any pattern looks ahead.
 _AHEAD = 4
 _SPACES = re.compile(r"[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]*")
+_BREAK = re.compile(r"\r\n|[\r\n]")
 # Texts of this many characters or more are encoded without the interpreter lock.
 _LONG = 4096
 
@@ -68,8 +69,8 @@ class _Windows:
         self._text = text
         self._size = size
         self._composes = library.normalizer is not None
-        # The last run of whitespace that a window ended in: its end, and its last line feed or -1.
-        self._run = (-1, -1)
+        # The last run of whitespace that a window ended in: its end, and its next line break (None: it has no more).
+        self._run: tuple[int, re.Match[str] | None] = (-1, None)
 
     def ids(self, limit: PromptLimit, before: int) -> list[int]:
         found: list[int] = []
@@ -97,15 +98,20 @@ class _Windows:
         return encode_whole(self._library, self._text[start:end] + self._hint(end))
 
     def _hint(self, end: int) -> str:
-        """A line feed if the run of whitespace around `end` has one later."""
+        """The next line break of the run of whitespace around `end`, if it has one later. Of the vocabularies that look
+        for one, Laguna's tells a line feed, with or without a return in front, from a return alone."""
         text = self._text
         if end >= len(text) or not (text[end - 1].isspace() and text[end].isspace()):
             return ""
-        if self._run[0] <= end:
-            found = _SPACES.match(text, end)
-            stop = end if found is None else found.end()
-            self._run = (stop, max(text.rfind("\n", end, stop), text.rfind("\r", end, stop)))
-        return "\n" if self._run[1] >= end else ""
+        stop, found = self._run
+        if stop <= end:
+            run = _SPACES.match(text, end)
+            stop = end if run is None else run.end()
+            self._run = stop, _BREAK.search(text, end, stop)
+        elif found is not None and found.end() <= end:
+            self._run = stop, _BREAK.search(text, end, stop)
+        found = self._run[1]
+        return "" if found is None else found[0][-1]
 
     def _cut(self, window: Any, start: int, width: int) -> tuple[int, int] | None:
         """Index and offset of the token at which the next window begins: between words if there is such a place near
