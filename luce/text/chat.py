@@ -140,8 +140,10 @@ class ChatFormat:
             at = offset
 
         def before(offset: int) -> bytes:
+            nonlocal ids
             add_until(offset)
-            return digest.of(tokenizer.with_bos(ids))
+            ids = tokenizer.with_bos(ids)
+            return digest.of(ids)
 
         for known in self._known_calls(messages, tools, text, marks, limit, before):
             add_until(known.begin)

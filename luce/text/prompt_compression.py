@@ -63,8 +63,7 @@ class PromptCompression:
         free. `check`: as in Compressor.compress. Raises the errors of `mode` and of Compressor.compress.
         """
         mode, most = self.mode(request), self.context - room
-        known = len(ids) > 0 and min(ids) >= 0 and max(ids) < self.tokenizer.vocab
-        if self.compressor is None or mode == "off" or not known:
+        if self.compressor is None or mode == "off" or not self._known(ids):
             # The engine refuses unknown ids.
             return CompressedPrompt.whole(ids, Verdict.OFF)
         ratio, fits = request.keep_ratio, len(ids) <= most
@@ -85,6 +84,10 @@ class PromptCompression:
                 result = self.compressor.compress(prompt, bounds, keep_ratio=ratio, check=check)
         self.compressor.count(result)
         return result
+
+    def _known(self, ids: Sequence[int]) -> bool:
+        """Whether the vocabulary has all ids, of which there is one at least."""
+        return len(ids) > 0 and min(ids) >= 0 and max(ids) < self.tokenizer.vocab
 
     def observing(self, sink: EventSink) -> EventSink:
         """A sink for a sequence's events that also tells the compressor how long the target read the prompt."""
