@@ -17,6 +17,7 @@ The packages in the order in which a request flows down them; imports point the 
     remote    shards in other processes: the engine's messages, both sides
     shard     consecutive layers on one device: run, save, restore
     layers    a family's spec turned into layers with weights and state
+    profiles  how fast devices and links are, measured with Luce's own kernels, and the files that keep it
     ops       one file per kernel topic: checks, launch shape, NumPy reference
     ipc       other processes and the transport to them: frames, shared memory, supervision, TCP
     runtime   devices: CuPy (CUDA and HIP) or NumPy; the driver's few calls by ctypes; kernel builds; a step's arrays

@@ -14,6 +14,7 @@ one), placement and memory plans. Not here: what one shard does (luce.shard) and
     boundary_memory   memory for activations between shards
     kvflash_size      pure: number of resident tokens of a long sequence (KVFlash)
     model_work        what the layers of a file ask of devices, for predictions
+    device_figures    what a measured device does for a file's types of weights, for predictions
     serving_options   ServingOptions: the settings of a whole model
     loading           loads the shards of a plan
 """

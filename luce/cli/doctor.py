@@ -1,8 +1,8 @@
 """`luce doctor`: libraries, devices and limits of this machine, and the problems of each device.
 
 Every device is tested, not only listed: a GPU compiles all kernels and runs one, the CPU multiplies two matrices and
-measures how fast it reads memory and multiplies. `--measure` measures every device with Luce's own kernels, and keeps
-the figures.
+measures how fast it reads memory and multiplies. `--measure` measures every device with Luce's own kernels, within a
+number of seconds, and keeps the figures.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import resource
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,14 @@ from rich.table import Table
 
 import luce
 from luce.bench.limits import Sizes, host_limits, packed_rate
-from luce.bench.profile_cache import profile_of
+from luce.cli import progress
 from luce.cli.arguments import add_json
 from luce.cli.console import output
-from luce.errors import DeviceError
+from luce.config import values
+from luce.errors import DeviceError, UsageError
 from luce.ops.matmul import matmul
 from luce.ops.weight import RawTensor, upload_weight
+from luce.profiles.profile_cache import default_measuring, profile_of
 from luce.runtime import compiler, driver, kernels
 from luce.runtime.cpu import CpuDevice
 from luce.runtime.device import Device
@@ -39,6 +42,8 @@ from luce.runtime.gpu import GpuDevice
 from luce.runtime.open import VENDORS, Found, found
 
 _GIB = 1 << 30
+#: seconds of --measure; a GPU takes 3 to 5, a CPU 5 to 10
+_BUDGET = "60"
 # What the CPU is measured with: a second and half a GiB. Packed products are as a layer's with a prompt.
 _SIZES = Sizes(copied_bytes=1 << 28, side=2048, rows=256)
 _ROWS, _SIDE = 128, 2048
@@ -53,24 +58,63 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="measure the speed of every device, and keep the figures in the cache folder",
     )
+    parser.add_argument(
+        "--measure-budget",
+        metavar="SECONDS",
+        help=f"longest time to measure, beside compiling kernels (default: {_BUDGET}); devices without a turn by then "
+        "are not measured",
+    )
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the findings, as JSON with --json. Exit status 0 if at least one device works, else that of DeviceError."""
-    console = output()
+    seconds = _seconds(args)
+    with progress.shown("examining the devices", lines=True) as wait:
+        report = examine(Examination(wait, seconds))
     if args.json:
-        report = examine(measure=args.measure)
         print(json.dumps(report, indent=2))
     else:
-        with console.status("compiling all kernels for every GPU; the first time takes a while"):
-            report = examine(measure=args.measure)
-        show(console, report)
+        show(output(), report)
     return 0 if any(device["works"] for device in report["devices"]) else DeviceError.exit_code
 
 
-def examine(*, measure: bool = False) -> dict[str, Any]:
-    """All findings. Sizes are in bytes; None means absent or unlimited. `measure`: each device that works gets a
+def _seconds(args: argparse.Namespace) -> float | None:
+    """The seconds for measuring; None without --measure."""
+    if not args.measure:
+        if args.measure_budget is not None:
+            raise UsageError("--measure-budget: requires --measure", param="measure_budget")
+        return None
+    try:
+        return float(values.number(0, 86400)(args.measure_budget or _BUDGET))
+    except ValueError as error:
+        raise UsageError(f"--measure-budget {args.measure_budget}: {error}", param="measure_budget") from None
+
+
+class Examination:
+    """What is examined, and who sees how far it is. `seconds`: for measuring all devices; None: none is measured."""
+
+    def __init__(self, wait: progress.Wait, seconds: float | None = None) -> None:
+        self.wait, self.seconds = wait, seconds
+        self._left = seconds or 0.0
+
+    def profile(self, device: Device, report: dict[str, Any]) -> None:
+        """Measure a device and put its `profile` into its report; None if the time is over."""
+        if self.seconds is None:
+            return
+        if self._left <= 0:
+            report["profile"] = None
+            return
+        began = time.monotonic()
+        how = replace(
+            default_measuring(device), experts=True, end=began + self._left, on_figure=lambda text: self.wait.step(text)
+        )
+        report["profile"] = dataclasses.asdict(profile_of(device, _MEASURED, anew=True, how=how))
+        self._left -= time.monotonic() - began
+
+
+def examine(examination: Examination) -> dict[str, Any]:
+    """All findings. Sizes are in bytes; None means absent or unlimited. Each device that works and is measured has a
     `profile`, its DeviceProfile of now."""
     shm = Path("/dev/shm")
     space = shutil.disk_usage(shm) if shm.is_dir() else None
@@ -86,7 +130,7 @@ def examine(*, measure: bool = False) -> dict[str, Any]:
             if pool.get("user_api") == "blas"
         ],
         "libraries": {vendor: _libraries(vendor) for vendor in VENDORS},
-        "devices": [*(_gpu(gpu, measure) for gpu in found()), _host(measure)],
+        "devices": [*(_gpu(gpu, examination) for gpu in found()), _host(examination)],
         "shm": None if space is None else {"free": space.free, "total": space.total},
         "memlock": None if memlock == resource.RLIM_INFINITY else memlock,
     }
@@ -108,7 +152,7 @@ def _libraries(vendor: driver.Vendor) -> dict[str, Any]:
     }
 
 
-def _gpu(gpu: Found, measure: bool) -> dict[str, Any]:
+def _gpu(gpu: Found, examination: Examination) -> dict[str, Any]:
     facts = gpu.properties
     report: dict[str, Any] = {
         "device": str(gpu.name),
@@ -132,10 +176,10 @@ def _gpu(gpu: Found, measure: bool) -> dict[str, Any]:
         report["free"] = device.memory().free
         _fill(device)
         report["graphs"] = _captures(device)
-        report.update(_build_all(device, report["problems"]))
+        report.update(_build_all(device, report["problems"], examination.wait))
         report["works"] = not report["problems"]
-        if measure and report["works"]:
-            report["profile"] = _profile(device)
+        if report["works"]:
+            examination.profile(device, report)
     except DeviceError as error:
         report["works"] = False
         report["problems"].append(str(error))
@@ -169,10 +213,11 @@ def _captures(device: GpuDevice) -> bool:
         return False
 
 
-def _build_all(device: GpuDevice, problems: list[str]) -> dict[str, Any]:
+def _build_all(device: GpuDevice, problems: list[str], wait: progress.Wait) -> dict[str, Any]:
     started = time.monotonic()
     builds = kernels.builds("hip" if device.name.kind == "hip" else "cuda")
-    device.compile(builds)
+    wait.step(f"{device.name}: compiling {len(builds)} kernels, which takes minutes the first time")
+    device.compile(builds, lambda done: wait.update(done, len(builds)))
     for build in builds:
         try:
             device.prepare(build)
@@ -181,9 +226,10 @@ def _build_all(device: GpuDevice, problems: list[str]) -> dict[str, Any]:
     return {"kernels": len(builds), "kernel_seconds": round(time.monotonic() - started, 2)}
 
 
-def _host(measure: bool) -> dict[str, Any]:
+def _host(examination: Examination) -> dict[str, Any]:
     """The CPU, tried with a product of NumPy and one of compiled code on packed weights."""
     device = CpuDevice()
+    examination.wait.step(f"{device.name}: reads and products")
     ones = np.ones((64, 64), np.float32)
     problems = []
     if not (ones @ ones == 64).all():
@@ -194,8 +240,7 @@ def _host(measure: bool) -> dict[str, Any]:
     if not np.allclose(matmul(device, ones, upload_weight(device, [weight])), 64, rtol=1e-5):
         problems.append(f"compiled code multiplies matrices incorrectly ({device.kernels.instructions})")
     memory, reached = device.memory(), host_limits(_SIZES)
-    profile = {"profile": _profile(device)} if measure and not problems else {}
-    return {
+    report = {
         "device": str(device.name),
         "arch": device.kernels.instructions,
         **device.describe(),
@@ -206,12 +251,10 @@ def _host(measure: bool) -> dict[str, Any]:
         "total": memory.total,
         "works": not problems,
         "problems": problems,
-        **profile,
     }
-
-
-def _profile(device: Device) -> dict[str, Any]:
-    return dataclasses.asdict(profile_of(device, _MEASURED, anew=True))
+    if not problems:
+        examination.profile(device, report)
+    return report
 
 
 def _rates(device: Mapping[str, Any]) -> str:
@@ -260,8 +303,11 @@ def show(console: Console, report: Mapping[str, Any]) -> None:
             "[green]yes[/green]" if device["works"] else "[red]no[/red]",
         )
     console.print(devices)
-    if any("profile" in device for device in report["devices"]):
+    if any(device.get("profile") for device in report["devices"]):
         console.print(_profiles(report["devices"]))
+    for device in report["devices"]:
+        if device.get("profile", device) is None:
+            console.print(f"{device['device']}: not measured, --measure-budget is over", style="yellow")
     for device in report["devices"]:
         if "read_bytes_per_second" in device:
             console.print(_rates(device), markup=False, highlight=False)
@@ -280,7 +326,8 @@ def show(console: Console, report: Mapping[str, Any]) -> None:
 
 def _profiles(devices: Sequence[Mapping[str, Any]]) -> Table:
     """What --measure has measured, a line for each device and type of weights."""
-    shown = Table("device", "weights", "read", "TFLOP/s by rows", "unpack", "launch", "step", "host memory", "spread")
+    columns = "device", "weights", "read", "TFLOP/s by rows", "experts", "unpack", "launch", "step", "host memory"
+    shown = Table(*columns, "attention", "spread")
     for device in devices:
         profile = device.get("profile")
         if profile is None:
@@ -291,10 +338,12 @@ def _profiles(devices: Sequence[Mapping[str, Any]]) -> Table:
                 name,
                 f"{figures['read'] / 1e9:,.1f} GB/s",
                 ", ".join(f"{rows}: {rate / 1e12:.3g}" for rows, rate in figures["rates"].items()),
+                ", ".join(f"{rows}: {share:.0%}" for rows, share in figures["gather"].items()),
                 "" if figures["unpack"] is None else f"{figures['unpack'] / 1e9:,.0f} GB/s",
                 f"{profile['launch'] * 1e6:.1f} us",
                 f"{profile['step'] * 1e6:.0f} us",
-                f"{profile['latency'] * 1e6:.0f} us, {profile['bandwidth'] / 1e9:.1f} GB/s",
+                f"{profile['way']['latency'] * 1e6:.0f} us, {profile['way']['bandwidth'] / 1e9:.1f} GB/s",
+                f"{profile['state_read'] / 1e9:,.1f} GB/s",
                 f"{figures['spread']:.0%}" + (", noisy" if figures["noisy"] else ""),
             )
     return shown

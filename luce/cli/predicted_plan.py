@@ -10,13 +10,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from luce.backend.device_figures import device_figures, weight_types
 from luce.backend.layer_assignment import plan_layers
 from luce.backend.model_work import model_work, weight_tensors
 from luce.backend.placement import plan_shards
 from luce.backend.serving_options import ServingOptions
-from luce.bench.device_figures import device_figures, weight_types
-from luce.bench.profile import DeviceProfile
-from luce.bench.profile_cache import profile_of
 from luce.errors import DeviceError, OutOfMemoryError, UsageError
 from luce.gguf.reader import GGUFFile
 from luce.layers.tensors import tensor_bytes
@@ -24,6 +22,8 @@ from luce.models.spec import ModelSpec
 from luce.planner.prediction import PlacedShard, Prediction, limit, predict
 from luce.planner.problem import Load, Objective, Problem
 from luce.planner.search import best_placement
+from luce.profiles.profile import DeviceProfile
+from luce.profiles.profile_cache import profile_of
 from luce.runtime.device import Device
 
 _GIB = 1 << 30

@@ -65,17 +65,21 @@ class ExpertPlace:
     row_bytes: int
 
 
-def arithmetic_rate(device: DeviceFigures, rows: int) -> float:
-    """Operations per second of a product with `rows` rows: linear in the logarithms between measured rows, constant
-    outside them."""
-    first, last = device.rates[0], device.rates[-1]
+def at_rows(table: Sequence[tuple[int, float]], rows: int) -> float:
+    """The value of a table for `rows` rows: linear in the logarithms between measured rows, constant outside them."""
+    first, last = table[0], table[-1]
     if rows <= first[0]:
         return first[1]
-    for (fewer, slow), (more, fast) in itertools.pairwise(device.rates):
+    for (fewer, low), (more, high) in itertools.pairwise(table):
         if rows <= more:
             share = math.log(rows / fewer) / math.log(more / fewer)
-            return slow * math.exp(share * math.log(fast / slow))
+            return low * math.exp(share * math.log(high / low))
     return last[1]
+
+
+def arithmetic_rate(device: DeviceFigures, rows: int) -> float:
+    """Operations per second of a product with `rows` rows."""
+    return at_rows(device.rates, rows)
 
 
 def product_time(device: DeviceFigures, rows: int, size: float, macs: float) -> Seconds:
@@ -90,7 +94,8 @@ def expert_time(device: DeviceFigures, experts: ExpertWork, rows: int) -> Second
     """The routed experts of `rows` rows that choose experts independently, all equally likely: a row leaves an expert
     out with probability 1 - used / count."""
     touched = 1 - (1 - experts.used / experts.count) ** rows
-    product = product_time(device, rows, touched * experts.bytes, experts.used * experts.macs)
+    slower = 1 / at_rows(device.gather, rows) if device.gather else 1.0
+    product = product_time(device, rows, touched * experts.bytes * slower, experts.used * experts.macs * slower)
     return product + Seconds(launches=device.launch * experts.launches)
 
 

@@ -208,9 +208,10 @@ class GpuDevice(Device):
         for build in builds:
             self.prepare(build)
 
-    def compile(self, builds: Iterable[KernelBuild]) -> None:
-        """Compile builds side by side into the cache. `prepare` names the ones that fail."""
-        self._loader.compile(builds)
+    def compile(self, builds: Iterable[KernelBuild], on_built: Callable[[int], None] = lambda done: None) -> None:
+        """Compile builds side by side into the cache; `on_built` gets how many are done. `prepare` names the ones that
+        fail."""
+        self._loader.compile(builds, on_built)
 
     def prepare(self, build: KernelBuild) -> None:
         """Load a build, compiled before or now. Raises DeviceError naming the build."""

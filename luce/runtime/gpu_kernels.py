@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -73,15 +73,17 @@ class KernelLoader:
             raise DeviceError(f"{self._name}: {build}: {error}") from error
         self._modules[build] = module
 
-    def compile(self, builds: Iterable[KernelBuild]) -> None:
-        """Compile builds side by side into the cache. `load` names the ones that fail."""
+    def compile(self, builds: Iterable[KernelBuild], on_built: Callable[[int], None] = lambda done: None) -> None:
+        """Compile builds side by side into the cache; `on_built` gets how many are done. `load` names the ones that
+        fail."""
 
         def attempt(build: KernelBuild) -> None:
             with contextlib.suppress(DeviceError):
                 self._code(build)
 
         with ThreadPoolExecutor(_COMPILERS) as threads:
-            list(threads.map(attempt, builds))
+            for done, _ in enumerate(threads.map(attempt, builds), 1):
+                on_built(done)
 
     def kernel(
         self, source: str, kernel: str, defines: Mapping[str, int | str] | None, args: Sequence[Any]

@@ -19,6 +19,7 @@ FLOW = (
     "remote",
     "shard",
     "layers",
+    "profiles",
     "ops",
     "ipc",
     "runtime",

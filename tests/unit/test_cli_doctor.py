@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from luce.bench import profile_cache
 from luce.bench.limits import Limits
-from luce.bench.profile import ProfileSizes
 from luce.cli import doctor
 from luce.cpu_kernels.lowering import INSTRUCTIONS
+from luce.errors import UsageError
+from luce.profiles import profile_cache
+from luce.profiles.measuring import ExpertSizes, ProfileSizes
 from luce.runtime import driver
 from luce.runtime.cores import thread_count
 from tests.support.fake_cuda import fake_driver
@@ -31,8 +32,10 @@ def invented_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "packed_rate", lambda device, rows, side: RATES[1])
 
 
-def run(capsys: pytest.CaptureFixture[str], *, as_json: bool, measure: bool = False) -> tuple[int, str]:
-    status = doctor.run(argparse.Namespace(json=as_json, measure=measure))
+def run(
+    capsys: pytest.CaptureFixture[str], *, as_json: bool, measure: bool = False, seconds: str | None = None
+) -> tuple[int, str]:
+    status = doctor.run(argparse.Namespace(json=as_json, measure=measure, measure_budget=seconds))
     return status, capsys.readouterr().out
 
 
@@ -95,24 +98,51 @@ def test_a_working_gpu_in_the_table() -> None:
 
 
 def test_no_working_device_is_an_error(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    working = doctor.examine()
+    working = json.loads(run(capsys, as_json=True)[1])
     broken = working | {"devices": [device | {"works": False} for device in working["devices"]]}
-    monkeypatch.setattr(doctor, "examine", lambda measure: broken)
+    monkeypatch.setattr(doctor, "examine", lambda examination: broken)
     assert run(capsys, as_json=True)[0] == 4
 
 
-def test_measured_figures_are_shown_and_kept(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A CPU alone, measured with little work."""
     monkeypatch.setattr(driver, "load", lambda vendor: None)
     monkeypatch.setenv("CACHE_DIRECTORY", str(tmp_path))
-    monkeypatch.setattr(profile_cache, "HOST_PROFILE", ProfileSizes(1 << 16, 256, 32, (1, 32), 4, 1 << 12, 0.0))
-    status, out = run(capsys, as_json=True, measure=True)
+    sizes = ProfileSizes(1 << 16, 256, 32, (1, 32), 4, 1 << 12, 0.0, 64, ExpertSizes(4, 2, 1 << 12, (1,)))
+    monkeypatch.setattr(profile_cache, "HOST_PROFILE", sizes)
+    return tmp_path / "profiles"
+
+
+def test_measured_figures_are_shown_and_kept(capsys: pytest.CaptureFixture[str], small: Path) -> None:
+    status = doctor.run(argparse.Namespace(json=True, measure=True, measure_budget=None))
+    out, err = capsys.readouterr()
     (cpu,) = json.loads(out)["devices"]
     assert status == 0
     assert set(cpu["profile"]["formats"]) == {"Q4_K", "Q6_K", "Q8_0"}
-    (file,) = (tmp_path / "profiles").iterdir()
+    (file,) = small.iterdir()
     assert json.loads(file.read_text())["profile"] == cpu["profile"]
+    for line in ("luce: cpu:0: launches", "luce: cpu:0: Q4_K, 1 row", "luce: cpu:0: Q8_0, experts"):
+        assert line in err.splitlines()
     status, out = run(capsys, as_json=False, measure=True)
     assert "GB/s" in out
     assert "Q6_K" in out
+
+
+def test_a_device_without_a_turn_is_not_measured(capsys: pytest.CaptureFixture[str], small: Path) -> None:
+    status, out = run(capsys, as_json=True, measure=True, seconds="0")
+    assert (status, json.loads(out)["devices"][0]["profile"]) == (0, None)
+    assert not small.exists()
+    _, out = run(capsys, as_json=False, measure=True, seconds="0")
+    assert "cpu:0: not measured, --measure-budget is over" in out
+
+
+@pytest.mark.parametrize(
+    ("measure", "seconds", "message"),
+    [(True, "soon", "--measure-budget soon: expected a number"), (False, "3", "--measure-budget: requires --measure")],
+)
+def test_a_budget_that_is_refused(
+    capsys: pytest.CaptureFixture[str], measure: bool, seconds: str, message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        run(capsys, as_json=True, measure=measure, seconds=seconds)

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 
 from luce.backend.serving_options import ServingOptions
-from luce.bench import profile_cache
-from luce.bench.profile import DeviceProfile, FormatProfile, ProfileSizes
 from luce.cli import predicted_plan
 from luce.cli.main import main
 from luce.cli.predicted_plan import Asked, predicted
@@ -18,6 +16,9 @@ from luce.errors import OutOfMemoryError
 from luce.gguf.reader import open_gguf
 from luce.models.keys import Source
 from luce.models.registry import read_spec
+from luce.profiles import profile_cache
+from luce.profiles.measuring import ProfileSizes
+from luce.profiles.profile import DeviceProfile, FormatProfile, LinkProfile
 from luce.runtime.device import Device, DeviceName, Memory
 from luce.runtime.host import HostDevice
 from tests.support.reference import Reference
@@ -41,7 +42,9 @@ class Gpu(HostDevice):
 def invented(monkeypatch: pytest.MonkeyPatch) -> None:
     def profile(device: Any, types: Any, *, anew: bool) -> DeviceProfile:
         figures = FormatProfile(1e9 * device.speed, {1: 1e9 * device.speed, 512: 1e10 * device.speed}, None, 0.1, False)
-        return DeviceProfile(str(device.name), "x", 0.0, 1e-5, 1e-6, 1e-6, 1e9, {type.name: figures for type in types})
+        return DeviceProfile(
+            str(device.name), "x", 0.0, 1e-5, 1e-6, LinkProfile(1e-6, 1e9), {type.name: figures for type in types}
+        )
 
     monkeypatch.setattr(predicted_plan, "profile_of", profile)
 
@@ -107,7 +110,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Devices of this machine, measured with little work."""
     monkeypatch.setenv("CACHE_DIRECTORY", str(tmp_path))
     monkeypatch.setattr(predicted_plan, "profile_of", profile_cache.profile_of)
-    monkeypatch.setattr(profile_cache, "HOST_PROFILE", ProfileSizes(1 << 16, 256, 32, (1, 32), 4, 1 << 12, 0.0))
+    monkeypatch.setattr(profile_cache, "HOST_PROFILE", ProfileSizes(1 << 16, 256, 32, (1, 32), 4, 1 << 12, 0.0, 64))
     return tmp_path / "profiles"
 
 

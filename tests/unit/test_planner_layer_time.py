@@ -56,6 +56,13 @@ def test_experts_are_read_as_far_as_rows_touch_them() -> None:
     assert expert_time(DEVICE, experts, 2).launches == 1.0
 
 
+def test_experts_that_reach_a_share_of_the_speed_take_longer() -> None:
+    experts = ExpertWork(bytes=1600, macs=1, count=4, used=1, launches=0)
+    device = replace(DEVICE, gather=((1, 0.5), (16, 0.125)))
+    # Between 1 and 16 rows, 4 are halfway in the logarithms.
+    assert expert_time(device, experts, 4).memory == pytest.approx(4 * expert_time(DEVICE, experts, 4).memory)
+
+
 def test_experts_elsewhere_cost_the_cpu_and_two_crossings() -> None:
     experts = ExpertWork(bytes=1600, macs=1, count=4, used=1, launches=2)
     cpu = replace(DEVICE, name="cpu:0", host=True, read=10.0)

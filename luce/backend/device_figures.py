@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from luce.bench.profile import DeviceProfile
 from luce.gguf.reader import TensorInfo
 from luce.ops.weight import KERNEL_TYPES
 from luce.planner.figures import DeviceFigures, LinkFigures
+from luce.profiles.profile import DeviceProfile, LinkProfile
+from luce.remote.device import is_remote
 from luce.runtime.device import Device
 
 # Types with a smaller share of the bytes take the figures of the type with the nearest number of bits.
 _LEAST_SHARE = 0.05
 #: the machine of the devices of this process
 _HERE = "here"
+#: least and most that servers' own times change predictions by
+_CORRECTIONS = 0.5, 2.0
 
 
 def weight_types(tensors: Sequence[TensorInfo]) -> dict[GGMLQuantizationType, int]:
@@ -44,32 +47,56 @@ def device_figures(
     *,
     free: int,
     expand: float,
+    way: LinkProfile | None = None,
 ) -> DeviceFigures:
-    """The figures of a device of this process for a model with so many bytes of each type.
+    """The figures of a device for a model with so many bytes of each type.
 
-    `free`: bytes for the model; `expand`: bytes that the device holds for each byte that the model counts.
+    `free`: bytes for the model; `expand`: bytes that the device holds for each byte that the model counts; `way`:
+    between the device and this process, the profile's by default. Where servers have taken longer than predicted, or
+    shorter, all times are longer or shorter by that ratio.
     """
     found = {type: profile.formats[type.name] for type in sizes}
     elements = {type: size / _bits(type) for type, size in sizes.items()}
+    slower = _correction(profile)
     read = _harmonic({type: found[type].read for type in sizes}, sizes)
-    rows = sorted(set.intersection(*(set(figures.rates) for figures in found.values())))
-    rates = tuple((count, _harmonic({type: found[type].rates[count] for type in sizes}, elements)) for count in rows)
+    rates = tuple(
+        (rows, _harmonic({type: found[type].rates[rows] for type in sizes}, elements) / slower)
+        for rows in _common(figures.rates for figures in found.values())
+    )
+    gather = tuple(
+        (rows, _harmonic({type: found[type].gather[rows] for type in sizes}, sizes))
+        for rows in _common(figures.gather for figures in found.values())
+    )
     unpacked = {type: figures.unpack for type, figures in found.items() if figures.unpack is not None}
-    way = LinkFigures(profile.latency, profile.bandwidth)
+    own = LinkFigures(profile.way.latency, profile.way.bandwidth)
+    host, _, _ = device.name.place.removeprefix("tcp://").rpartition(":")
     return DeviceFigures(
         name=str(device.name),
-        machine=_HERE,
+        machine=host or _HERE,
         host=device.host,
         free=free,
-        read=read,
+        read=read / slower,
         rates=rates,
-        launch=profile.launch,
-        step=profile.step,
-        way=way,
-        unpack=_harmonic(unpacked, elements) if unpacked else None,
-        bus=None if device.host else way,
+        launch=profile.launch * slower,
+        step=profile.step * slower,
+        way=own if way is None else LinkFigures(way.latency, way.bandwidth),
+        daemon=device.daemon.name if is_remote(device) else "",
+        unpack=_harmonic(unpacked, elements) / slower if unpacked else None,
+        bus=None if device.host else own,
         expand=expand,
+        state_read=None if profile.state_read is None else profile.state_read / slower,
+        gather=gather,
     )
+
+
+def _correction(profile: DeviceProfile) -> float:
+    low, high = _CORRECTIONS
+    return 1.0 if profile.observed is None else min(high, max(low, profile.observed.ratio))
+
+
+def _common(tables: Iterable[Mapping[int, float]]) -> list[int]:
+    """The numbers of rows that all tables have, rising."""
+    return sorted(set.intersection(*map(set, tables)))
 
 
 def _harmonic(values: Mapping[GGMLQuantizationType, float], weights: Mapping[GGMLQuantizationType, float]) -> float:

@@ -10,11 +10,10 @@ import dataclasses
 import hashlib
 import json
 import logging
-import math
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,18 +23,19 @@ import threadpoolctl
 from gguf import GGMLQuantizationType
 
 import luce
-from luce.bench.profile import GPU_PROFILE, HOST_PROFILE, DeviceProfile, ProfileSizes, profile_device
 from luce.config.directories import user_cache_directory
 from luce.log import event
+from luce.profiles.measuring import GPU_PROFILE, HOST_PROFILE, Measuring, profile_device
+from luce.profiles.profile import DeviceProfile, FormatProfile, Observed
 from luce.runtime import kernels
 from luce.runtime.cpu import CpuDevice
 from luce.runtime.device import Device
 from luce.runtime.gpu import GpuDevice
 from luce.runtime.power import power_limit
 
-_FORMAT = 1
+_FORMAT = 2
 _MAX_AGE = 90 * 86400
-_log = logging.getLogger("luce.bench")
+_log = logging.getLogger("luce.profiles")
 
 
 def profile_of(
@@ -44,24 +44,48 @@ def profile_of(
     *,
     anew: bool = False,
     folder: Path | None = None,
-    sizes: ProfileSizes | None = None,
+    how: Measuring | None = None,
 ) -> DeviceProfile:
     """The profile of a device of this process with these types of weights: the stored one, after a measurement of what
     it lacks, or of everything with `anew`.
 
-    `folder`: of the files, the user's cache folder by default. Raises DeviceError, and OutOfMemoryError without room
-    for a matrix. Where the file cannot be written, the log says why.
+    `folder`: of the files, the user's cache folder by default. `how`: default_measuring. Raises DeviceError, and
+    OutOfMemoryError without room for a matrix. Where the file cannot be written, the log says why.
     """
-    path = (folder or user_cache_directory() / "profiles") / f"{profile_key(device)}.json"
+    how = how or default_measuring(device)
+    path = profile_path(device, folder)
     known = None if anew else read_profile(path)
-    wanted = [type for type in types if known is None or type.name not in known.formats]
+    formats = {} if known is None else known.formats
+    wanted = [type for type in types if not _measured(formats.get(type.name), how)]
     if known is not None and not wanted:
         return dataclasses.replace(known, device=str(device.name))
-    found = profile_device(device, wanted, sizes or (HOST_PROFILE if device.host else GPU_PROFILE))
+    found = profile_device(device, wanted, how)
     if known is not None:
-        found = dataclasses.replace(found, formats=known.formats | found.formats)
+        found = dataclasses.replace(found, formats=formats | found.formats, observed=known.observed)
     _write(path, found)
     return found
+
+
+def default_measuring(device: Device) -> Measuring:
+    """How a device is measured without experts, however long it takes."""
+    return Measuring(HOST_PROFILE if device.host else GPU_PROFILE)
+
+
+def profile_path(device: Device, folder: Path | None = None) -> Path:
+    """The file of a device's profile."""
+    return (folder or user_cache_directory() / "profiles") / f"{profile_key(device)}.json"
+
+
+def note_observed(path: Path, observed: Observed) -> None:
+    """Keep in the profile of a file how a server's steps compared with their prediction. Without a profile there is
+    nothing to correct."""
+    known = read_profile(path)
+    if known is not None:
+        _write(path, dataclasses.replace(known, observed=observed))
+
+
+def _measured(found: FormatProfile | None, how: Measuring) -> bool:
+    return found is not None and (bool(found.gather) or not how.experts)
 
 
 def profile_key(device: Device) -> str:
@@ -94,7 +118,7 @@ def read_profile(path: Path) -> DeviceProfile | None:
         return None
     try:
         stored = msgspec.json.decode(data, type=_Stored)
-        if stored.format != _FORMAT or not all(_sound(stored.profile)):
+        if stored.format != _FORMAT or not stored.profile.sound:
             raise ValueError("a figure is not finite and positive")
     except (ValueError, msgspec.MsgspecError) as error:
         event(_log, "profile_invalid", logging.WARNING, file=str(path), reason=str(error))
@@ -105,16 +129,6 @@ def read_profile(path: Path) -> DeviceProfile | None:
 class _Stored(msgspec.Struct):
     format: int
     profile: DeviceProfile
-
-
-def _sound(profile: DeviceProfile) -> Iterator[bool]:
-    values = [profile.measured, profile.step, profile.launch, profile.latency, profile.bandwidth]
-    for found in profile.formats.values():
-        values += [found.read, *found.rates.values(), *([] if found.unpack is None else [found.unpack])]
-        yield bool(found.rates)
-    yield from (math.isfinite(value) and value >= 0 for value in values)
-    yield from (found.read > 0 and min(found.rates.values(), default=1) > 0 for found in profile.formats.values())
-    yield profile.bandwidth > 0
 
 
 def _write(path: Path, profile: DeviceProfile) -> None:
@@ -137,10 +151,10 @@ def _write(path: Path, profile: DeviceProfile) -> None:
 
 @cache
 def source_hash() -> str:
-    """A hash of the code that products run through on the host's side."""
+    """A hash of the code that products run through on the host's side, and of what measures them."""
     root = Path(luce.__file__).parent
     digest = hashlib.sha256()
-    for path in sorted(path for part in ("ops", "cpu_kernels") for path in (root / part).glob("*.py")):
+    for path in sorted(path for part in ("ops", "cpu_kernels", "profiles") for path in (root / part).glob("*.py")):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()
 

@@ -11,16 +11,18 @@ from typing import Any
 import pytest
 from gguf import GGMLQuantizationType
 
-from luce.bench import profile_cache
-from luce.bench.profile import DeviceProfile, FormatProfile, ProfileSizes
-from luce.bench.profile_cache import profile_key, profile_of, read_profile
+from luce.profiles import profile_cache
+from luce.profiles.measuring import ExpertSizes, Measuring, ProfileSizes
+from luce.profiles.profile import DeviceProfile, FormatProfile, LinkProfile, Observed
+from luce.profiles.profile_cache import note_observed, profile_key, profile_of, read_profile
 from luce.runtime import kernels
 from luce.runtime.host import HostDevice
 
-SMALL = ProfileSizes(1 << 15, 256, None, (1, 16), 4, 1 << 12, 0.0)
+SIZES = ProfileSizes(1 << 15, 256, 1 << 20, (1, 16), 4, 1 << 12, 0.0, 64, ExpertSizes(4, 2, 1 << 12, (1,)))
+SMALL = Measuring(SIZES)
 Q8_0, Q4_0 = GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q4_0
 FOUND = FormatProfile(1e9, {1: 1e9, 16: 2e9}, None, 0.1, False)
-PROFILE = DeviceProfile("cpu:0", "x", 1e9, 1e-5, 1e-6, 1e-6, 1e9, {"Q8_0": FOUND})
+PROFILE = DeviceProfile("cpu:0", "x", 1e9, 1e-5, 1e-6, LinkProfile(1e-6, 1e9), {"Q8_0": FOUND})
 NOW = 1e9 + 5
 
 
@@ -31,7 +33,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def stored(path: Path, **changes: Any) -> Path:
     """A file of PROFILE, with changed values by their dotted names."""
-    content: dict[str, Any] = {"format": 1, "profile": json.loads(json.dumps(vars(PROFILE), default=vars))}
+    content: dict[str, Any] = {"format": 2, "profile": json.loads(json.dumps(vars(PROFILE), default=vars))}
     for name, value in changes.items():
         *parents, last = name.split("__")
         at = content
@@ -43,21 +45,21 @@ def stored(path: Path, **changes: Any) -> Path:
 
 
 def test_a_second_call_measures_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = profile_of(HostDevice(), [Q8_0], folder=tmp_path, sizes=SMALL)
+    first = profile_of(HostDevice(), [Q8_0], folder=tmp_path, how=SMALL)
     (file,) = tmp_path.iterdir()
     assert file.stat().st_mode & 0o777 == 0o600
     monkeypatch.setattr(profile_cache, "profile_device", None)
-    assert profile_of(HostDevice(), [Q8_0], folder=tmp_path, sizes=SMALL) == first
+    assert profile_of(HostDevice(), [Q8_0], folder=tmp_path, how=SMALL) == first
     # CPU devices are the same CPU.
-    assert profile_of(HostDevice(1), [Q8_0], folder=tmp_path, sizes=SMALL) == replace(first, device="cpu:1")
+    assert profile_of(HostDevice(1), [Q8_0], folder=tmp_path, how=SMALL) == replace(first, device="cpu:1")
 
 
 def test_only_what_is_missing_is_measured_unless_all_is_asked_anew(tmp_path: Path) -> None:
-    first = profile_of(HostDevice(), [Q8_0], folder=tmp_path, sizes=SMALL)
-    both = profile_of(HostDevice(), [Q8_0, Q4_0], folder=tmp_path, sizes=SMALL)
+    first = profile_of(HostDevice(), [Q8_0], folder=tmp_path, how=SMALL)
+    both = profile_of(HostDevice(), [Q8_0, Q4_0], folder=tmp_path, how=SMALL)
     assert both.formats["Q8_0"] == first.formats["Q8_0"]
     assert set(both.formats) == {"Q8_0", "Q4_0"}
-    anew = profile_of(HostDevice(), [Q4_0], anew=True, folder=tmp_path, sizes=SMALL)
+    anew = profile_of(HostDevice(), [Q4_0], anew=True, folder=tmp_path, how=SMALL)
     assert set(anew.formats) == {"Q4_0"}
 
 
@@ -88,22 +90,27 @@ def test_a_stored_profile_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"format": 2},
+        {"format": 1},
         {"profile__step": -1.0},
         {"profile__step": "1"},
-        {"profile__bandwidth": 0.0},
-        {"profile__latency": float("inf")},
+        {"profile__way__bandwidth": 0.0},
+        {"profile__way__latency": float("inf")},
         {"profile__formats__Q8_0__read": float("nan")},
         {"profile__formats__Q8_0__read": 0.0},
         {"profile__formats__Q8_0__rates": {}},
         {"profile__formats__Q8_0__rates": {"1": -2.0}},
+        {"profile__formats__Q8_0__rates": {"0": 2.0}},
         {"profile__formats__Q8_0__unpack": -2.0},
+        {"profile__formats__Q8_0__gather": {"1": 0.0}},
+        {"profile__formats__Q8_0__spread": float("inf")},
+        {"profile__state_read": 0.0},
+        {"profile__observed": {"ratio": -1.0, "steps": 3}},
     ],
 )
 def test_a_file_with_a_bad_figure_is_not_believed(
     tmp_path: Path, changes: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING, "luce.bench"):
+    with caplog.at_level(logging.WARNING, "luce.profiles"):
         assert read_profile(stored(tmp_path / "a.json", **changes)) is None
     assert "profile_invalid" in caplog.text
 
@@ -123,6 +130,26 @@ def test_a_profile_counts_for_90_days(tmp_path: Path, age: float, known: bool) -
 def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
-    with caplog.at_level(logging.WARNING, "luce.bench"):
-        assert profile_of(HostDevice(), [Q8_0], folder=blocked / "profiles", sizes=SMALL).formats
+    with caplog.at_level(logging.WARNING, "luce.profiles"):
+        assert profile_of(HostDevice(), [Q8_0], folder=blocked / "profiles", how=SMALL).formats
     assert "profile_not_stored" in caplog.text
+
+
+def test_experts_are_measured_where_they_are_missing(tmp_path: Path) -> None:
+    plain = profile_of(HostDevice(), [Q8_0], folder=tmp_path, how=SMALL)
+    assert plain.formats["Q8_0"].gather == {}
+    experts = profile_of(HostDevice(), [Q8_0], folder=tmp_path, how=replace(SMALL, experts=True))
+    assert set(experts.formats["Q8_0"].gather) == {1}
+    # Models without experts are predicted from it as well.
+    assert profile_of(HostDevice(), [Q8_0], folder=tmp_path, how=SMALL) == experts
+
+
+def test_what_servers_observed_is_kept_until_a_measurement_of_everything(tmp_path: Path) -> None:
+    first = profile_of(HostDevice(), [Q8_0], folder=tmp_path, how=SMALL)
+    (file,) = tmp_path.iterdir()
+    note_observed(file, Observed(1.25, 1000))
+    assert read_profile(file) == replace(first, observed=Observed(1.25, 1000))
+    assert profile_of(HostDevice(), [Q4_0], folder=tmp_path, how=SMALL).observed == Observed(1.25, 1000)
+    assert profile_of(HostDevice(), [Q4_0], anew=True, folder=tmp_path, how=SMALL).observed is None
+    note_observed(tmp_path / "none.json", Observed(1.0, 1))
+    assert not (tmp_path / "none.json").exists()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 from gguf import GGMLQuantizationType as T
 
-from luce.bench.device_figures import device_figures, weight_types
-from luce.bench.profile import DeviceProfile, FormatProfile
+from luce.backend.device_figures import device_figures, weight_types
+from luce.profiles.profile import DeviceProfile, FormatProfile, LinkProfile, Observed
 from luce.runtime.host import HostDevice
 
 
@@ -36,7 +36,7 @@ def test_types_without_a_kernel_count_as_the_type_that_they_become() -> None:
 def test_rates_are_those_of_all_bytes_and_of_all_products() -> None:
     quants = FormatProfile(100.0, {1: 10.0, 512: 80.0}, 50.0, 0.1, False)
     halves = FormatProfile(50.0, {1: 40.0, 512: 80.0}, None, 0.1, False)
-    profile = DeviceProfile("cuda:0", "x", 0.0, 3.0, 2.0, 0.5, 7.0, {"Q8_0": quants, "F16": halves})
+    profile = DeviceProfile("cuda:0", "x", 0.0, 3.0, 2.0, LinkProfile(0.5, 7.0), {"Q8_0": quants, "F16": halves})
     # 34 bytes are 32 elements of Q8_0, 64 bytes 32 of F16.
     found = device_figures(HostDevice(), profile, {T.Q8_0: 34, T.F16: 64}, free=9, expand=1.5)
     assert found.read == pytest.approx(98 / (34 / 100 + 64 / 50))
@@ -44,3 +44,17 @@ def test_rates_are_those_of_all_bytes_and_of_all_products() -> None:
     assert found.unpack == pytest.approx(50.0)
     assert (found.launch, found.step, found.way.latency, found.way.bandwidth) == (2.0, 3.0, 0.5, 7.0)
     assert (found.free, found.expand, found.host, found.name) == (9, 1.5, True, "cpu:0")
+
+
+def test_what_servers_observed_makes_all_times_longer_within_limits() -> None:
+    quants = FormatProfile(100.0, {1: 10.0}, 50.0, 0.1, False, {1: 0.5, 16: 0.25})
+    profile = DeviceProfile("cuda:0", "x", 0.0, 3.0, 2.0, LinkProfile(0.5, 7.0), {"Q8_0": quants}, 40.0)
+
+    def found(ratio: float) -> Any:
+        observed = replace(profile, observed=Observed(ratio, 1000))
+        return device_figures(HostDevice(), observed, {T.Q8_0: 34}, free=9, expand=1.0)
+
+    slow = found(1.25)
+    assert (slow.read, slow.rates[0][1], slow.unpack, slow.state_read) == pytest.approx((80.0, 8.0, 40.0, 32.0))
+    assert (slow.launch, slow.step, slow.way.latency, slow.gather) == (2.5, 3.75, 0.5, ((1, 0.5), (16, 0.25)))
+    assert (found(9.0).read, found(0.1).read) == pytest.approx((50.0, 200.0))

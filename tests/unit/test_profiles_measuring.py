@@ -1,0 +1,156 @@
+"""Profiles of devices: with an invented clock, where every figure has a known value, and on emulated GPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType
+
+from luce.profiles.measuring import ExpertSizes, Measuring, ProfileSizes, peer_link, profile_device
+from luce.profiles.profile import DeviceProfile
+from luce.runtime.device import Device, Event
+from luce.runtime.host import HostDevice
+from tests.support.emulated import EmulatedDevice
+
+EXPERTS = ExpertSizes(4, 2, 1 << 13, (1, 16))
+
+
+def small(**changes: Any) -> ProfileSizes:
+    own = {"matrix_bytes": 1 << 15, "columns": 256, "features": 1 << 20, "rows": (1, 16, 32), "launches": 8}
+    own |= {"copied": 1 << 12, "seconds": 0.0, "positions": 64, "experts": EXPERTS}
+    return ProfileSizes(**(own | changes))
+
+
+Q8_0, Q4_K = GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q4_K
+
+
+class Ticks(Event):
+    """A time of a clock that goes on by the product that was computed before."""
+
+    def __init__(self, at: float) -> None:
+        self.at = at
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+    def seconds_since(self, start: Event) -> float:
+        assert isinstance(start, Ticks)
+        return self.at - start.at
+
+
+class Clocked(HostDevice):
+    """A device on which a piece of work takes as many seconds as `pattern` says, in turn."""
+
+    def __init__(self, pattern: list[float]) -> None:
+        super().__init__()
+        self.pattern, self.at, self.records = pattern, 0.0, 0
+
+    def record(self, *, timing: bool = False) -> Event:
+        if timing:
+            self.records += 1
+            if self.records % 2 == 0:
+                self.at += self.pattern[self.records // 2 % len(self.pattern)]
+        return Ticks(self.at)
+
+
+def measure(device: Device, *, experts: bool = False, **sizes: Any) -> DeviceProfile:
+    return profile_device(device, [Q8_0], Measuring(small(**sizes), experts))
+
+
+def test_figures_are_work_by_median_seconds() -> None:
+    profile = measure(Clocked([2.0]))
+    found = profile.formats["Q8_0"]
+    # Float32 on this device: 256 columns, and as many rows as 32 KiB of Q8_0 (272 bytes a row) have.
+    elements = 256 * ((1 << 15) // 272)
+    assert found.read == pytest.approx(4 * elements / 2)
+    assert found.rates == pytest.approx({rows: 2 * rows * elements / 2 for rows in (1, 16, 32)})
+    assert found.unpack is None
+    assert (profile.device, profile.launch) == ("cpu:0", 0.0)
+
+
+def test_products_that_take_too_long_have_fewer_features() -> None:
+    elements = 256 * ((1 << 15) // 272)
+    found = measure(Clocked([2.0]), features=64, seconds=1.0).formats["Q8_0"]
+    assert found.rates == pytest.approx({rows: 2 * rows * 256 * 64 / 2 for rows in (1, 16, 32)})
+    # A run may take a fifth of the time: with 20 seconds there is time for twice the features, and more are tried.
+    found = measure(Clocked([2.0]), features=64, seconds=1000.0).formats["Q8_0"]
+    assert found.rates[1] == pytest.approx(2 * elements / 2)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "seconds", "noisy"), [([1.0], 1e9, False), ([1.0, 3.0], 1e9, True), ([1.0], 0, True)]
+)
+def test_wide_quartiles_and_too_few_runs_are_noisy(pattern: list[float], seconds: float, noisy: bool) -> None:
+    assert measure(Clocked(pattern), rows=(1,), seconds=seconds).formats["Q8_0"].noisy is noisy
+
+
+def test_figures_after_the_end_get_the_fewest_runs() -> None:
+    def products(end: float) -> int:
+        device = Clocked([1.0])
+        profile_device(device, [Q8_0], Measuring(small(rows=(1,), seconds=1e9), end=end))
+        return device.records
+
+    # Four figures: many launches, one, attention, and the product; of seven runs each, or of three.
+    assert products(float("inf")) - products(0.0) == 2 * 4 * (7 - 3)
+
+
+def test_experts_reach_a_share_of_the_speed_of_a_matrix() -> None:
+    found = measure(Clocked([2.0]), experts=True).formats["Q8_0"]
+    # Every product takes two seconds. The matrix has 120 features of 256 columns in float32, the four experts 30 each.
+    features, experts = (1 << 15) // 272, (1 << 13) // 272
+    touched = 4 * experts * (1 - 0.5**1)
+    assert found.gather[1] == pytest.approx(touched / features)
+    assert found.gather[16] == pytest.approx(max(4 * experts * (1 - 0.5**16), 2 * experts) / features)
+    assert measure(Clocked([2.0])).formats["Q8_0"].gather == {}
+
+
+def test_attention_reads_keys_and_values() -> None:
+    # 64 positions, 8 heads of 128 keys and values, 4 bytes each.
+    assert measure(Clocked([2.0])).state_read == pytest.approx(64 * 8 * 128 * 2 * 4 / 2)
+
+
+def test_each_figure_is_told_before_it_is_measured() -> None:
+    told: list[str] = []
+    profile_device(Clocked([1.0]), [Q8_0], Measuring(small(), experts=True, on_figure=told.append))
+    expected = "kernels", "launches", "copies", "attention", "Q8_0, 1 row", "Q8_0, 16 rows", "Q8_0, 32 rows"
+    assert told == [f"cpu:0: {figure}" for figure in (*expected, "Q8_0, experts")]
+
+
+def test_devices_of_the_host_have_no_link_of_their_own() -> None:
+    assert peer_link(HostDevice(), HostDevice(1), small()) is None
+
+
+@pytest.mark.parametrize("type", [Q8_0, Q4_K])
+def test_an_emulated_gpu_is_measured(type: GGMLQuantizationType, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    launch = EmulatedDevice.launch
+
+    def watched(self: EmulatedDevice, source: str, kernel: str, *args: Any, **options: Any) -> None:
+        seen.append(source)
+        launch(self, source, kernel, *args, **options)
+
+    monkeypatch.setattr(EmulatedDevice, "launch", watched)
+    device = EmulatedDevice()
+    experts = ExpertSizes(4, 2, 1 << 12, (1, 32))
+    sizes = small(matrix_bytes=1 << 13, features=32, rows=(1, 32), launches=4, experts=experts)
+    try:
+        profile = profile_device(device, [type], Measuring(sizes, experts=True))
+    finally:
+        device.close()
+    found = profile.formats[type.name]
+    values = [
+        found.read,
+        *found.rates.values(),
+        *found.gather.values(),
+        profile.state_read,
+        *vars(profile.way).values(),
+    ]
+    assert np.isfinite(values).all()
+    assert min(values) > 0
+    # Its own kernels: a product of many rows from unpacked weights is one of them.
+    assert {"norm", "attention_mma", "dequant", "moe_matmul"} <= set(seen)
