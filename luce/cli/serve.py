@@ -1,7 +1,8 @@
 """`luce serve`: listen, load the model, notify systemd, answer until a signal, and stop in order.
 
 SIGTERM or SIGINT: new and waiting requests get 503, running ones have --drain-seconds; then the rest end with the text
-that they have (`length`, cause `shutdown`). A second signal ends the wait. SIGHUP reads the key file again.
+that they have (`length`, cause `shutdown`). A second signal ends the wait. Then the models close: snapshots are written
+to the disk, and daemons end. SIGHUP reads the keys, the log level and the models again.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,10 @@ from luce.server.state import Server
 _log = logging.getLogger("luce.serve")
 
 _STATUS_SECONDS = 5.0
-# Each status while loading asks systemd to wait this much longer.
-_EXTEND_USEC = 60_000_000
+# Each status while loading and draining asks systemd to wait this much longer.
+_EXTEND_SECONDS = 60.0
+# What closing the models may take beside --kv-cache-flush-timeout.
+_CLOSE_SECONDS = 30.0
 #: time in which the ended replies can reach their clients
 _FLUSH_SECONDS = 5.0
 
@@ -140,6 +143,15 @@ def _wait_idle(models: Sequence[Model], seconds: float) -> None:
         model.engine.wait_idle(max(0.0, end - time.monotonic()))
 
 
+def _loading(entry: ModelEntry) -> str:
+    return f"loading {entry.source}: {entry.progress:.0%}"
+
+
+def _extended(seconds: float) -> dict[str, int]:
+    """What asks systemd to wait so much longer for a start or a stop."""
+    return {"EXTEND_TIMEOUT_USEC": int(seconds * 1e6)}
+
+
 class _Service:
     def __init__(
         self,
@@ -175,11 +187,17 @@ class _Service:
                         _log.warning("--host %s: other machines can use this server without an API key", host)
             if await self._load():
                 self._ready()
+                if self._config.idle_exit:
+                    self._spawn(self._stop_when_idle())
                 await self._stop.wait()
                 await self._drain()
         finally:
             server.draining = True
             await runner.cleanup()
+            # Once: systemd must be able to end a process whose close hangs.
+            self._notifier.send(
+                STOPPING=1, STATUS="saving", **_extended(self._config.kv_cache_flush_timeout + _CLOSE_SECONDS)
+            )
             await self._pool.close()
             server.close()
             for task in self._tasks:
@@ -194,10 +212,8 @@ class _Service:
             log.event(_log, "loading", model=entry.source, devices=",".join(devices))
             loaded, stopped = asyncio.ensure_future(self._pool.load(entry)), asyncio.ensure_future(self._stop.wait())
             try:
-                while not (loaded.done() or stopped.done()):
-                    status = f"loading {entry.source}: {entry.progress:.0%}"
-                    self._notifier.send(STATUS=status, EXTEND_TIMEOUT_USEC=_EXTEND_USEC)
-                    await asyncio.wait((loaded, stopped), timeout=_STATUS_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                with self._reporting(partial(_loading, entry)):
+                    await asyncio.wait((loaded, stopped), return_when=asyncio.FIRST_COMPLETED)
             finally:
                 stopped.cancel()
             if not loaded.done():
@@ -227,17 +243,43 @@ class _Service:
         server = self._server
         server.draining = True
         models = [entry.model for entry in self._pool.loaded() if entry.model is not None]
-        running = sum(model.engine.stats().running for model in models)
-        log.event(_log, "draining", running=running)
-        self._notifier.send(STOPPING=1, STATUS=f"draining {running} requests")
-        for model in models:
-            model.engine.drain()
-        await self._wait_unless_forced(asyncio.to_thread(_wait_idle, models, self._config.drain_seconds))
-        for model in models:
-            model.engine.stop_running()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_FLUSH_SECONDS):
-                await self._wait_unless_forced(server.idle.wait())
+
+        def running() -> int:
+            return sum(model.engine.stats().running for model in models)
+
+        log.event(_log, "draining", running=running())
+        self._notifier.send(STOPPING=1)
+        with self._reporting(lambda: f"draining {running()} requests"):
+            for model in models:
+                model.engine.drain()
+            await self._wait_unless_forced(asyncio.to_thread(_wait_idle, models, self._config.drain_seconds))
+            for model in models:
+                model.engine.stop_running()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_FLUSH_SECONDS):
+                    await self._wait_unless_forced(server.idle.wait())
+
+    async def _stop_when_idle(self) -> None:
+        """Stop, as after a signal, once no request has used a model for --idle-exit."""
+        while (left := self._config.idle_exit - self._pool.idle()) > 0:
+            await asyncio.sleep(left)
+        log.event(_log, "idle", seconds=self._config.idle_exit)
+        self._on_stop()
+
+    @contextlib.contextmanager
+    def _reporting(self, status: Callable[[], str]) -> Iterator[None]:
+        """Tell systemd every few seconds what goes on, and that it may take longer, until the block ends."""
+
+        async def report() -> None:
+            while True:
+                self._notifier.send(STATUS=status(), **_extended(_EXTEND_SECONDS))
+                await asyncio.sleep(_STATUS_SECONDS)
+
+        task = asyncio.ensure_future(report())
+        try:
+            yield
+        finally:
+            task.cancel()
 
     async def _wait_unless_forced(self, waiting: Awaitable[Any]) -> None:
         """Wait for `waiting` or for the second signal."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import grp
 import hashlib
 import importlib.resources
 import re
@@ -81,11 +82,15 @@ class Service:
             text = re.sub(r"^ExecStart=.*$", lambda _: f"ExecStart={_command()} {config}", text, flags=re.MULTILINE)
             if self.instance:
                 text = text.replace("Description=Luce LLM server", "Description=Luce LLM server %i")
+                # Not luce/%i: with DynamicUser, /var/lib/luce is a link to what luce.service has there.
                 text = re.sub(
-                    r"^(State|Cache|Runtime)Directory=luce$", r"\1Directory=luce/%i", text, flags=re.MULTILINE
+                    r"^(State|Cache|Runtime)Directory=luce$", r"\1Directory=luce-%i", text, flags=re.MULTILINE
                 )
-                text = text.replace("%C/luce/huggingface", "%C/luce/huggingface/%i")
-            text = _of_user(text) if self.user else text
+                text = re.sub(r"(%[Ct])/luce\b", r"\1/luce-%i", text)
+            if self.user:
+                text = _of_user(text)
+            elif self.root == Path("/"):
+                text = re.sub(r"^SupplementaryGroups=(.*)\n", _groups_here, text, flags=re.MULTILINE)
         return _marked(text)
 
     def settings_text(self, model: str, name: str, port: int | None) -> str:
@@ -138,6 +143,20 @@ def _toml(text: str) -> str:
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
+def _groups_here(line: re.Match[str]) -> str:
+    """SupplementaryGroups with the groups that this machine has: with any other one a service does not start."""
+    found = [name for name in line[1].split() if _is_group(name)]
+    return f"SupplementaryGroups={' '.join(found)}\n" if found else ""
+
+
+def _is_group(name: str) -> bool:
+    try:
+        grp.getgrnam(name)
+    except KeyError:
+        return False
+    return True
+
+
 def _of_user(text: str) -> str:
     """A unit of the machine as one of a user's manager."""
     lines = []
@@ -146,7 +165,8 @@ def _of_user(text: str) -> str:
         in_service = (
             "=" in line and not line.startswith("#") and key not in ("Description", "Documentation", "WantedBy")
         )
-        if line.startswith("#") or (in_service and key not in _USERS_OWN):
+        # With `+` a line needs the privileges of root.
+        if line.startswith(("#", "ExecReload=-+")) or (in_service and key not in _USERS_OWN):
             continue
         lines.append("WantedBy=default.target" if key == "WantedBy" else line)
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines) + "\n")

@@ -88,6 +88,14 @@ class ServerSettings:
     drain_seconds: float = setting(
         30.0, number(0, 3600), "time that running requests have after SIGTERM", metavar="SECONDS", group="server"
     )
+    idle_exit: float = setting(
+        0.0,
+        number(0, 1e6),
+        "time without requests after which the server ends (0: never); a socket of systemd starts it again with the "
+        "next connection",
+        metavar="SECONDS",
+        group="server",
+    )
     warmup: bool = setting(
         True,
         text,

@@ -27,19 +27,17 @@ _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 class Keys:
     """The accepted API keys, stored as SHA-256. Sources: --api-key, --api-key-file, systemd's credential `api-keys`.
 
+    A credential is what it was when the service started. A reload of the unit puts the present keys into the service's
+    runtime directory, under the same name, and they take the credential's place.
+
     A line of a file is `key`, `name:key` or `name:key:admin`; empty lines and lines that begin with # are skipped. Keys
     of --api-key are an admin's too.
     """
 
     def __init__(self, config: Config) -> None:
         self._configured = [_digest(key.encode()) for key in config.api_key]
-        self._files: list[tuple[str, Path]] = []
-        if config.api_key_file is not None:
-            self._files.append(("--api-key-file", config.api_key_file))
-        if directory := environment("CREDENTIALS_DIRECTORY"):
-            credential = Path(directory) / "api-keys"
-            if credential.exists():
-                self._files.append(("credential", credential))
+        self._file = config.api_key_file
+        self._credential, self._renewed = map(_in_directory, ("CREDENTIALS_DIRECTORY", "RUNTIME_DIRECTORY"))
         self._digests: list[bytes] = []
         self._admins: list[bytes] = []
         self.reload()
@@ -47,11 +45,21 @@ class Keys:
     def reload(self) -> None:
         """Read the files again. Raises UsageError and changes no key if a file has no key or cannot be read."""
         digests, admins = list(self._configured), list(self._configured)
-        for origin, path in self._files:
+        for origin, path in self._files():
             found = _read(origin, path)
             digests += [digest for digest, _ in found]
             admins += [digest for digest, admin in found if admin]
         self._digests, self._admins = digests, admins
+
+    def _files(self) -> list[tuple[str, Path]]:
+        """The present files of keys."""
+        files = [] if self._file is None else [("--api-key-file", self._file)]
+        if self._credential is not None and _is_there(self._credential):
+            present = self._credential
+            if self._renewed is not None and _is_there(self._renewed):
+                present = self._renewed
+            files.append(("credential", present))
+        return files
 
     @property
     def required(self) -> bool:
@@ -93,6 +101,23 @@ def _known(digest: bytes, digests: Sequence[bytes]) -> bool:
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
+
+
+def _in_directory(variable: str) -> Path | None:
+    """The file of keys in a directory that systemd names."""
+    directory = environment(variable)
+    return None if directory is None else Path(directory) / "api-keys"
+
+
+def _is_there(path: Path) -> bool:
+    """Whether there is a file. One that may not be looked at is: it is an error then, not a server without keys."""
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def _read(origin: str, path: Path) -> list[tuple[bytes, bool]]:

@@ -104,6 +104,12 @@ class ModelPool:
         known = (*self.entries, *self._dropped)
         return sorted((entry for entry in known if entry.model is not None), key=lambda e: -e.last_used)
 
+    def idle(self) -> float:
+        """Seconds since the last end of a request that used a model; 0 while one does."""
+        if any(entry.users for entry in (*self.entries, *self._dropped)):
+            return 0.0
+        return time.monotonic() - max(entry.last_used for entry in self.entries)
+
     def entry(self, name: str | None) -> ModelEntry:
         """The model of a name; the default one without. Raises NotFoundError, where there are several."""
         if name is None or not self.several:

@@ -32,6 +32,7 @@ ELSEWHERE = {
     "models_dir": "tests/process/test_several_models.py::test_a_directory_of_models",
     "max_loaded_models": "tests/unit/test_server_model_pool.py::test_the_least_recently_used_makes_room",
     "load_wait": "tests/http/test_several_models.py::test_a_load_takes_too_long",
+    "idle_exit": "tests/process/test_serve.py::test_an_idle_server_ends",
     "drain_seconds": "tests/process/test_serve.py::test_requests_beyond_the_drain_time_end_with_their_text",
     "prefill_compression": "tests/http/test_prompt_compression.py::test_which_requests_are_compressed",
     "prefill_drafter": "tests/golden/test_compression.py::test_replies_are_the_same",

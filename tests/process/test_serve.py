@@ -9,131 +9,25 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 
 from luce.kvcache.disk.manifest import LAYOUT
 from tests.support.daemons import within
 from tests.support.key_files import write_keys
+from tests.support.service_manager import MODEL, Child, StartServer, service_manager
 
-ROOT = Path(__file__).parents[2]
-MODEL = ROOT / "tests" / "reference" / "qwen3-a-F32.gguf"
 CHAT = "/v1/chat/completions"
 ENDLESS = {"messages": [{"role": "user", "content": "hi"}], "ignore_eos": True, "stream": True, "temperature": 0}
 
-# Starts a service as a service manager does: with the listening socket as descriptor 3.
-ACTIVATE = """
-import os, sys
-os.dup2(int(sys.argv[1]), 3)
-os.environ.update(LISTEN_PID=str(os.getpid()), LISTEN_FDS="1")
-os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
-"""
-
-
-class Child:
-    """A server process, its log, and its notifications of the service manager."""
-
-    def __init__(self, process: subprocess.Popen[str], notify: socket.socket) -> None:
-        self.process = process
-        self._notify = notify
-        self.lines: list[str] = []
-        self._port: int | None = None
-        self._open: list[http.client.HTTPConnection | http.client.HTTPResponse] = []
-        self._listening = threading.Event()
-        assert process.stderr is not None
-        self._reader = threading.Thread(target=self._read, args=(process.stderr,))
-        self._reader.start()
-
-    def _read(self, stderr: IO[str]) -> None:
-        for line in stderr:
-            self.lines.append(line)
-            if found := re.search(r"listening url=http://127\.0\.0\.1:(\d+)", line):
-                self._port = int(found[1])
-                self._listening.set()
-        self._listening.set()
-
-    def close(self) -> None:
-        """Kill it if it still runs, and close its files."""
-        self.process.kill()
-        self.wait()
-        assert self.process.stderr is not None
-        self.process.stderr.close()
-        for item in self._open:
-            item.close()
-
-    @property
-    def port(self) -> int:
-        assert self._listening.wait(60) and self._port is not None, "".join(self.lines)
-        return self._port
-
-    def notified(self, wanted: str) -> list[str]:
-        """Datagrams until one that has the wanted line."""
-        seen = []
-        while True:
-            seen.append(self._notify.recv(4096).decode())
-            if wanted in seen[-1].splitlines():
-                return seen
-
-    def send(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
-
-    def wait(self) -> int:
-        status = self.process.wait(60)
-        self._reader.join()
-        return status
-
-    @property
-    def log(self) -> str:
-        return "".join(self.lines)
-
-    def request(self, path: str, body: Any = None, key: str = "") -> http.client.HTTPResponse:
-        """A response whose headers have been read."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        data = None if body is None else json.dumps(body).encode()
-        headers = ({"x-api-key": key} if key else {}) | ({} if data is None else {"Content-Type": "application/json"})
-        connection.request("GET" if data is None else "POST", path, data, headers)
-        self._open.append(connection)
-        response = connection.getresponse()
-        self._open.append(response)
-        return response
-
 
 @pytest.fixture
-def serve(tmp_path: Path) -> Iterator[Any]:
-    """Starts servers with a service manager's socket; kills those that still run."""
-    with contextlib.ExitStack() as stack:
-
-        def start(*flags: str, model: Path = MODEL, inherit: socket.socket | None = None, **env: str) -> Child:
-            notify = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
-            notify.bind(str(tmp_path / f"notify-{notify.fileno()}"))
-            notify.settimeout(60)
-            verb = ["-m", "luce", "serve", str(model), "--target-devices", "cpu:0", "--port", "0", *flags]
-            lead = [sys.executable] if inherit is None else [sys.executable, "-c", ACTIVATE, str(inherit.fileno())]
-            process = subprocess.Popen(
-                [*lead, *verb],
-                cwd=ROOT,
-                env={
-                    "PATH": os.environ["PATH"],
-                    "HOME": str(tmp_path),
-                    "NOTIFY_SOCKET": notify.getsockname(),
-                    # A new home would compile the CPU's kernels for each test.
-                    "LUCE_CPU_WEIGHTS": "float32",
-                    **env,
-                },
-                stderr=subprocess.PIPE,
-                text=True,
-                pass_fds=[] if inherit is None else [inherit.fileno()],
-            )
-            child = Child(process, notify)
-            stack.callback(child.close)
-            return child
-
+def serve(tmp_path: Path) -> Iterator[StartServer]:
+    """Starts servers as systemd does; kills those that still run."""
+    with service_manager(tmp_path) as start:
         yield start
 
 
@@ -217,6 +111,40 @@ def test_requests_beyond_the_drain_time_end_with_their_text(serve: Any) -> None:
     assert end["choices"][0]["finish_reason"] == "length"
     assert end["choices"][0]["finish_details"]["cause"] == "shutdown"
     assert child.wait() == 0 and "Traceback" not in child.log, child.log
+
+
+def test_an_idle_server_ends(serve: Any) -> None:
+    child = serve("--idle-exit", "0.2")
+    child.notified("READY=1")
+    child.notified("STOPPING=1")
+    assert child.wait() == 0 and "idle seconds=0.200" in child.log, child.log
+
+
+def test_a_stop_may_take_its_time(serve: Any) -> None:
+    child = serve("--kv-cache-flush-timeout", "7")
+    child.notified("READY=1")
+    running = child.request(CHAT, {**ENDLESS, "max_tokens": 400})
+    await_token(running)
+    child.send(signal.SIGTERM)
+    child.notified("STOPPING=1")
+    draining, *_, saving = child.notified("STOPPING=1")
+    assert draining.splitlines() == ["STATUS=draining 1 requests", "EXTEND_TIMEOUT_USEC=60000000"]
+    assert saving.splitlines() == ["STOPPING=1", "STATUS=saving", "EXTEND_TIMEOUT_USEC=37000000"]
+    assert last_event(running)[0]["choices"][0]["finish_details"]["cause"] == "length"
+    assert child.wait() == 0, child.log
+
+
+def test_keys_of_a_credential_and_of_its_renewal(serve: Any, tmp_path: Path) -> None:
+    runtime = tmp_path / "runtime"
+    runtime.mkdir()
+    child = serve(credentials={"api-keys": "one\n"}, RUNTIME_DIRECTORY=str(runtime))
+    child.notified("READY=1")
+    assert [child.request("/v1/models", key=key).status for key in ("", "one", "two")] == [401, 200, 401]
+    write_keys(runtime / "api-keys", "two\n")
+    child.send(signal.SIGHUP)
+    child.notified("RELOADING=1")
+    child.notified("READY=1")
+    assert [child.request("/v1/models", key=key).status for key in ("", "one", "two")] == [401, 401, 200]
 
 
 def test_a_second_signal_does_not_wait(serve: Any) -> None:

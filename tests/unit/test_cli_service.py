@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import grp
 import os
 import re
-import shutil
 import stat
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -14,14 +13,12 @@ from pathlib import Path
 import pytest
 
 from luce.cli.main import main
-from luce.cli.service_files import interpreter
+from luce.cli.service_files import Service, interpreter
 from luce.config.model_tables import read_tables
 from luce.config.resolve import resolve
+from tests.support.systemd_units import check_exposure, check_units, needs_systemd
 
 MODEL = Path(__file__).parents[1] / "reference" / "qwen3-a-F32.gguf"
-needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze (systemd)")
-#: as in test_config_file.py
-EXPOSURE = 2.2
 
 
 @pytest.fixture
@@ -101,7 +98,9 @@ def test_instances_share_a_template(root: Path) -> None:
         assert service("install", name, "--model", "smollm2", "--port", port, root=root) == 0
     template = root / "etc/systemd/system/luce@.service"
     assert exec_start(template).endswith(" serve --config /etc/luce/%i.toml")
-    assert {"StateDirectory=luce/%i", "CacheDirectory=luce/%i"} <= set(template.read_text().splitlines())
+    lines = template.read_text().splitlines()
+    for line in ("StateDirectory=luce-%i", "CacheDirectory=luce-%i", "Environment=HF_HOME=%C/luce-%i/huggingface"):
+        assert line in lines
     assert tomllib.loads((root / "etc/luce/big.toml").read_text())["port"] == 8082
     assert service("uninstall", "small", root=root) == 0
     assert template.exists()
@@ -132,16 +131,9 @@ def test_systemd_takes_the_units(words: tuple[str, ...], root: Path, tmp_path: P
     for path in root.rglob("luce*.s*"):
         text = re.sub(r"^ExecStart=\S+", f"ExecStart={sys.executable}", path.read_text(), flags=re.MULTILINE)
         (folder / path.name.replace("@.", "@small.")).write_text(text)
-    command = ["systemd-analyze", "verify", "--man=no", "--recursive-errors=no", *map(str, folder.iterdir())]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and not done.stderr.strip(), done.stderr
-    if "--user" in words:
-        return
-    unit = next(folder.glob("*.service"))
-    command = ["systemd-analyze", "security", "--offline=true", "--no-pager", str(unit)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    found = re.search(r"exposure level for \S+: ([0-9.]+)", done.stdout)
-    assert found and float(found[1]) <= EXPOSURE, done.stdout + done.stderr
+    check_units(folder.iterdir())
+    if "--user" not in words:
+        check_exposure(next(folder.glob("*.service")))
 
 
 @pytest.fixture
@@ -169,6 +161,22 @@ def test_systemctl_runs(systemctl: Path, capsys: pytest.CaptureFixture[str]) -> 
         "--user disable --now luce.socket luce.service",
         "--user daemon-reload",
     ]
+
+
+def test_the_service_gets_the_groups_that_are_here(
+    systemctl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def group(name: str) -> str:
+        if name != "video":
+            raise KeyError(name)
+        return name
+
+    monkeypatch.setattr(grp, "getgrnam", group)
+    text = Service("", False, Path("/")).text_of(Path("/etc/systemd/system/luce.service"))
+    assert "\nSupplementaryGroups=video\n" in text
+    monkeypatch.setattr(grp, "getgrnam", {}.__getitem__)
+    text = Service("", False, Path("/")).text_of(Path("/etc/systemd/system/luce.service"))
+    assert "SupplementaryGroups" not in text
 
 
 def test_no_start(systemctl: Path) -> None:

@@ -31,6 +31,22 @@ def test_a_credential_of_systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert keys.required and accepts(keys, "one") and accepts(keys, "two") and not accepts(keys, "a:one")
 
 
+def test_a_credential_that_cannot_be_read_never_opens_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A file in the place of the directory: for root, permissions refuse nothing.
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(tmp_path / "file"))
+    with pytest.raises(UsageError, match=f"credential {tmp_path}/file/api-keys: Not a directory"):
+        Keys(Config())
+
+
+def test_a_renewal_is_nothing_without_a_credential(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_keys(tmp_path / "api-keys", "two\n")
+    monkeypatch.setenv("RUNTIME_DIRECTORY", str(tmp_path))
+    assert not Keys(Config()).required
+
+
 @pytest.mark.parametrize("content", [None, b"", b"# only this\n", b"name:\n", b"::\n"])
 def test_a_file_without_keys_never_opens_the_server(tmp_path: Path, content: bytes | None) -> None:
     file = write_keys(tmp_path / "keys", "good\n")

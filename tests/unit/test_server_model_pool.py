@@ -86,6 +86,18 @@ async def test_one_load_for_all_who_wait() -> None:
     assert sorted(loader.log) == ["load a", "load b"]
 
 
+async def test_idle_is_the_time_without_users() -> None:
+    models = pool(Loader(), "a", "b")
+    await use(models, "a")
+    first = models.idle()
+    await until(lambda: models.idle() > first)
+    before = models.idle()
+    async with models.lease(models.entry("b")):
+        assert models.idle() == 0
+        await asyncio.sleep(2 * before)
+        assert models.idle() == 0
+
+
 async def test_names() -> None:
     models = pool(Loader(), "a", "b")
     assert models.entry(None) is models.default is models.entries[0]
