@@ -90,11 +90,7 @@ class Saver:
     def clear(self) -> None:
         """Write nothing of the queue, nor the rest of the snapshot in progress."""
         self._queue.clear()
-        if self.export is not None:
-            # It may wait for copies of a shard that is lost.
-            with contextlib.suppress(LuceError):
-                self.export.close()
-        self.export = self._awaited = None
+        self._end_export()
         self._owed.clear()
 
     @property
@@ -135,7 +131,7 @@ class Saver:
             self.export = self._awaited = None
         except Exception as error:
             _log.warning("a checkpoint could not be written: %s", error, exc_info=not isinstance(error, LuceError))
-            self.export = self._awaited = None
+            self._end_export()
         now = time.monotonic()
         self._next = now + PAUSE_RATIO * (now - started)
 
@@ -205,6 +201,13 @@ class Saver:
                 self._owe(ids, extras.reply)
                 if writer is not None:
                     writer.abort()
+
+    def _end_export(self) -> None:
+        if self.export is not None:
+            # It may wait for copies of a shard that is lost.
+            with contextlib.suppress(LuceError):
+                self.export.close()
+        self.export = self._awaited = None
 
     def _dispensable(self) -> tuple[int, Int32]:
         """The place in the queue of the oldest checkpoint that one behind it continues, else the first; and its

@@ -20,6 +20,7 @@ from luce.remote.rpc import Requests
 from luce.remote.saved_state import RemoteSavedState
 from luce.shard.pipeline import Pipeline
 from luce.shard.saved_state import JoinedSavedState
+from tests.support.daemons import within
 from tests.support.disk_models import PLACEMENTS, ask, placed, saved
 from tests.support.reference import Reference
 
@@ -150,3 +151,23 @@ def test_a_daemon_that_ends_costs_the_request_and_not_the_snapshots(
         assert ask(model, prompt, 32)[0] == expected
     with placed(reference, tmp_path / "cache", "daemons") as model:
         assert ask(model, prompt, 32) == (expected, known, "disk")
+
+
+def test_a_copy_that_fails_while_it_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A daemon ends between the start of a copy and the moment when the engine, without requests, waits for it."""
+    waits = []
+
+    def wait(state: JoinedSavedState) -> None:
+        waits.append(state)
+        raise ShardLostError("lost")
+
+    monkeypatch.setattr(JoinedSavedState, "ready", lambda state: False)
+    monkeypatch.setattr(JoinedSavedState, "wait", wait)
+    reference = Reference("qwen3-a-F32")
+    prompt, expected = (reference.expected[f"{key}_long"].tolist() for key in ("prompt", "greedy"))
+    with placed(reference, tmp_path / "cache", "daemons") as model:
+        assert ask(model, prompt, 32)[0] == expected
+        assert within(30, lambda: "a checkpoint could not be written: lost" in caplog.text)
+    assert len(waits) > 1

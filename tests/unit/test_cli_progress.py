@@ -57,10 +57,11 @@ def test_units(unit: str, done: int, total: int, shown: str) -> None:
 
 def test_compiling_the_kernels_of_the_cpu_is_a_step() -> None:
     screen, log = Screen(), logging.getLogger("luce.cpu_kernels.catalogue")
+    before = log.level, list(log.handlers)
     with progress.shown("loading", console=screen.console):
         log.info("compiling the kernels of the CPU, once for this machine")
         assert screen.lines()[0][2:].startswith("compiling the kernels of the CPU, once for this machine ━")
-    assert not log.isEnabledFor(logging.INFO)
+    assert (log.level, log.handlers) == before
 
 
 def test_nothing_is_drawn_after_the_end() -> None:
