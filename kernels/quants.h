@@ -27,10 +27,18 @@
 #define Q4_K 12
 #define Q5_K 13
 #define Q6_K 14
+#define IQ2_XXS 16
+#define IQ2_XS 17
+#define IQ3_XXS 18
+#define IQ1_S 19
 #define IQ4_NL 20
+#define IQ3_S 21
+#define IQ2_S 22
 #define IQ4_XS 23
+#define IQ1_M 29
 #define BF16 30
 #define MXFP4 39
+#define NVFP4 40
 
 #if QTYPE == F32
 #define BLOCK 4  // not a block of the file: the values that a thread reads at once
@@ -74,6 +82,30 @@
 #elif QTYPE == IQ4_XS
 #define BLOCK 256
 #define BLOCK_BYTES 136
+#elif QTYPE == IQ1_S
+#define BLOCK 256
+#define BLOCK_BYTES 50
+#elif QTYPE == IQ1_M
+#define BLOCK 256
+#define BLOCK_BYTES 56
+#elif QTYPE == IQ2_XXS
+#define BLOCK 256
+#define BLOCK_BYTES 66
+#elif QTYPE == IQ2_XS
+#define BLOCK 256
+#define BLOCK_BYTES 74
+#elif QTYPE == IQ2_S
+#define BLOCK 256
+#define BLOCK_BYTES 82
+#elif QTYPE == IQ3_XXS
+#define BLOCK 256
+#define BLOCK_BYTES 98
+#elif QTYPE == IQ3_S
+#define BLOCK 256
+#define BLOCK_BYTES 110
+#elif QTYPE == NVFP4
+#define BLOCK 64
+#define BLOCK_BYTES 36
 #else
 #error "QTYPE names no format"
 #endif
@@ -88,6 +120,11 @@
 #define RUNS 4
 #define RUN 8
 #define STEP 32
+#elif QTYPE == NVFP4
+#define PLAIN 0
+#define RUNS 4
+#define RUN 8
+#define STEP 8
 #else
 #define PLAIN 0
 #define RUNS 2
@@ -168,6 +205,12 @@ template <int COUNT> LUCE_FN void read_words(const u8* from, u32* to) {
 #endif
 }
 
+LUCE_FN float half_of(u32 word, int side) { return luce_f32(f16_t{(u16)(word >> (side * 16))}); }
+
+#if (QTYPE >= IQ2_XXS && QTYPE <= IQ1_S) || QTYPE == IQ3_S || QTYPE == IQ2_S || QTYPE == IQ1_M
+#include "quants_grid.h"
+#else
+
 // A unit as in memory. `words` are the elements' bits, `upper` their further bits, `scales` the bits of the block's
 // scales.
 struct Packed {
@@ -179,6 +222,8 @@ struct Packed {
     u32 words[4], scales[1];
 #elif QTYPE == Q5_0 || QTYPE == Q5_1
     u32 words[4], upper[1], scales[1];
+#elif QTYPE == NVFP4
+    u32 words[4], scales[1];
 #elif QTYPE == IQ4_XS
     u32 words[4], scales[2];
 #elif QTYPE == Q4_K
@@ -227,6 +272,9 @@ LUCE_FN void fetch(const u8* __restrict__ row, int unit, int left, Packed& packe
 #if QTYPE == Q5_0 || QTYPE == Q5_1
     read_words<1>(block + (BLOCK_BYTES - 20), packed.upper);
 #endif
+#elif QTYPE == NVFP4
+    read_words<4>(block + 4 + unit % UNITS * 16, packed.words);
+    read_words<1>(block, packed.scales);
 #elif QTYPE == IQ4_XS
     read_words<4>(block + 8 + unit % UNITS * 16, packed.words);
     read_words<2>(block, packed.scales);
@@ -259,12 +307,10 @@ LUCE_FN void fetch(const u8* __restrict__ row, int unit, int left, Packed& packe
 #endif
 }
 
-LUCE_FN float half_of(u32 word, int side) { return luce_f32(f16_t{(u16)(word >> (side * 16))}); }
-
-#if QTYPE == IQ4_NL || QTYPE == IQ4_XS || QTYPE == MXFP4
+#if QTYPE == IQ4_NL || QTYPE == IQ4_XS || QTYPE == MXFP4 || QTYPE == NVFP4
 // The 16 levels as bytes of two words: a table in memory would need a load per element.
 LUCE_FN float level(u32 index) {
-#if QTYPE == MXFP4
+#if QTYPE == MXFP4 || QTYPE == NVFP4
     const u64 low = 0x0c08060403020100ull;   // twice the magnitudes of E2M1
     const u64 high = 0xf4f8fafcfdfeff00ull;  // 0 -1 -2 -3 -4 -6 -8 -12
 #else
@@ -339,6 +385,15 @@ LUCE_FN void unpack_run(const Packed& packed, int unit, int run, float* __restri
 #pragma unroll
     for (int e = 0; e < RUN; e++) w[e] = d * level(packed.words[e / 4] >> (e % 4 * 8 + run * 4) & 15);
 
+#elif QTYPE == NVFP4
+    // 16 columns in eight bytes share a scale: a float of four bits of exponent, of bias 7, and three of mantissa. As bits
+    // of a half it has 2^-8 of its value; half the value is wanted, as the levels are doubled. 0x7f is no number, and 0.
+    const u32 bits = packed.scales[0] >> (unit % UNITS * 16 + run / 2 * 8) & 255;
+    const float d = bits == 0x7f ? 0.0f : 128.0f * half_of((bits & 0x7f) << 7, 0);
+#pragma unroll
+    for (int e = 0; e < RUN; e++)
+        w[e] = d * level(packed.words[run / 2 * 2 + e / 4] >> (e % 4 * 8 + run % 2 * 4) & 15);
+
 #elif QTYPE == Q4_K || QTYPE == Q5_K
     // The group of 64 columns has two scales and two minima, 6 bits each. Of groups 0 and 1 they lie whole in 16 bits
     // each, of groups 2 and 3 the upper two bits of each are in what the former leave free.
@@ -389,6 +444,7 @@ LUCE_FN void unpack_run(const Packed& packed, int unit, int run, float* __restri
     }
 #endif
 }
+#endif
 
 // Unit `unit` of the row at `row` into w[UNIT]; `left` as fetch takes it.
 LUCE_FN void unpack(const u8* __restrict__ row, int unit, int left, float* __restrict__ w) {

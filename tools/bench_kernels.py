@@ -98,7 +98,8 @@ def random_blocks(device: Device, rows: int, cols: int, type: GGMLQuantizationTy
 #: byte offsets of the fp16 fields of a quant block
 _SCALES = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,),
-    "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,),
+    "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,), "IQ1_S": (0,), "IQ2_XXS": (0,),
+    "IQ2_XS": (0,), "IQ2_S": (0,), "IQ3_XXS": (0,), "IQ3_S": (0,),
 }  # fmt: skip
 
 
@@ -119,6 +120,7 @@ def matvec(device: Device) -> Iterator[Case]:
         ("Q4_K", 34816, 5120), ("Q4_K", 5120, 17408), ("Q6_K", 5120, 17408), ("Q5_K", 10240, 5120),
         ("Q4_K", 6144, 5120), ("Q4_K", 5120, 6144), ("Q6_K", 248320, 5120), ("Q8_0", 34816, 5120),
         ("Q4_0", 34816, 5120), ("Q5_K", 8192, 2048), ("Q4_K", 2048, 4096), ("F32", 257, 2048),
+        ("IQ2_XXS", 34816, 5120), ("IQ2_S", 34816, 5120), ("IQ3_XXS", 34816, 5120), ("IQ3_S", 34816, 5120),
     )  # fmt: skip
     for name, rows, cols in shapes:
         weights = random_weights(device, name, rows, cols)

@@ -16,3 +16,8 @@ MOST_DELTA_HEAD = 256
 TREE_ROWS = 16
 #: rows of a part of what is computed row by row
 ROWS = 8
+#: most columns of 16 weight rows that are unpacked at a time; where their scales and minimums lie (unpack.py)
+SLICE = 256
+SCALES = SLICE * 16
+MINIMUMS = SCALES + SLICE // 16 * 64
+UNPACKED_BYTES = MINIMUMS + SLICE // 16 * 64

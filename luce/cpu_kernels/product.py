@@ -15,11 +15,11 @@ import numpy as np
 from gguf import GGMLQuantizationType
 from numba import int32
 
-from luce.cpu_kernels.dimensions import RECORD
+from luce.cpu_kernels.dimensions import MINIMUMS, RECORD, SCALES, SLICE, UNPACKED_BYTES
 from luce.cpu_kernels.jit import compiled, compiled_as, inlined
 from luce.cpu_kernels.quantised_rows import FINER, REST, SCALE, SCALED, SUMS, quantise_rows
 from luce.cpu_kernels.thread_pool import hold, run_job
-from luce.cpu_kernels.unpack import MINIMUMS, SCALES, SLICE, UNPACKED_BYTES, unpack
+from luce.cpu_kernels.unpack import unpack
 from luce.cpu_kernels.vector_rows import (
     add_products,
     add_rows,

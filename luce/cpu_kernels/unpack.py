@@ -11,25 +11,44 @@ A group is 32 columns, in the types of GROUPS16 16. The layouts of the blocks ar
 
 from __future__ import annotations
 
+import numpy as np
 from gguf import GGMLQuantizationType
 
+from luce.cpu_kernels.dimensions import MINIMUMS, SCALES
 from luce.cpu_kernels.jit import compiled, inlined
-from luce.cpu_kernels.vectors import as_floats, column, columns16, halves, look_up, signed_byte, splat, store, to_floats
-
-#: most columns that are unpacked at a time
-SLICE = 256
-SCALES = SLICE * 16
-MINIMUMS = SCALES + SLICE // 16 * 64
-UNPACKED_BYTES = MINIMUMS + SLICE // 16 * 64
+from luce.cpu_kernels.unpack_grid import GRID_GROUPS16, GRID_OFFSETS, unpack_grid
+from luce.cpu_kernels.vectors import (
+    as_floats,
+    column,
+    columns16,
+    halves,
+    look_up,
+    signed_byte,
+    splat,
+    splat_float,
+    store,
+    to_floats,
+)
 
 _T = GGMLQuantizationType
 Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 = (int(t) for t in (_T.Q4_0, _T.Q4_1, _T.Q5_0, _T.Q5_1, _T.Q8_0))
 Q2_K, Q3_K, Q4_K, Q5_K, Q6_K = (int(t) for t in (_T.Q2_K, _T.Q3_K, _T.Q4_K, _T.Q5_K, _T.Q6_K))
-IQ4_NL, IQ4_XS, MXFP4 = int(_T.IQ4_NL), int(_T.IQ4_XS), int(_T.MXFP4)
+IQ4_NL, IQ4_XS, MXFP4, NVFP4 = (int(t) for t in (_T.IQ4_NL, _T.IQ4_XS, _T.MXFP4, _T.NVFP4))
 
 #: what is added to a value so that it becomes an unsigned byte
-OFFSETS = {Q4_0: 8, Q5_0: 16, Q8_0: 128, Q3_K: 4, Q6_K: 32, IQ4_NL: 128, IQ4_XS: 128, MXFP4: 16}
-GROUPS16 = frozenset({Q2_K, Q3_K, Q6_K})
+OFFSETS = {
+    Q4_0: 8,
+    Q5_0: 16,
+    Q8_0: 128,
+    Q3_K: 4,
+    Q6_K: 32,
+    IQ4_NL: 128,
+    IQ4_XS: 128,
+    MXFP4: 16,
+    NVFP4: 16,
+    **GRID_OFFSETS,
+}
+GROUPS16 = frozenset({Q2_K, Q3_K, Q6_K, NVFP4}) | GRID_GROUPS16
 WITH_MINIMUMS = frozenset({Q4_1, Q5_1, Q2_K, Q4_K, Q5_K})
 
 
@@ -145,6 +164,25 @@ def unpack_mxfp4(weights, stride, columns, to):
         half = exponent >> 1
         first, second = as_floats((half + splat(63)) << 23), as_floats((exponent - half + splat(63)) << 23)
         store(to + SCALES + block * 64, first * second)
+
+
+@compiled
+def unpack_nvfp4(weights, stride, columns, to):
+    for block in range(columns // 64):
+        at = weights + block * 36
+        scales = column(at, stride)
+        for group in range(4):
+            a, b = column(at + 4 + group * 8, stride), column(at + 8 + group * 8, stride)
+            into = to + block * 1024 + group * 256
+            store(into, look_up(a & 0x0F0F0F0F, _E2M1_LOW, _E2M1_HIGH))
+            store(into + 64, look_up(b & 0x0F0F0F0F, _E2M1_LOW, _E2M1_HIGH))
+            store(into + 128, look_up((a >> 4) & 0x0F0F0F0F, _E2M1_LOW, _E2M1_HIGH))
+            store(into + 192, look_up((b >> 4) & 0x0F0F0F0F, _E2M1_LOW, _E2M1_HIGH))
+            # A float of four bits of exponent, of bias 7, and three of mantissa: as bits of a half it has 2^-8 of its
+            # value. Half the value is wanted, as the table is doubled. 0x7F is no number, and 0.
+            bits = (scales >> (group * 8)) & 255
+            number = (bits & 127) * (((bits ^ 127) + splat(255)) >> 8)
+            store(to + SCALES + (block * 4 + group) * 64, halves(number << 7) * splat_float(np.float32(128)))
 
 
 @inlined
@@ -317,3 +355,7 @@ def unpack(kind, weights, stride, columns, to):
         unpack_iq4_xs(weights, stride, columns, to)
     elif kind == MXFP4:
         unpack_mxfp4(weights, stride, columns, to)
+    elif kind == NVFP4:
+        unpack_nvfp4(weights, stride, columns, to)
+    else:
+        unpack_grid(kind, weights, stride, to)

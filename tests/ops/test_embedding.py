@@ -17,7 +17,11 @@ from tests.support.quant_blocks import FORMATS, PLAIN, block_cols, decoded, rand
 @on_devices(
     "name, rows, cols, seed",
     host=[(name, 7, 2 * max(16, block_cols(name)), 3) for name in FORMATS],
-    emulated=[(name, 5, max(256, 3 * block_cols(name)), 1) for name in FORMATS],
+    emulated=[
+        *((name, 5, max(256, 3 * block_cols(name)), 1) for name in FORMATS),
+        # Blocks enough to name every vector of a grid of 2048.
+        *((name, 1000, 256, 1) for name in FORMATS if name.startswith(("IQ1", "IQ2", "IQ3"))),
+    ],
     gpu=[(name, 301, cols, 1) for name in FORMATS for cols in (256, 5120)],
 )
 def test_embed_equals_gguf(device: Device, name: str, rows: int, cols: int, seed: int) -> None:

@@ -11,7 +11,7 @@ from luce.ops.matmul import matmul
 from luce.ops.weight import upload_weight
 from luce.runtime.cpu import CpuDevice
 from tests.support import op_checks_matmul as checks
-from tests.support.quant_blocks import FORMATS, PLAIN, block_cols, decoded, random_tensor
+from tests.support.quant_blocks import FORMATS, PLAIN, block_cols, decoded, random_tensor, whole_blocks
 from tests.support.quantised import seen
 
 
@@ -23,7 +23,7 @@ def device() -> Iterator[CpuDevice]:
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(("rows", "n"), [(16, 1), (37, 2), (9, 3), (131, 8), (48, 15), (33, 300)])
 def test_product(device: CpuDevice, name: str, rows: int, n: int) -> None:
-    for cols in (block_cols(name), 3 * max(96, block_cols(name))):
+    for cols in (block_cols(name), 3 * whole_blocks(name, 96)):
         checks.check_product(device, name, rows=rows, cols=cols, n=n)
 
 
@@ -44,6 +44,16 @@ def test_rows_do_not_depend_on_their_neighbours(device: CpuDevice, name: str) ->
 def test_an_infinity_is_its_own_rows(device: CpuDevice, name: str) -> None:
     if name not in PLAIN:
         checks.check_nan_in_int8(device, name)
+
+
+@pytest.mark.parametrize("name", ["NVFP4", "IQ1_M", "MXFP4"])
+def test_scales_of_every_size(device: CpuDevice, name: str) -> None:
+    """Nothing, subnormal and large ones, and what is no number: each weight row by itself, as one may dwarf others."""
+    tensor = random_tensor(name, 40, whole_blocks(name, 96), 11, wild=True)
+    x = np.random.default_rng(6).standard_normal((3, tensor.cols)).astype(np.float32)
+    actual, w = matmul(device, x, upload_weight(device, [tensor])), decoded(tensor).astype(np.float64)
+    errors = np.abs(actual - seen(device, name, x) @ w.T)
+    assert (errors <= 2e-5 * (np.abs(x) @ np.abs(w).T) + 1e-30).all()
 
 
 def test_parts_of_several_types(device: CpuDevice) -> None:

@@ -17,11 +17,11 @@ from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
 from tests.support import op_checks_moe as checks
 from tests.support.devices import emulated_only, on_devices
-from tests.support.quant_blocks import FORMATS, block_cols, decoded, random_tensor
+from tests.support.quant_blocks import FORMATS, decoded, random_tensor, whole_blocks
 
 HOST = HostDevice()
 # The other formats differ in quants.h alone, and the op tests of matmul try all of them.
-FEW_FORMATS = ("F32", "F16", "Q4_0", "Q8_0", "Q4_K", "Q6_K")
+FEW_FORMATS = ("F32", "F16", "Q4_0", "Q8_0", "Q4_K", "Q6_K", "IQ2_XXS", "NVFP4")
 Parts = list[tuple[str, int]]
 
 families = pytest.mark.parametrize("family", checks.FAMILIES)
@@ -107,7 +107,7 @@ def test_route_has_limits(experts: int, top_k: int) -> None:
     ],
     emulated=[
         *(
-            ([(name, 11)], n, 2, 5, max(96, block_cols(name)), False)
+            ([(name, 11)], n, 2, 5, whole_blocks(name, 96), False)
             for name, n in itertools.product(FEW_FORMATS, [2, FEW_ROWS + 1])
         ),
         # Gate and up of two tensors.
