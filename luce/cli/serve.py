@@ -29,6 +29,7 @@ from luce.config.model_tables import ModelTable, read_tables
 from luce.config.resolve import config_file, resolve
 from luce.config.settings import Config, flag
 from luce.errors import LuceError, UsageError
+from luce.gguf.reader import model_stem
 from luce.hub.installed import gguf_models
 from luce.hub.lookup import resolve_model
 from luce.server.app import start
@@ -101,7 +102,7 @@ def model_entries(model: str | None, flags: Mapping[str, Any], config: Config) -
         return [ModelEntry(model, model, config, pinned=True, named=False)]
     entries = []
     if model is not None:
-        name = config.alias[0] if config.alias else Path(model).stem if model.endswith(".gguf") else model
+        name = config.alias[0] if config.alias else model_stem(Path(model)) if model.endswith(".gguf") else model
         own = config if config.alias else dataclasses.replace(config, alias=(name,))
         entries.append(ModelEntry(name, model, own, pinned=True))
     for table in tables:

@@ -109,7 +109,7 @@ class GGUFFile:
     @property
     def name(self) -> str:
         """The model's own name, or that of the file without its ending. Raises FormatError if it is no string."""
-        return self.metadata.string("general.name", default="") or self.paths[0].stem
+        return self.metadata.string("general.name", default="") or model_stem(self.paths[0])
 
     def raw(self, name: str) -> NDArray[np.uint8]:
         """The bytes of a tensor: uint8 [rows, row_bytes]. Raises FormatError if there is no such tensor."""
@@ -132,6 +132,12 @@ class GGUFFile:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+def model_stem(path: Path) -> str:
+    """The name of a model file without its ending, and without the number of a part of a split model."""
+    match = _SPLIT_NAME.fullmatch(path.name)
+    return match[1] if match else path.stem
 
 
 def open_gguf(path: Path) -> GGUFFile:

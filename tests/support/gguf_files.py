@@ -157,3 +157,28 @@ def write_split(directory: Path, name: str, tensors: int, per_file: int) -> list
     writer.write_tensors_to_file()
     writer.close()
     return sorted(directory.glob(f"{name}-*.gguf"))
+
+
+def split_file(path: Path, directory: Path, parts: int) -> list[Path]:
+    """The parts of a GGUF file, as llama.cpp's gguf-split makes them: all keys in the first, tensors in their order."""
+    reader = gguf.GGUFReader(path)
+    keys = [
+        Key(field.name, int(field.types[0]), Raw(b"".join(part.tobytes() for part in field.parts[3:])))
+        for field in reader.fields.values()
+        if not field.name.startswith("GGUF.")
+    ]
+    tensors = [
+        Tensor(tensor.name, tuple(int(size) for size in tensor.shape), tensor.tensor_type, tensor.data.tobytes())
+        for tensor in reader.tensors
+    ]
+    found = []
+    for number in range(parts):
+        own = [
+            Key("split.no", GGUFValueType.UINT16, number),
+            Key("split.count", GGUFValueType.UINT16, parts),
+            Key("split.tensors.count", GGUFValueType.INT32, len(tensors)),
+        ]
+        some = tensors[len(tensors) * number // parts : len(tensors) * (number + 1) // parts]
+        found.append(directory / f"{path.stem}-{number + 1:05d}-of-{parts:05d}.gguf")
+        found[-1].write_bytes(encode([*(keys if number == 0 else []), *own], some))
+    return found

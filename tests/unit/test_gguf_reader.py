@@ -15,7 +15,7 @@ from gguf import GGMLQuantizationType, GGUFValueType
 
 from luce.errors import FormatError, ModelError, UnsupportedError
 from luce.gguf.quants import dequantize
-from luce.gguf.reader import open_gguf
+from luce.gguf.reader import model_stem, open_gguf
 from tests.support.gguf_files import (
     SAMPLE_KEYS,
     SAMPLE_TENSORS,
@@ -429,6 +429,13 @@ def test_split_part_twice(tmp_path: Path) -> None:
     with pytest.raises(FormatError) as caught:
         open_gguf(paths[0])
     assert str(caught.value).startswith(f"{paths[1]}: split.no is 0")
+
+
+def test_a_split_model_is_named_without_the_part(tmp_path: Path) -> None:
+    paths = write_split(tmp_path, "model", tensors=3, per_file=1)
+    with open_gguf(paths[1]) as file:
+        assert file.name == model_stem(paths[2]) == "model"
+    assert model_stem(Path("some.Q4_K_M.gguf")) == "some.Q4_K_M"
 
 
 def test_split_foreign_parts(tmp_path: Path) -> None:
