@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from luce.models.keys import Source, model, read_attention, read_experts, read_rope, running_layers
 from luce.models.spec import Dialect, Layer, Markers, MessageMarkers, ModelSpec
+from luce.models.tool_formats import MINIMAX_M2
 
 
 def spec(source: Source) -> ModelSpec:
@@ -17,6 +18,7 @@ def spec(source: Source) -> ModelSpec:
         eos=("[e~[",),
         dialect=Dialect(
             reasoning=Markers("<think>", "</think>"),
+            calls=MINIMAX_M2,
             notes=("a reply begins inside <think>",),
             message=MessageMarkers(starts=("]~b]",), ends=("[e~[",)),
         ),

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from luce.models.keys import Source, model, read_attention, read_mlp, read_rope
 from luce.models.spec import Dialect, Layer, Markers, MessageMarkers, ModelSpec
+from luce.models.tool_formats import SEED_OSS
 
 
 def spec(source: Source) -> ModelSpec:
@@ -16,6 +17,7 @@ def spec(source: Source) -> ModelSpec:
         eos=("<seed:eos>",),
         dialect=Dialect(
             reasoning=Markers("<seed:think>", "</seed:think>"),
+            calls=SEED_OSS,
             message=MessageMarkers(starts=("<seed:bos>",), ends=("<seed:eos>",)),
         ),
     )

@@ -169,6 +169,29 @@ DEEPSEEK_V4 = replace(
 )
 
 
+MINIMAX_M2 = Calls(
+    format="minimax_m2",
+    trigger="<minimax:tool_call>",
+    lead="\n",
+    section=("<minimax:tool_call>\n", "</minimax:tool_call>"),
+    call=("<invoke ", "</invoke>\n"),
+    name=('name="', '">\n'),
+    arguments=Tagged(key=('<parameter name="', '">'), value=("", "</parameter>\n")),
+    template=("<minimax:tool_call>", "<invoke name="),
+)
+
+SEED_OSS = Calls(
+    format="seed_oss",
+    trigger="<seed:tool_call>",
+    lead="\n\n",
+    call=("<seed:tool_call>\n", "</function>\n</seed:tool_call>"),
+    between="\n",
+    name=("<function=", ">\n"),
+    arguments=Tagged(key=("<parameter=", ">"), value=("", "</parameter>\n")),
+    template=("<seed:tool_call>", "<function="),
+)
+
+
 def _addressed(trigger: str, header: str, *, written: bool = False) -> Calls:
     """A call in another order of the header, or with other words in it: all are read up to the body."""
     ends = () if written else (" ", "<|channel|>", "<|constrain|>")
@@ -216,6 +239,8 @@ TOOL_FORMATS = (
     GEMMA4,
     MISTRAL_V11,
     MISTRAL_V7,
+    MINIMAX_M2,
+    SEED_OSS,
     QWEN_XML,
     GLM47,
     GLM45,

@@ -7,7 +7,8 @@ import re
 from collections.abc import Callable
 
 _SPACE = re.compile(r"[ \t\n\r]+")
-_PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
+#: of a string between quotation marks, and between apostrophes, as Python writes strings
+_PLAIN = {'"': re.compile(r'[^"\\\x00-\x1f]+'), "'": re.compile(r"[^'\"\\\x00-\x1f]+")}
 _SCALAR = re.compile(r"[-+.0-9A-Za-z]+")
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 _ESCAPE = re.compile(r'\\(["\\/bfnrt]|u[0-9a-fA-F]{4})')
@@ -24,9 +25,10 @@ class JsonReader:
     """Reads one JSON object or array. What it gives out is valid JSON so far, and `closing` makes it whole.
 
     The text goes out as it came, white space included, but for what JSON does not allow and models write: line feeds
-    and other control characters in strings are escaped, Python's True, False and None are JSON's, an escape of half a
-    surrogate pair is U+FFFD, a comma behind the last item is left out. Numbers and literals go out when they are whole,
-    commas and keys with the value behind them. The result does not depend on the division into pieces.
+    and other control characters in strings are escaped, Python's True, False and None are JSON's, its apostrophes
+    around strings are quotation marks, an escape of half a surrogate pair is U+FFFD, a comma behind the last item is
+    left out. Numbers and literals go out when they are whole, commas and keys with the value behind them. The result
+    does not depend on the division into pieces.
     """
 
     def __init__(self) -> None:
@@ -39,6 +41,8 @@ class JsonReader:
         self._next: Callable[[str, int, list[str]], int] = self._value
         self._held = ""
         self._in_key = False
+        #: around the string that is read
+        self._quote = '"'
 
     def read(self, text: str, at: int) -> tuple[str, int]:
         """What `text` adds from `at` on: what goes out, and where reading goes on when more text is there."""
@@ -75,9 +79,9 @@ class JsonReader:
             return at + 1
         if not self._stack:
             return self._fail(at)
-        if char == '"':
-            self._give(char, out)
-            self._in_key, self._next = False, self._string
+        if char in _PLAIN:
+            self._give('"', out)
+            self._in_key, self._quote, self._next = False, char, self._string
             return at + 1
         found = _SCALAR.match(text, at)
         if found is None:
@@ -96,25 +100,29 @@ class JsonReader:
             return self._hold_space(space[0], space.end(), out)
         if text[at] == "}":
             return self._close(text, at, out)
-        if text[at] != '"':
+        if text[at] not in _PLAIN:
             return self._fail(at)
         self._held += '"'
-        self._in_key, self._next = True, self._string
+        self._in_key, self._quote, self._next = True, text[at], self._string
         return at + 1
 
     def _string(self, text: str, at: int, out: list[str]) -> int:
-        if plain := _PLAIN.match(text, at):
+        if plain := _PLAIN[self._quote].match(text, at):
             return self._spell(plain[0], plain.end(), out)
         char = text[at]
-        if char == '"':
+        if char == self._quote:
             self._next = self._colon if self._in_key else self._behind
-            return self._spell(char, at + 1, out)
+            return self._spell('"', at + 1, out)
+        if char == '"':
+            return self._spell('\\"', at + 1, out)
         if char == "\\":
             return self._escape(text, at, out)
         return self._spell({"\n": "\\n", "\t": "\\t", "\r": "\\r"}.get(char, f"\\u{ord(char):04x}"), at + 1, out)
 
     def _escape(self, text: str, at: int, out: list[str]) -> int:
         found = _ESCAPE.match(text, at)
+        if self._quote == "'" and text.startswith("\\'", at):
+            return self._spell("'", at + 2, out)
         if found is None:
             # A backslash that begins no escape stands for itself.
             return at if _BEGUN.fullmatch(text, at) else self._spell("\\\\", at + 1, out)

@@ -173,6 +173,25 @@ TEMPLATES: Mapping[str, str] = {
         "[AVAILABLE_TOOLS]",
         _EACH + "[TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}{% endfor %}",
     ),
+    "minimax_m2": _chatml(
+        '<minimax:tool_call>\n<invoke name="f">\n<parameter name="k">v</parameter>\n</invoke>\n</minimax:tool_call>',
+        "{% if m.tool_calls %}\n<minimax:tool_call>\n"
+        + _EACH
+        + '<invoke name="{{ c.function.name }}">\n'
+        + _ITEMS
+        + '<parameter name="{{ k }}">'
+        + _ARGUMENT
+        + "</parameter>\n{% endfor %}</invoke>\n{% endfor %}</minimax:tool_call>{% endif %}",
+    ),
+    "seed_oss": _chatml(
+        "<seed:tool_call>\n<function=f>\n<parameter=k>v</parameter>\n</function>\n</seed:tool_call>",
+        "{% if m.content and m.tool_calls %}\n{% endif %}"
+        + _EACH
+        + "\n<seed:tool_call>\n<function={{ c.function.name }}>\n"
+        + _ITEMS
+        # As Python prints them, objects and lists too.
+        + "<parameter={{ k }}>{{ v | string }}</parameter>\n{% endfor %}</function>\n</seed:tool_call>{% endfor %}",
+    ),
     "deepseek_v3": _chatml(
         "",
         _V3_CALLS + "{{ '\n' if not loop.first else '' }}<｜tool▁call▁begin｜>function<｜tool▁sep｜>"
@@ -203,6 +222,8 @@ SPECIALS: Mapping[str, Sequence[str]] = {
     "smollm2": _MESSAGES,
     "mistral_v7": (*_MESSAGES, "[TOOL_CALLS]"),
     "mistral_v11": (*_MESSAGES, "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+    "minimax_m2": (*_MESSAGES, "<minimax:tool_call>", "</minimax:tool_call>"),
+    "seed_oss": (*_MESSAGES, "<seed:tool_call>", "</seed:tool_call>"),
     "deepseek_v3": (*_MESSAGES, *_V3_TOKENS),
     "deepseek_v31": (*_MESSAGES, *_V3_TOKENS),
     "deepseek_v32": (*_MESSAGES, "｜DSML｜"),

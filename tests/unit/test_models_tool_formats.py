@@ -19,6 +19,8 @@ TEMPLATES = {
     "smollm2": '{% if tools %}<tool_call>[\n{"name": "f", "arguments": {}}\n]</tool_call>{% endif %}',
     "mistral_v7": "{% if tools %}[AVAILABLE_TOOLS][TOOL_CALLS]{% endif %}",
     "mistral_v11": "{% if tools %}[TOOL_CALLS]{{ name }}[ARGS]{% endif %}",
+    "minimax_m2": "{% if tools %}<minimax:tool_call>\n{{ '<invoke name=\"' + n + '\">' }}{% endif %}",
+    "seed_oss": "{% if tools %}<seed:tool_call>\n<function=f>\n<parameter=k>v</parameter>\n{% endif %}",
     "deepseek_v3": "{% if tools %}{{ 'function<｜tool▁sep｜>' + n + '\n```json\n' }}{% endif %}",
     "deepseek_v31": "{% if tools %}{{ n + '<｜tool▁sep｜>' + a }}{% endif %}",
     "deepseek_v32": '{% if tools %}<｜DSML｜function_calls><｜DSML｜invoke name="n">{% endif %}',

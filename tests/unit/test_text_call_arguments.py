@@ -38,7 +38,7 @@ TOOLS: dict[str, Any] = {
     }
 }
 #: dialects that do not write arguments as JSON
-NAMES = ("qwen_xml", "glm45", "glm47", "deepseek_v32", "deepseek_v4", "gemma4")
+NAMES = ("qwen_xml", "glm45", "glm47", "minimax_m2", "seed_oss", "deepseek_v32", "deepseek_v4", "gemma4")
 _STRINGS = st.text(alphabet="ab ,:}{=\n", max_size=6)
 _ARGUMENTS = st.fixed_dictionaries(
     {},
@@ -75,7 +75,7 @@ def test_a_reply_that_ends_in_a_name_of_the_schema_has_what_came_before() -> Non
         assert found == Found("", [("edit", {"inner": {"deep name": 1}})], cut=1)
 
 
-@pytest.mark.parametrize("name", ["qwen_xml", "glm45", "glm47"])
+@pytest.mark.parametrize("name", ["qwen_xml", "glm45", "glm47", "minimax_m2", "seed_oss"])
 @pytest.mark.parametrize("special", [True, False])
 def test_a_string_of_an_enum_stays_one(name: str, special: bool) -> None:
     tools = {"set": {"type": "object", "properties": {"v": {"enum": ["7", 8, "true", None]}}}}

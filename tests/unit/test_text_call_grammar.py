@@ -101,6 +101,9 @@ def test_what_templates_print_is_allowed(name: str, special: bool) -> None:
         text = text_of(name, some)
         # Without its special tokens a reply of harmony has one spelling alone, which is not the template's.
         allowed = special or name != "harmony"
+        # The template prints objects as Python does; what a model has to write is JSON.
+        objects = any(isinstance(value, dict) for _, arguments in some for value in arguments.values())
+        allowed = allowed and not (name == "seed_oss" and objects)
         assert accepts(byte_tokenizer(name, special=special), grammar.constraint(), text) is allowed, text
 
 
@@ -160,7 +163,7 @@ def test_without_parallel_calls_a_reply_ends_behind_the_first() -> None:
     assert constraint.over
 
 
-@pytest.mark.parametrize("name", ["qwen_xml", "glm45", "deepseek_v32", "gemma4"])
+@pytest.mark.parametrize("name", ["qwen_xml", "glm45", "minimax_m2", "seed_oss", "deepseek_v32", "gemma4"])
 def test_parameters_come_in_any_order_once_and_the_required_ones_come(name: str) -> None:
     grammar = compiled(name, wanted(name, required=True))
     tokenizer = byte_tokenizer(name)

@@ -90,6 +90,8 @@ _BEHIND_NAME = {
     "glm45": "\n",
     "glm47": "<arg_key>",
     "mistral_v11": "[ARGS]",
+    "minimax_m2": '">',
+    "seed_oss": ">",
     "deepseek_v3": "\n```json",
     "deepseek_v31": "<｜tool▁sep｜>",
     "deepseek_v32": '">',
@@ -101,6 +103,8 @@ _UNSAID = {
     "qwen_xml": ("</parameter>", "</tool_call>", "</function>"),
     "glm45": ("</arg_value>", "</tool_call>"),
     "glm47": ("</arg_value>", "</tool_call>"),
+    "minimax_m2": ("</parameter>", "</invoke>", "</minimax:tool_call>"),
+    "seed_oss": ("</parameter>", "</seed:tool_call>", "</function>"),
     "deepseek_v32": ("</｜DSML｜",),
     "deepseek_v4": ("</｜DSML｜",),
     # The template prints null as Python does, which a parser cannot tell from text in places without a schema.
@@ -110,6 +114,9 @@ _UNSAID = {
 
 def _sayable(name: str, value: Any) -> bool:
     if name == "gemma4" and (value is None or isinstance(value, float)):
+        return False
+    if name == "seed_oss" and isinstance(value, str) and not value.isprintable():
+        # Python's escapes of such characters in objects and lists.
         return False
     if isinstance(value, str):
         return not any(text in value for text in _UNSAID.get(name, ()))
@@ -325,7 +332,7 @@ def test_values_are_typed_by_the_schema_and_numbers_stay_as_written() -> None:
 
     assert value("text", "5") == '"5"' and value("lines", "5") == "5" and value("size", "1.0") == "1.0"
     assert value("lines", "12345678901234567890123") == "12345678901234567890123"
-    assert value("force", "True") == "true" and value("options", "{'a': 1}") == "\"{'a': 1}\""
+    assert value("force", "True") == "true" and value("options", "{'a': 1}") == '{"a": 1}'
     assert value("mode", "5") == '"5"' and value("maybe", "null") == "null" and value("maybe", "5") == '"5"'
     assert (
         value("either", "5") == "5"

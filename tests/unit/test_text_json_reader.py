@@ -69,6 +69,11 @@ def test_what_goes_out_of_garbage_is_valid_and_does_not_depend_on_the_pieces(tex
         ('{"a": [1, 2, ], }', {"a": [1, 2]}),
         (r'{"p": "C:\dir \ud83d \ude00"}', {"p": "C:\\dir \ufffd \ufffd"}),
         (r'{"p": "\ud83d\ude00"}', {"p": "\U0001f600"}),
+        # As Python prints it.
+        *(
+            (repr(value), value)
+            for value in [{"a": ["it's", 'say "x"', "C:\\dir\n"], "": [True, None, -1.5]}, {"'": "'\""}]
+        ),
     ],
 )
 def test_what_models_write_beside_json_is_read(text: str, expected: Any) -> None:
