@@ -14,6 +14,8 @@ from luce.text.reply_parser import Part
 
 _Json = dict[str, Any]
 
+_RAW = msgspec.json.Decoder(msgspec.Raw)
+
 
 class ContentBlocks:
     """Blocks in the order of the reply, one for each segment.
@@ -87,10 +89,10 @@ def _event(name: str, **fields: Any) -> ServerSentEvent:
     return ServerSentEvent({"type": name, **fields}, name)
 
 
-def _arguments(text: str) -> _Json:
-    """The arguments of a call; empty for one that was cut, whose text is no JSON."""
+def _arguments(text: str) -> msgspec.Raw:
+    """The arguments of a call as the model wrote them, as a number may be one that no float holds; empty for a call
+    that was cut, whose text is no JSON."""
     try:
-        found = msgspec.json.decode(text)
+        return _RAW.decode(text)
     except msgspec.DecodeError:
-        return {}
-    return found if isinstance(found, dict) else {}
+        return msgspec.Raw(b"{}")

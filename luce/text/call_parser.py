@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import NamedTuple
 from luce.models.calls import Bare, Calls, Json, Tagged
 from luce.text.call_arguments import ArgumentsWriter, BareReader, TaggedReader
 from luce.text.call_cursor import Cursor, EndOfReplyError, MalformedCallError, Reads
-from luce.text.json_reader import json_text
+from luce.text.json_reader import json_text, string_of
 from luce.text.marks import Marks
 from luce.text.parameter_types import ParameterOf, Schema, parameter_of
 from luce.text.reasoning import overlap
@@ -348,7 +347,7 @@ class CallParser:
         value = self._marks.spelled_json(value)
         if value.startswith('"'):
             try:
-                value = json.loads(value, strict=False).strip() or "{}"
+                value = string_of(value, strict=False).strip() or "{}"
             except ValueError:
                 raise MalformedCallError from None
         text = json_text(value)

@@ -17,6 +17,8 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _PAIR = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")
 #: Python's spellings are what some chat templates print, so models write them
 LITERALS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
+# A pair of surrogates, half of one, or any other escape.
+_ESCAPES = re.compile(rf"{_PAIR.pattern}|({_SURROGATE.pattern}[0-9a-fA-F]{{2}})|\\.", re.DOTALL)
 _DEPTH = 200
 _CLOSES = {"{": "}", "[": "]"}
 
@@ -198,7 +200,14 @@ def json_text(text: str) -> str | None:
         return out if reader.done and end == len(text) else None
     if text[:1] == '"':
         try:
-            return json.dumps(json.loads(text), ensure_ascii=False)
+            return json.dumps(string_of(text), ensure_ascii=False)
         except ValueError:
             return None
     return LITERALS.get(text, text if _NUMBER.fullmatch(text) else None)
+
+
+def string_of(text: str, *, strict: bool = True) -> str:
+    """What a JSON string says; an escape of half a surrogate pair is U+FFFD. Not `strict`: it may hold control
+    characters. Raises ValueError for a text that is no string."""
+    whole = _ESCAPES.sub(lambda found: "\ufffd" if found[1] else found[0], text)
+    return str(json.loads(whole, strict=strict))

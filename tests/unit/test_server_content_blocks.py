@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
 from luce.server.content_blocks import ContentBlocks
@@ -37,6 +38,12 @@ def grown(parts: Sequence[Part], *, omits: bool = False) -> tuple[Json, ContentB
     return message.message, blocks
 
 
+def whole(blocks: ContentBlocks) -> list[Json]:
+    """The complete blocks as a client reads them."""
+    found: list[Json] = msgspec.json.decode(msgspec.json.encode(blocks.closed))
+    return found
+
+
 @pytest.mark.parametrize(
     ("parts", "kinds"),
     [
@@ -54,7 +61,7 @@ def grown(parts: Sequence[Part], *, omits: bool = False) -> tuple[Json, ContentB
 def test_a_block_is_opened_only_for_content(parts: list[Part], kinds: list[str]) -> None:
     message, blocks = grown(parts)
     assert [block["type"] for block in message["content"]] == kinds
-    assert message["content"] == blocks.closed
+    assert message["content"] == whole(blocks)
     assert blocks.calls == ("tool_use" in kinds)
 
 
@@ -70,7 +77,7 @@ def test_blocks_hold_what_the_parts_say() -> None:
 
 def test_the_division_into_parts_changes_nothing() -> None:
     parts = [*REASONED, *SPACE, *SAID, *call(0, "f", '{"a"', ": 1}"), *SPACE, *call(1, "g", "{", "}")]
-    whole, _ = grown(joined(parts))
+    together, _ = grown(joined(parts))
     for seed in range(20):
         cut: list[Part] = []
         for part in parts:
@@ -80,22 +87,32 @@ def test_the_division_into_parts_changes_nothing() -> None:
             else:
                 cut.append(part)
         found, _ = grown(cut)
-        for block in (*whole["content"], *found["content"]):
+        for block in (*together["content"], *found["content"]):
             block.pop("id", None)
-        assert found["content"] == whole["content"]
+        assert found["content"] == together["content"]
 
 
 def test_reasoning_may_be_left_to_the_signature() -> None:
     message, blocks = grown([*REASONED, *SAID], omits=True)
     assert message["content"][0] == {"type": "thinking", "thinking": "", "signature": "signed Let me see.\n"}
-    assert message["content"] == blocks.closed
+    assert message["content"] == whole(blocks)
 
 
 def test_a_call_that_was_cut_has_no_arguments() -> None:
     blocks = ContentBlocks(str, omits_thinking=False)
     events = [*blocks.extend([CallStarted(0, "f"), CallArguments(0, '{"a": "b')]), *blocks.close()]
     assert [event.name for event in events] == ["content_block_start", "content_block_delta", "content_block_stop"]
-    assert blocks.closed[0]["input"] == {}
+    assert whole(blocks)[0]["input"] == {}
+
+
+@pytest.mark.parametrize(
+    "text", ['{"a": 1e400, "b": -0.0}', '{"a": 123456789012345678901234567890, "b": 1.10}', '{"a": 1, "a": 2}', "{ }"]
+)
+def test_arguments_come_as_the_model_wrote_them(text: str) -> None:
+    _, blocks = grown([])
+    for _ in (*blocks.extend(call(0, "f", text)), *blocks.close()):
+        pass
+    assert f'"input":{text}' in msgspec.json.encode(blocks.closed).decode()
 
 
 def test_a_signature_carries_a_text_of_the_same_model_only() -> None:

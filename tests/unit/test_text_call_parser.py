@@ -378,6 +378,23 @@ def test_a_special_token_inside_a_json_string_is_its_text() -> None:
     assert read("hermes", call, TOOLS) == Found("", [("write", {"text": "<tool_call></tool_call>"})])
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "qwen_xml",
+            "<tool_call>\n<function=write>\n<parameter=lines>\nVALUE\n</parameter>\n</function>\n</tool_call>",
+        ),
+        ("gemma4", "<|tool_call>call:write{lines:VALUE}<tool_call|>"),
+        ("llama3", '{"name": "write", "parameters": "{\\"lines\\": \\"HALF\\"}"}'),
+    ],
+)
+def test_half_a_surrogate_pair_spells_no_marker(name: str, text: str) -> None:
+    # In marked texts the halves of pairs stand for the markers.
+    text = text.replace("VALUE", r'"\ud800"').replace("HALF", r"\ud800")
+    assert read(name, text, TOOLS) == Found("", [("write", {"lines": "\ufffd"})])
+
+
 def test_json_is_passed_on_as_the_model_wrote_it() -> None:
     found = parser("hermes", TOOLS)
     text = '<tool_call>\n{"name":"get","arguments":{"b" :1.50,\n "a":"\\u00e9"}}\n</tool_call>'

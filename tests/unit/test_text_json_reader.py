@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from luce.text.json_reader import JsonReader, json_text
+from luce.text.json_reader import JsonReader, json_text, string_of
 
 _VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -112,3 +112,18 @@ def test_json_text_reads_values_of_every_type(value: Any) -> None:
 def test_json_text_is_none_for_other_texts(text: str) -> None:
     assert json_text(text) is None
     assert json_text("True") == "true" and json_text("1.50") == "1.50"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (r'"\ud800"', "\ufffd"),
+        (r'"a\uDC00\ud83d\ude00\ud83d"', "a\ufffd\U0001f600\ufffd"),
+        (r'"\\ud800 \u0041"', r"\ud800 A"),
+    ],
+)
+def test_half_a_surrogate_pair_is_the_replacement_character(text: str, said: str) -> None:
+    # json.loads gives the half itself, which no encoding of a reply can hold.
+    assert string_of(text) == said
+    assert json_text(text) == json.dumps(said, ensure_ascii=False)
+    assert json.loads(json_text(f"[{text}]") or "") == [said]
