@@ -8,17 +8,16 @@ from functools import partial
 
 from luce import log
 from luce.api import Model
-from luce.engine.events import FinishReason, Progress, Token
+from luce.engine.events import Progress, Token
 from luce.errors import LuceError
 from luce.server.content_blocks import ContentBlocks
 from luce.server.errors import anthropic_error
+from luce.server.finish_details import finish_details, was_cut
 from luce.server.prepare import Job
 from luce.server.response import Json, ResponseBuilder
 from luce.server.stream import ServerSentEvent
 from luce.server.thinking_signature import sign
 from luce.text.reply_parser import Part, ReplyParser, joined
-
-_WHOLE = (FinishReason.EOS, FinishReason.STOP)
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,8 @@ class MessagesResponse(ResponseBuilder):
         finished = self.choices[index].finished
         assert finished is not None
         usage = self._output(self._usage(finished.timings.predicted_tokens))
-        yield _event("message_delta", delta=self._ending(self._blocks), usage=usage)
+        details = finish_details(self.choices[index], self._job)
+        yield _event("message_delta", delta=self._ending(self._blocks), usage=usage, finish_details=details)
 
     def ending(self) -> Iterable[ServerSentEvent]:
         """The last event."""
@@ -102,7 +102,8 @@ class MessagesResponse(ResponseBuilder):
         for _ in (*blocks.extend(joined(choice.parts)), *blocks.close()):
             pass
         usage = self._output(self._usage(choice.finished.timings.predicted_tokens))
-        return {**self._head(), "content": blocks.closed, **self._ending(blocks), "usage": usage}
+        ending = {**self._ending(blocks), "usage": usage, "finish_details": finish_details(choice, self._job)}
+        return {**self._head(), "content": blocks.closed, **ending}
 
     def _head(self) -> Json:
         return {"id": self.id, "type": "message", "role": "assistant", "model": self._job.model}
@@ -112,7 +113,7 @@ class MessagesResponse(ResponseBuilder):
         assert finished is not None
         stop = finished.stop if isinstance(finished.stop, str) else None
         reason = "stop_sequence" if stop is not None else "end_turn"
-        if finished.reason not in _WHOLE:
+        if was_cut(self.choices[0]):
             reason = "max_tokens"
         elif blocks.calls:
             reason = "tool_use"

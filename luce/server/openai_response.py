@@ -7,23 +7,15 @@ from collections.abc import Iterable, Sequence
 
 from luce import __version__
 from luce.api import Model
-from luce.engine.events import FinishReason, Progress, Timings, Token
+from luce.engine.events import Progress, Timings, Token
 from luce.errors import LuceError
 from luce.server.choice import Choice
 from luce.server.errors import openai_error
+from luce.server.finish_details import finish_details, was_cut
 from luce.server.prepare import Job
-from luce.server.prompt_reader import compression_facts
 from luce.server.response import Json, ResponseBuilder
 from luce.server.stream import ServerSentEvent
 from luce.text.reply_parser import CallEnded, Part
-
-_LENGTH_CAUSES = {
-    FinishReason.LENGTH: "length",
-    FinishReason.CONTEXT: "context",
-    FinishReason.DEADLINE: "deadline",
-    FinishReason.SHUTDOWN: "shutdown",
-    FinishReason.CANCELLED: "cancelled",
-}
 
 
 class OpenAIResponse(ResponseBuilder):
@@ -120,34 +112,8 @@ class OpenAIResponse(ResponseBuilder):
         return {}
 
     def _ending(self, choice: Choice) -> Json:
-        finished = choice.finished
-        assert finished is not None
-        cause = _LENGTH_CAUSES.get(finished.reason)
-        facts = compression_facts(choice.reading)
-        details = {
-            "cause": cause or finished.reason.value,
-            "stop": finished.stop,
-            "seed": finished.seed,
-            "close_kind": finished.close_kind,
-            "thinking_tokens": choice.parser.reasoning_tokens,
-            "content_tokens": finished.timings.predicted_tokens - choice.parser.reasoning_tokens,
-            "bad_calls": choice.parser.bad_calls,
-            "cut_call": choice.parser.cut_calls > 0,
-            "cache": {"tier": finished.timings.cache_tier},
-            **self._grammar(finished.timings),
-            **({} if facts is None else {"prompt_compression": facts}),
-        }
-        reason = "length" if cause else "tool_calls" if choice.parser.calls else "stop"
-        return {"finish_reason": reason, "finish_details": details}
-
-    def _grammar(self, timings: Timings) -> Json:
-        """What held a reply: the kind of its format, the keywords that were left out, and how many of its tokens came
-        as drafts because nothing else was allowed."""
-        grammar = self._job.grammar
-        if grammar is None:
-            return {}
-        forced = timings.grammar_forced
-        return {"grammar": {"kind": grammar.wanted.kind, "relaxed": grammar.relaxed, "forced": forced}}
+        reason = "length" if was_cut(choice) else "tool_calls" if choice.parser.calls else "stop"
+        return {"finish_reason": reason, "finish_details": finish_details(choice, self._job)}
 
     def _ids(self, choice: Choice) -> Json:
         """The ids of a choice."""

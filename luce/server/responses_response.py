@@ -9,10 +9,11 @@ from typing import Any
 
 from luce.api import Model
 from luce.config.sampling import SAMPLERS
-from luce.engine.events import Finished, FinishReason, Token
+from luce.engine.events import Finished, Token
 from luce.errors import LuceError
 from luce.server.choice import Choice
 from luce.server.errors import openai_error
+from luce.server.finish_details import finish_details, was_cut
 from luce.server.logprobs import scored
 from luce.server.output_items import OutputItems, ReasoningForm
 from luce.server.prepare import Job
@@ -22,8 +23,6 @@ from luce.server.stream import ServerSentEvent
 from luce.server.text_tokens import TextTokens
 from luce.server.thinking_signature import sign
 from luce.text.reply_parser import Part, ReplyParser, joined
-
-_WHOLE = (FinishReason.EOS, FinishReason.STOP)
 
 
 @dataclass(frozen=True)
@@ -117,12 +116,11 @@ class ResponsesResponse(ResponseBuilder):
         return self._response(status, items.closed)
 
     def _status(self) -> str:
-        finished = self.choices[0].finished
-        assert finished is not None
-        return "completed" if finished.reason in _WHOLE else "incomplete"
+        return "incomplete" if was_cut(self.choices[0]) else "completed"
 
     def _response(self, status: str, output: list[Json]) -> Json:
         params = self._job.params
+        ended = status in ("completed", "incomplete")
         return {
             "id": self.id,
             "object": "response",
@@ -140,7 +138,8 @@ class ResponsesResponse(ResponseBuilder):
             "top_logprobs": self._job.logprobs or 0,
             "truncation": "disabled",
             **self._details.echo,
-            "usage": self._usage() if status in ("completed", "incomplete") else None,
+            "usage": self._usage() if ended else None,
+            **({"finish_details": finish_details(self.choices[0], self._job)} if ended else {}),
         }
 
     def _usage(self) -> Json:

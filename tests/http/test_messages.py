@@ -11,6 +11,7 @@ from luce.errors import BackendError
 from luce.server.thinking_signature import carried
 from tests.support.http_server import Running, running
 from tests.support.messages_stream import joined, streamed
+from tests.support.scripted_agent import agent_chat
 from tests.support.scripted_model import REPLY, saying
 
 Json = dict[str, Any]
@@ -58,7 +59,8 @@ async def test_a_reply() -> None:
     async with running() as here:
         status, body, headers = await here.post(MESSAGES + "?beta=true", BODY)
         assert status == 200 and headers["request-id"]
-        usage = body.pop("usage")
+        usage, details = body.pop("usage"), body.pop("finish_details")
+        assert details["cause"] == "eos" and details["bad_calls"] == 0 and "grammar" not in details
         assert body.pop("id").startswith("msg_")
         assert body == {
             "type": "message",
@@ -95,9 +97,24 @@ async def test_a_stream_says_what_the_whole_reply_says(fields: Json, model: Json
         whole = await message(here, **fields)
         found = joined(await streamed(here, {**BODY, **fields}))
         assert found.pop("id") != whole.pop("id")
+        assert found["finish_details"].pop("seed") >= 0 and whole["finish_details"].pop("seed") >= 0
         assert found == whole
         if "script" in model and "thinking" not in fields:
             assert whole["content"] == [] and whole["stop_reason"] == "end_turn"
+
+
+async def test_details_say_what_was_cut_and_what_is_no_call() -> None:
+    said = 'Well.\n<tool_call>\n{"name": "fly", "arguments": {}}\n</tool_call>'
+    for text, limit, details in (
+        (said, 400, {"cause": "eos", "bad_calls": 1, "cut_call": False}),
+        (said.replace("fly", "read"), len(said) - 14, {"cause": "length", "bad_calls": 0, "cut_call": True}),
+    ):
+        async with running(model={"chat": agent_chat, "context": 2048, "script": saying(text)}) as here:
+            for found in (
+                await message(here, tools=[TOOL], max_tokens=limit),
+                joined(await streamed(here, {**BODY, "tools": [TOOL], "max_tokens": limit})),
+            ):
+                assert found["finish_details"].items() >= details.items()
 
 
 async def test_reasons_to_stop() -> None:

@@ -25,6 +25,8 @@ TYPES: dict[str, Any] = {
     "response.output_text.delta": ResponseTextDeltaEvent,
     "response.output_text.done": ResponseTextDoneEvent,
 }
+#: fields that differ between two replies of the same text
+VARYING = ("id", "call_id", "created_at", "usage", "seed", "cache", "forced")
 ASK: Json = {"model": "m", "input": "hi", "temperature": 0}
 REASONED = {"script": saying("Hm, well.</think>\n\nYes.", marker="<|im_start|>assistant\n<think>\n")}
 FUNCTION = {"type": "function", "name": "get", "parameters": {"type": "object"}, "strict": False}
@@ -51,7 +53,7 @@ async def create(here: Running, **fields: Any) -> Json:
 
 def plain(value: Any) -> Any:
     if isinstance(value, dict):
-        return {k: plain(v) for k, v in value.items() if k not in ("id", "call_id", "created_at", "usage")}
+        return {k: plain(v) for k, v in value.items() if k not in VARYING}
     return [plain(item) for item in value] if isinstance(value, list) else value
 
 
@@ -62,6 +64,7 @@ async def test_an_answer() -> None:
         assert item["type"] == "message" and item["role"] == "assistant" and item["status"] == "completed"
         assert item["content"] == [{"type": "output_text", "annotations": [], "logprobs": [], "text": REPLY}]
         assert reply["status"] == "completed" and reply["error"] is None and reply["store"] is False
+        assert reply["finish_details"]["cause"] == "eos" and "finish_details" not in (await streamed(here, ASK))[0]
         assert reply["instructions"] == "Be brief." and reply["metadata"] == {"a": "b"}
         usage = reply["usage"]
         assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
@@ -299,6 +302,7 @@ async def test_a_call_that_is_cut_is_incomplete_and_not_done() -> None:
         reply = await create(here, tools=[FUNCTION], max_output_tokens=100)
         assert reply["status"] == "incomplete"
         assert all(item["status"] == "incomplete" for item in reply["output"])
+        assert reply["finish_details"]["cause"] == "length" and reply["finish_details"]["cut_call"] is True
 
 
 async def test_an_engine_that_fails_ends_the_stream_with_a_failed_response() -> None:

@@ -100,6 +100,7 @@ class StreamedMessage:
         assert event["delta"]["stop_reason"] in ("end_turn", "max_tokens", "stop_sequence", "tool_use")
         self.message |= event["delta"]
         self.message["usage"] |= event["usage"]
+        self.message["finish_details"] = event["finish_details"]
 
     def _message_stop(self, event: Json) -> None:
         assert self.message["stop_reason"] is not None
