@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from luce.config.field import setting
-from luce.config.values import choice, integer, names, number, path, text
+from luce.config.values import choice, choices, integer, names, number, path, text
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,25 @@ class ServerSettings:
         group="server",
     )
     strict_schemas: bool = setting(False, text, "enforce every JSON schema or refuse it", group="server")
+    reasoning_format: str = setting(
+        "separate",
+        choice("separate", "inline", "drop"),
+        "reasoning of chat replies: separate (in a field of its own), inline (in the text, between the model's "
+        "markers), drop (left out)",
+        metavar="FORM",
+        group="server",
+    )
+    reasoning_details: bool = setting(
+        False, text, "give the reasoning of chat replies as `reasoning_details` too", group="server"
+    )
+    compat: tuple[str, ...] = setting(
+        (),
+        choices("openai", "lucebox"),
+        "what replies have as another server's do: openai (a named function ends with `stop`), lucebox "
+        "(`usage.timings`)",
+        metavar="NAME[,NAME...]",
+        group="server",
+    )
     host: tuple[str, ...] = setting(
         ("127.0.0.1",), names, "address to listen on (repeatable)", metavar="ADDRESS[,ADDRESS...]", group="server"
     )

@@ -85,6 +85,18 @@ def choice(*names: str) -> Parser:
     return parse
 
 
+def choices(*names: str) -> Parser:
+    """Some of these names, separated by commas."""
+
+    def parse(text: str) -> tuple[str, ...]:
+        parts = tuple(part.strip() for part in text.split(","))
+        if not set(parts) <= set(names):
+            raise ValueError("expected " + " or ".join(names) + ", separated by commas")
+        return parts
+
+    return parse
+
+
 def text(text: str) -> str:
     """Any text."""
     return text

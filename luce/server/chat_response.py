@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from luce.engine.events import Token
+from luce.api import Model
+from luce.engine.events import Finished, Token
 from luce.server.choice import Choice
 from luce.server.logprobs import scored
 from luce.server.openai_response import OpenAIResponse
+from luce.server.prepare import Job
 from luce.server.response import Json, new_id
+from luce.server.shown_reasoning import ShownReasoning
 from luce.server.stream import ServerSentEvent
 from luce.text.reply_parser import CallArguments, CallStarted, Part, ReasoningPart, ReplyParser, TextPart
 
@@ -20,8 +23,19 @@ class ChatResponse(OpenAIResponse):
     prefix = "chatcmpl-"
     chunk_object = "chat.completion.chunk"
 
+    def __init__(self, job: Job, model: Model) -> None:
+        super().__init__(job, model)
+        markers = model.chat.reasoning_markers
+        self._shown = [ShownReasoning(job.reasoning_format, markers) for _ in self.choices]
+
     def _parser(self, index: int) -> ReplyParser:
         return self._model.chat.reply_parser(self._job.prompts[index // self._job.n], self._job.tools)
+
+    def _parts(self, choice: Choice, token: Token) -> list[Part]:
+        return self._shown[choice.index].of(super()._parts(choice, token))
+
+    def _last_parts(self, choice: Choice, finished: Finished) -> list[Part]:
+        return self._shown[choice.index].of(super()._last_parts(choice, finished))
 
     def _opening(self, index: int) -> Json:
         delta = {"role": "assistant", "content": ""}
@@ -39,7 +53,7 @@ class ChatResponse(OpenAIResponse):
         reasoning = "".join([part.text for part in parts or () if isinstance(part, ReasoningPart)])
         content = "".join([part.text for part in parts or () if isinstance(part, TextPart)])
         calls = _call_deltas(parts or ())
-        fields: Json = _reasoning(reasoning) if reasoning else {}
+        fields: Json = self._reasoning(reasoning) if reasoning else {}
         if calls:
             fields["tool_calls"] = calls
         if content or (parts is not None and not fields):
@@ -57,17 +71,17 @@ class ChatResponse(OpenAIResponse):
                 "role": "assistant",
                 "content": None if calls and not choice.content else choice.content,
                 "refusal": None,
-                **(_reasoning(choice.reasoning) if choice.reasoning else {}),
+                **(self._reasoning(choice.reasoning) if choice.reasoning else {}),
                 **({"tool_calls": calls} if calls else {}),
             },
             "logprobs": self._logprobs(choice, choice.tokens) if self._job.logprobs is not None else None,
             **self._ids(choice),
         }
 
-
-def _reasoning(text: str) -> Json:
-    """The reasoning, under both names that clients read."""
-    return {"reasoning_content": text, "reasoning": text}
+    def _reasoning(self, text: str) -> Json:
+        """The reasoning, under all names that clients read."""
+        details = [{"type": "reasoning.text", "text": text}] if self._model.config.reasoning_details else None
+        return {"reasoning_content": text, "reasoning": text, **({"reasoning_details": details} if details else {})}
 
 
 def _call_deltas(parts: Iterable[Part]) -> list[Json]:

@@ -113,6 +113,8 @@ class OpenAIResponse(ResponseBuilder):
 
     def _ending(self, choice: Choice) -> Json:
         reason = "length" if was_cut(choice) else "tool_calls" if choice.parser.calls else "stop"
+        if reason == "tool_calls" and self._job.named_tool and "openai" in self._model.config.compat:
+            reason = "stop"
         return {"finish_reason": reason, "finish_details": finish_details(choice, self._job)}
 
     def _ids(self, choice: Choice) -> Json:
@@ -121,6 +123,7 @@ class OpenAIResponse(ResponseBuilder):
 
     def _usage(self) -> Json:
         done = self._finished()
+        own = _lucebox(done) if "lucebox" in self._model.config.compat else {}
         prompt = sum(reading.original for reading in self._job.readings)
         effective = sum(len(ids) for ids in self._job.prompts)
         completion = sum(part.predicted_tokens for part in done)
@@ -139,6 +142,7 @@ class OpenAIResponse(ResponseBuilder):
                 "accepted_prediction_tokens": sum(part.accepted - part.forced_accepted for part in done),
                 "rejected_prediction_tokens": sum(_refused(part) for part in done),
             },
+            **own,
         }
 
 
@@ -162,6 +166,20 @@ def timings(parts: Iterable[Timings]) -> Json:
         "queue_ms": round(sum(part.queued for part in parts) * 1000, 3),
         "draft_n": sum(part.drafted for part in parts),
         "draft_n_accepted": sum(part.accepted for part in parts),
+    }
+
+
+def _lucebox(parts: Sequence[Timings]) -> Json:
+    """What Lucebox has in `usage`: its benchmarks read it there."""
+    seconds, drafted = sum(part.predicted for part in parts), sum(part.drafted for part in parts)
+    speed = round(sum(part.predicted_tokens for part in parts) / seconds, 3) if seconds > 0 else 0.0
+    return {
+        "timings": {
+            "prefill_ms": round(sum(part.prompt for part in parts) * 1000, 3),
+            "decode_ms": round(seconds * 1000, 3),
+            "decode_tokens_per_sec": speed,
+        },
+        "accept_rate": round(sum(part.accepted for part in parts) / drafted, 4) if drafted else 0.0,
     }
 
 

@@ -19,6 +19,7 @@ from luce.server.chat_prompt import chat_prompt
 from luce.server.errors import invalid, unknown_model, unsupported
 from luce.server.prompt_reader import PromptReader
 from luce.server.schema import ChatRequest, Common, CompletionRequest, decode
+from luce.server.shown_reasoning import ReasoningFormat, reasoning_format
 from luce.server.structured_output import reply_format
 from luce.server.thinking import ReasoningSwitch
 from luce.server.tool_choice import NO_INPUTS, ChosenTools, chosen_tools
@@ -87,6 +88,10 @@ class Job:
     grammar: CompiledGrammar | None = None
     #: the markers of reasoning as the replies of a chat find them; None: replies begin with their format
     reasoning_tokens: ReasoningTokens | None = None
+    #: how a chat reply shows its reasoning
+    reasoning_format: ReasoningFormat = "separate"
+    #: `tool_choice` names the one function to call
+    named_tool: bool = False
     #: the prompt is a chat's: the model's ReplyParser divides the replies
     chat: bool = False
     #: the tools that the replies may call; None: what looks like a call is text
@@ -146,6 +151,8 @@ def chat_request_job(
     job = replace(
         job,
         chat=True,
+        reasoning_format=reasoning_format(request, model.config.reasoning_format),
+        named_tool=tools.named,
         reasoning=model.envelope.limit(model.chat, prompt, room, asked, owed=owed),
         reasoning_tokens=model.chat.reasoning_tokens(prompt),
     )

@@ -106,6 +106,8 @@ def _refuse_unsupported(request: ResponsesRequest) -> None:
             raise unsupported(name, "/v1/responses does not have it; /v1/chat/completions does")
     if request.n not in (None, 1):
         raise unsupported("n", "a response is one reply")
+    if request.reasoning is not None and request.reasoning.exclude:
+        raise unsupported("reasoning.exclude", "a response has its reasoning in an item of its own")
 
 
 def _response_format(request: ResponsesRequest) -> _Json | None:

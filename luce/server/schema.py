@@ -192,6 +192,10 @@ class ChatRequest(Common, kw_only=True):
     reasoning_effort: Effort | None = None
     reasoning: Reasoning | None = None
     thinking: Thinking | None = None
+    # How the reply shows its reasoning, in the spellings of Luce and llama.cpp, of SGLang and of OpenRouter.
+    reasoning_format: Literal["separate", "inline", "drop", "auto", "deepseek", "none"] | None = None
+    separate_reasoning: bool | None = None
+    include_reasoning: bool | None = None
     # Budgets of the reasoning in the spellings of vLLM, llama.cpp and SGLang.
     thinking_token_budget: _Budget | None = None
     thinking_budget_tokens: _Budget | None = None

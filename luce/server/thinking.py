@@ -31,8 +31,6 @@ class ReasoningSwitch:
         self._chat = chat
         #: variables of the template, with those of the request
         self.variables: dict[str, Any] = dict(request.chat_template_kwargs or {})
-        if request.reasoning is not None and request.reasoning.exclude:
-            raise unsupported("reasoning.exclude", "replies have their reasoning in a field of its own")
         asked = _asked(request)
         self._budgets = _budgets(request)
         #: the field that turns reasoning off

@@ -35,6 +35,8 @@ class ChosenTools:
     tools: tuple[CallableTool, ...] = ()
     #: the reply consists of calls
     required: bool = False
+    #: of the one tool that the request names
+    named: bool = False
 
     def call_format(self, calls: Calls, *, exact: bool, mode: str, strict: bool) -> CallFormat | None:
         """What a grammar holds the calls of the reply to; None: calls are as the model writes them.
@@ -75,14 +77,14 @@ def chosen_tools(
     if choice not in (None, "auto", "none"):
         _check_choice(param, choice, [_name(tool) for tool in tools])
     allowed = [_name(tool) for tool in tools]
-    several = request.parallel_tool_calls is not False
+    several, named = request.parallel_tool_calls is not False, False
     if isinstance(choice, ToolChoice) and choice.allowed_tools is not None:
         allowed = [_name(tool) for tool in choice.allowed_tools.tools]
         choice = choice.allowed_tools.mode
     elif isinstance(choice, ToolChoice):
         # A named tool is called once, unless the request asks for more.
         allowed, several = [_name(choice.function or {"name": choice.name})], bool(request.parallel_tool_calls)
-        choice = "required"
+        choice, named = "required", True
     if choice == "none" or not tools:
         return ChosenTools(tools if keep and tools else None, None, forbidden=bool(tools))
     found = tuple(
@@ -92,7 +94,7 @@ def chosen_tools(
     )
     schemas = {tool.name: tool.parameters for tool in found}
     single = not (several and parallel)
-    return ChosenTools(tools, CallableTools(schemas, single), False, found, required=choice == "required")
+    return ChosenTools(tools, CallableTools(schemas, single), False, found, choice == "required", named)
 
 
 def _callable(function: _Json, where: str, inputs: Mapping[str, ReplyFormat]) -> CallableTool:

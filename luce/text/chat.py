@@ -10,7 +10,7 @@ from typing import Any
 from luce.engine.events import Texts
 from luce.engine.reasoning_limit import ReasoningLimit
 from luce.errors import ContextError, RequestError, UnavailableError
-from luce.models.spec import Dialect
+from luce.models.spec import Dialect, Markers
 from luce.models.tool_formats import choose_calls
 from luce.text.boundaries import Boundaries
 from luce.text.call_memory import CallMemory, Known, PromptDigest
@@ -180,6 +180,11 @@ class ChatFormat:
                 ids.append(token)
             else:
                 ids += self._encoded(piece.translate(marks) if marks else piece, limit, len(ids))
+
+    @property
+    def reasoning_markers(self) -> Markers | None:
+        """The texts around the reasoning of a reply; None: the family has none."""
+        return self._reasoning
 
     @property
     def reasons(self) -> bool:

@@ -210,7 +210,7 @@ def key_paths(value: object, path: str = "") -> set[str]:
 
 async def test_json_that_pages_name_is_what_the_server_shead_and_tail() -> None:
     model = {"drafter": NgramDrafter(block=7), "compressor": compressor(), "context": 8192}
-    async with running(verify_width=8, model=model) as here:
+    async with running(verify_width=8, model=model, compat=("lucebox",)) as here:
         reply = await here.chat("".join(map(chr, range(0x100, 0xA00))))
         held = await here.chat(guided_choice=["a"])
         bodies = [
