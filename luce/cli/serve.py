@@ -250,6 +250,7 @@ class _Service:
 
         log.event(_log, "draining", running=running())
         self._notifier.send(STOPPING=1)
+        self._pool.drain()
         with self._reporting(lambda: f"draining {running()} requests"):
             for model in models:
                 model.engine.drain()

@@ -32,7 +32,7 @@ class PoolSettings(SamplingDefaults):
     load_wait: float = setting(
         30.0,
         number(0, 3600),
-        "time that a request waits for its model to be loaded, before it gets 503",
+        "time that a request waits for its model to be loaded, before it gets 503, or a stream its first comment",
         metavar="SECONDS",
         group="server",
     )

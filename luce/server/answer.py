@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hashlib
 import logging
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
 
 import msgspec
@@ -22,9 +21,9 @@ from luce.server.metrics import Metrics
 from luce.server.prepare import Job
 from luce.server.replies import Replies
 from luce.server.response import ResponseBuilder
-from luce.server.schema import named_model
+from luce.server.schema import NamedModel, named_model
 from luce.server.state import CALL, SERVER, Result, Server, check_devices
-from luce.server.stream import ClientGoneError, EventStream
+from luce.server.stream import COMMENT_PING, ClientGoneError, EventStream, ServerSentEvent
 from luce.text.grammar import WantedReply
 from luce.text.reply_parser import Part
 
@@ -37,16 +36,29 @@ async def answer(
     builder_type: type[ResponseBuilder],
 ) -> web.StreamResponse:
     """The response to a request. `prepare` makes the job of a body, on a worker thread."""
-    server = request.app[SERVER]
-    async with received(request, devices=True) as (body, model):
-        job = await prepared(request, prepare, body, model)
-        return await _answer(request, server, job, model, builder_type)
+    out = EventStream(request, request.app[SERVER].config.write_timeout)
+    try:
+        async with received(request, devices=True, out=out) as (body, model):
+            job = await prepared(request, prepare, body, model)
+            return await _answer(request, job, model, builder_type, out)
+    except ClientGoneError:
+        request[CALL].client_gone = True
+    except Exception as error:
+        # Before the headers of a stream that waited for its model, the error has a status.
+        if not out.started:
+            raise
+        with contextlib.suppress(ClientGoneError):
+            await _send_failure(request, out, error, builder_type.refusal)
+            if builder_type.end:
+                await out.send_encoded(builder_type.end)
+    return out.response
 
 
 async def _answer(
-    request: web.Request, server: Server, job: Job, model: Model, builder_type: type[ResponseBuilder]
+    request: web.Request, job: Job, model: Model, builder_type: type[ResponseBuilder], out: EventStream
 ) -> web.StreamResponse:
-    """The response to a job."""
+    """The response to a job. Raises ClientGoneError."""
+    server = request.app[SERVER]
     server.metrics.unknown_fields.inc(job.unknown_fields)
     server.metrics.skipped_tools.inc(job.skipped_tools)
     job = await _with_grammar(job, model, server.metrics)
@@ -58,7 +70,8 @@ async def _answer(
         try:
             replies.admit()
             if job.stream:
-                return await _stream(request, server, job, builder, replies)
+                await _stream(request, job, builder, replies, out)
+                return out.response
             while not replies.ended:
                 index, event = await replies.next()
                 _add(builder, index, event)
@@ -85,18 +98,30 @@ async def _with_grammar(job: Job, model: Model, metrics: Metrics) -> Job:
 
 
 @contextlib.asynccontextmanager
-async def received(request: web.Request, *, devices: bool) -> AsyncIterator[tuple[bytes, Model]]:
+async def received(
+    request: web.Request, *, devices: bool, out: EventStream | None = None
+) -> AsyncIterator[tuple[bytes, Model]]:
     """The body of a request and the model that it names, which is loaded if needed and stays until the block ends.
-    `devices`: the request needs those of the model.
+    `devices`: the request needs those of the model. `out`: the stream of its replies, if it asks for one, which is
+    started and kept alive where the load takes long.
 
-    Raises UnavailableError, NotFoundError for an unknown model, and what the load and luce.server.body.read_body raise.
+    Raises UnavailableError, NotFoundError for an unknown model, ClientGoneError, and what the load and
+    luce.server.body.read_body raise.
     """
     server = request.app[SERVER]
     server.check_open(devices=devices)
     body = await read_body(request, server)
     server.check_open()
-    name = await server.work(named_model, body) if server.pool.several else None
-    async with server.pool.lease(server.pool.entry(name)) as model:
+    named = await server.work(named_model, body) if server.pool.several else NamedModel()
+
+    async def heartbeat() -> float:
+        assert out is not None
+        await out.start()
+        await out.send_encoded(COMMENT_PING)
+        return server.config.sse_ping
+
+    streams = out is not None and named.stream is True
+    async with server.pool.lease(server.pool.entry(named.model), heartbeat if streams else None) as model:
         if devices:
             check_devices(model)
         yield body, model
@@ -117,48 +142,55 @@ async def prepared(
         left.set()
 
 
-async def _stream(
-    request: web.Request, server: Server, job: Job, builder: ResponseBuilder, replies: Replies
-) -> web.StreamResponse:
-    out = EventStream(request, server.config.write_timeout)
+async def _stream(request: web.Request, job: Job, builder: ResponseBuilder, replies: Replies, out: EventStream) -> None:
+    """Send the events of all replies. Raises ClientGoneError."""
+    await out.start()
     try:
-        await out.start()
-        try:
-            for index in range(job.choices):
-                await out.send(builder.opening(index))
-            while not replies.ended:
-                # Not after each wait alone: the progress of a long prompt is an event that sends nothing.
-                if out.silence >= server.config.sse_ping:
-                    await out.send_encoded(builder.ping())
-                try:
-                    index, event = await replies.next(server.config.sse_ping - out.silence)
-                except TimeoutError:
-                    continue
-                parts = _add(builder, index, event)
-                if isinstance(event, Tokens):
-                    await out.send(builder.extension(index, parts, event.tokens))
-                elif isinstance(event, Finished):
-                    await out.send([*builder.extension(index, parts), *builder.closing(index)])
-                elif isinstance(event, PromptScores):
-                    await out.send_encoded(await server.work(_encoded_scores, builder, index))
-                elif isinstance(event, Progress):
-                    await out.send(builder.progress(index, event))
-            await out.send(builder.ending())
-        except (ClientGoneError, asyncio.CancelledError):
-            raise
-        except Exception as error:
-            if not isinstance(error, LuceError):
-                log.failure(_log, "stream failed", error)
-                error = LuceError("internal error")
-            request[CALL].log_fields["error"] = error.code or error.type
-            # The status is sent already, so the error is sent as an event, and the connection closes after it.
-            await out.send(builder.failure(error))
-            request.protocol.close()
-        if builder.end:
-            await out.send_encoded(builder.end)
+        await _send_replies(request.app[SERVER], job, builder, replies, out)
     except ClientGoneError:
-        request[CALL].client_gone = True
-    return out.response
+        raise
+    except Exception as error:
+        await _send_failure(request, out, error, builder.failure)
+    if builder.end:
+        await out.send_encoded(builder.end)
+
+
+async def _send_replies(server: Server, job: Job, builder: ResponseBuilder, replies: Replies, out: EventStream) -> None:
+    for index in range(job.choices):
+        await out.send(builder.opening(index))
+    while not replies.ended:
+        # Not after each wait alone: the progress of a long prompt is an event that sends nothing.
+        if out.silence >= server.config.sse_ping:
+            await out.send_encoded(builder.ping())
+        try:
+            index, event = await replies.next(server.config.sse_ping - out.silence)
+        except TimeoutError:
+            continue
+        parts = _add(builder, index, event)
+        if isinstance(event, Tokens):
+            await out.send(builder.extension(index, parts, event.tokens))
+        elif isinstance(event, Finished):
+            await out.send([*builder.extension(index, parts), *builder.closing(index)])
+        elif isinstance(event, PromptScores):
+            await out.send_encoded(await server.work(_encoded_scores, builder, index))
+        elif isinstance(event, Progress):
+            await out.send(builder.progress(index, event))
+    await out.send(builder.ending())
+
+
+async def _send_failure(
+    request: web.Request,
+    out: EventStream,
+    error: Exception,
+    events: Callable[[LuceError], Iterable[ServerSentEvent]],
+) -> None:
+    """Send an error as `events`, for the status is sent already; the connection closes behind it."""
+    if not isinstance(error, LuceError):
+        log.failure(_log, "stream failed", error)
+        error = LuceError("internal error")
+    request[CALL].log_fields["error"] = error.code or error.type
+    await out.send(events(error))
+    request.protocol.close()
 
 
 def _add(builder: ResponseBuilder, index: int, event: Event) -> list[Part]:

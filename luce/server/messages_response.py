@@ -84,7 +84,8 @@ class MessagesResponse(ResponseBuilder):
         """The last event."""
         return (_event("message_stop"),)
 
-    def failure(self, error: LuceError) -> Iterable[ServerSentEvent]:
+    @staticmethod
+    def refusal(error: LuceError) -> Iterable[ServerSentEvent]:
         """The error as an event."""
         return (ServerSentEvent(anthropic_error(error, log.request_id.get()), "error"),)
 

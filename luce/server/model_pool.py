@@ -7,7 +7,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Literal
 
 from luce import log
@@ -65,6 +65,10 @@ class ModelEntry:
 Opener = Callable[[ModelEntry, Callable[[float], None]], Model]
 
 
+#: keeps a client that waits for a load; returns the seconds until the next call
+Heartbeat = Callable[[], Awaitable[float]]
+
+
 class ModelPool:
     """The models of a server, the default one first. All methods run on the event loop.
 
@@ -85,6 +89,9 @@ class ModelPool:
         self._opener = opener
         self._max_loaded = max_loaded
         self._wait = wait
+        #: what requests wait for whose model is not there yet
+        self._acquiring: set[asyncio.Task[Model]] = set()
+        self._draining = False
         self._loads = asyncio.Lock()
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -120,22 +127,29 @@ class ModelPool:
         raise unknown_model(name)
 
     @contextlib.asynccontextmanager
-    async def lease(self, entry: ModelEntry) -> AsyncIterator[Model]:
+    async def lease(self, entry: ModelEntry, heartbeat: Heartbeat | None = None) -> AsyncIterator[Model]:
         """The model of an entry, loaded if needed, which stays loaded until the block ends.
 
-        Raises UnavailableError if that takes too long, and what the load raises.
+        `heartbeat` is called if the load takes longer than a request waits. Raises UnavailableError then without one,
+        also if the server drains meanwhile, and what the load and the heartbeat raise.
         """
         if self.starting:
             raise UnavailableError(_LOADING)
-        try:
-            async with asyncio.timeout(self._wait):
-                model = await self._acquire(entry)
-        except TimeoutError:
-            raise UnavailableError(f"{_LOADING}: {entry.names[0]}", retry_after=5) from None
+        model = entry.model
+        if model is not None and entry.state == "loaded":
+            entry.users += 1
+        else:
+            model = await self._waited(entry, heartbeat)
         try:
             yield model
         finally:
             self._release(entry)
+
+    def drain(self) -> None:
+        """Refuse the requests that wait for a model to be loaded."""
+        self._draining = True
+        for task in self._acquiring:
+            task.cancel()
 
     async def load(self, entry: ModelEntry) -> None:
         """Load a model, unless it is loaded. Raises what the load raises."""
@@ -191,6 +205,29 @@ class ModelPool:
         except BaseException:
             self._release(entry)
             raise
+
+    async def _waited(self, entry: ModelEntry, heartbeat: Heartbeat | None) -> Model:
+        """As _acquire, for a request, which does not wait for ever."""
+        task = asyncio.create_task(self._acquire(entry))
+        self._acquiring.add(task)
+        try:
+            await asyncio.wait((task,), timeout=self._wait)
+            while not task.done():
+                if heartbeat is None:
+                    raise UnavailableError(f"{_LOADING}: {entry.names[0]}", retry_after=5)
+                await asyncio.wait((task,), timeout=await heartbeat())
+            if self._draining and task.cancelled():
+                raise UnavailableError("the server is shutting down", code="draining")
+            return task.result()
+        except BaseException:
+            task.cancel()
+            await asyncio.wait((task,))
+            # The request leaves in the moment in which it gets its model.
+            if not task.cancelled() and task.exception() is None:
+                self._release(entry)
+            raise
+        finally:
+            self._acquiring.discard(task)
 
     def _release(self, entry: ModelEntry) -> None:
         entry.users -= 1

@@ -9,9 +9,7 @@ from typing import Any
 from luce.api import Model
 from luce.config.sampling import SAMPLERS
 from luce.engine.events import FinishReason, Progress, Token
-from luce.errors import LuceError
 from luce.server.choice import Choice
-from luce.server.errors import openai_error
 from luce.server.logprobs import finite
 from luce.server.openai_response import timings
 from luce.server.prepare import Job
@@ -85,10 +83,6 @@ class NativeResponse(ResponseBuilder):
     def ending(self) -> Iterable[ServerSentEvent]:
         """Nothing."""
         return ()
-
-    def failure(self, error: LuceError) -> Iterable[ServerSentEvent]:
-        """The error as an event."""
-        return (ServerSentEvent(openai_error(error)),)
 
     def _event(self, choice: Choice, content: str, tokens: list[int]) -> Json:
         return {

@@ -8,9 +8,7 @@ from collections.abc import Iterable, Sequence
 from luce import __version__
 from luce.api import Model
 from luce.engine.events import Progress, Timings, Token
-from luce.errors import LuceError
 from luce.server.choice import Choice
-from luce.server.errors import openai_error
 from luce.server.finish_details import finish_details, was_cut
 from luce.server.prepare import Job
 from luce.server.response import Json, ResponseBuilder
@@ -81,10 +79,6 @@ class OpenAIResponse(ResponseBuilder):
         """The usage, if the request sets `stream_options.include_usage`."""
         if self._job.include_usage:
             yield self._chunk(usage=self._usage(), timings=timings(self._finished()))
-
-    def failure(self, error: LuceError) -> Iterable[ServerSentEvent]:
-        """The error as a chunk."""
-        return (ServerSentEvent(openai_error(error)),)
 
     def _chunk(self, *choices: Json, **fields: Json) -> ServerSentEvent:
         usage: Json = {"usage": None} if self._job.include_usage else {}

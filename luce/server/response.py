@@ -22,6 +22,7 @@ from luce.engine.events import (
 )
 from luce.errors import LuceError
 from luce.server.choice import Choice
+from luce.server.errors import openai_error
 from luce.server.prepare import Job
 from luce.server.stream import COMMENT_PING, ServerSentEvent
 from luce.text.reply_parser import Part, ReplyParser, joined
@@ -117,9 +118,14 @@ class ResponseBuilder(ABC):
     def ending(self) -> Iterable[ServerSentEvent]:
         """The last events of the stream."""
 
-    @abstractmethod
+    @staticmethod
+    def refusal(error: LuceError) -> Iterable[ServerSentEvent]:
+        """The last events of a stream whose request is refused after its headers were sent: it waited for its model."""
+        return (ServerSentEvent(openai_error(error)),)
+
     def failure(self, error: LuceError) -> Iterable[ServerSentEvent]:
         """The last events of a stream that fails after its headers were sent."""
+        return self.refusal(error)
 
     def ping(self) -> bytes:
         """What a stream sends while it waits."""

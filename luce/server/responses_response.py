@@ -94,6 +94,13 @@ class ResponsesResponse(ResponseBuilder):
         status = self._status()
         yield self._event(f"response.{status}", response=self._response(status, self._items.closed))
 
+    @staticmethod
+    def refusal(error: LuceError) -> Iterable[ServerSentEvent]:
+        """The event of the protocol that belongs to no response."""
+        body = openai_error(error)["error"]
+        what = {"code": body["code"] or body["type"], "message": body["message"], "param": body["param"]}
+        return (ServerSentEvent({"type": "error", **what, "sequence_number": 0}, "error"),)
+
     def failure(self, error: LuceError) -> Iterable[ServerSentEvent]:
         """The response with its error, and the items before it."""
         body = openai_error(error)["error"]

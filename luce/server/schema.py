@@ -259,14 +259,16 @@ def decode(body: bytes, kind: type[Body]) -> tuple[Body, int]:
 
 
 class NamedModel(msgspec.Struct):
-    """The field of all bodies that picks the model."""
+    """The fields of all bodies that tell which model to load, and how to wait for it. Those of one endpoint are checked
+    later."""
 
     model: str | None = None
+    stream: Any = None
 
 
-def named_model(body: bytes) -> str | None:
-    """The model that a body names. Raises as `decode`."""
-    return decode(body, NamedModel)[0].model
+def named_model(body: bytes) -> NamedModel:
+    """What a body says of its model. Raises as `decode`."""
+    return decode(body, NamedModel)[0]
 
 
 def converted(value: Any, kind: type[Body], where: str) -> Body:

@@ -74,7 +74,7 @@ async def unload(request: web.Request) -> web.Response:
 async def _changed(request: web.Request, *, load: bool) -> web.Response:
     server = admins_server(request)
     server.check_open()
-    name = await server.work(named_model, await read_body(request, server))
+    name = (await server.work(named_model, await read_body(request, server))).model
     if name is None:
         raise invalid("model", "is required")
     if not server.pool.several:

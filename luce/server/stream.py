@@ -51,13 +51,19 @@ class EventStream:
         self.response = web.StreamResponse(headers=_HEADERS)
 
     @property
+    def started(self) -> bool:
+        """Whether status and headers are sent."""
+        return self.response.prepared
+
+    @property
     def silence(self) -> float:
         """Seconds since the last events."""
         return time.monotonic() - self._sent_at
 
     async def start(self) -> None:
-        """Send status and headers."""
-        await self._sent(self.response.prepare(self._request))
+        """Send status and headers, unless they are sent."""
+        if not self.started:
+            await self._sent(self.response.prepare(self._request))
 
     async def send(self, events: Iterable[ServerSentEvent]) -> None:
         """Events in one write; none is no write."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Callable
 from typing import Any, cast
@@ -194,6 +195,76 @@ async def test_a_load_takes_too_long() -> None:
         assert (await here.get("/v1/models/b"))[1]["state"] == "loading"
         # The others are served, and the server is healthy.
         assert (await here.get("/health"))[0] == 200
+        models.gate.set()
+        assert said(await here.chat(model="b")) == ("b", "b")
+
+
+def openai_error(event: Any) -> tuple[str, str]:
+    return event["error"]["code"] or event["error"]["type"], event["error"]["message"]
+
+
+#: by path of an API that streams: a body, and what the events of an error look like
+STREAMS: dict[str, tuple[dict[str, Any], Callable[[Any], tuple[str, str]]]] = {
+    CHAT: ({"messages": HI}, openai_error),
+    "/v1/completions": ({"prompt": "<|im_start|>assistant\n"}, openai_error),
+    "/v1/messages": ({"messages": HI, "max_tokens": 9}, lambda e: (e["error"]["type"], e["error"]["message"])),
+    "/v1/responses": ({"input": "hi"}, lambda e: (e["code"], e["message"])),
+    "/completion": ({"prompt": "<|im_start|>assistant\n"}, openai_error),
+}
+
+
+async def streamed(here: Running, models: Models, path: str, body: dict[str, Any]) -> list[str]:
+    """The events of a stream whose model is loaded behind its first comment."""
+    async with here.client.post(here.url + path, json={**body, "model": "b", "stream": True}) as response:
+        assert response.status == 200 and response.headers["Content-Type"].startswith("text/event-stream")
+        assert await response.content.readuntil(b"\n\n") == b": ping\n\n"
+        assert await response.content.readuntil(b"\n\n") == b": ping\n\n"
+        models.gate.set()
+        text = (await response.read()).decode()
+    return [event for event in text.split("\n\n") if event and event != ": ping"]
+
+
+@pytest.mark.parametrize("path", STREAMS)
+async def test_a_stream_is_kept_alive_while_its_model_is_loaded(path: str) -> None:
+    body = {**STREAMS[path][0], "temperature": 0}
+    first, second = Models("a", "b", wait=0.05), Models("a", "b")
+    first.gate.clear()
+    async with running(pool=first.pool, sse_ping=0.1) as here:
+        late = await streamed(here, first, path, body)
+    asked = {**body, "model": "b", "stream": True}
+    async with running(pool=second.pool) as here, here.client.post(here.url + path, json=asked) as response:
+        plain = [event for event in (await response.read()).decode().split("\n\n") if event]
+
+    def kinds(events: list[str]) -> list[str]:
+        return [event.partition("data: ")[0] for event in events]
+
+    assert kinds(late) == kinds(plain) and len(late) > 1
+
+
+@pytest.mark.parametrize("path", STREAMS)
+async def test_an_error_behind_the_headers_of_a_stream_is_an_event(path: str) -> None:
+    body, error_of = STREAMS[path]
+    for broken, wrong, message in (("b", {}, "b.gguf: is damaged"), ("", {"temperature": 99}, "temperature")):
+        models = Models("a", "b", wait=0.05)
+        models.broken = broken
+        models.gate.clear()
+        async with running(pool=models.pool, sse_ping=0.1) as here:
+            event, *end = await streamed(here, models, path, {**body, **wrong})
+            name, _, data = event.rpartition("data: ")
+            code, said_why = error_of(json.loads(data))
+            assert code and message in said_why
+            assert name == ("event: error\n" if path in ("/v1/messages", "/v1/responses") else "")
+            assert end == (["data: [DONE]"] if path in (CHAT, "/v1/completions") else [])
+
+
+async def test_who_leaves_while_a_model_is_loaded_uses_it_no_more() -> None:
+    models = Models("a", "b", wait=0.05)
+    models.gate.clear()
+    async with running(pool=models.pool, sse_ping=0.1) as here:
+        body = {"messages": HI, "model": "b", "stream": True}
+        async with here.client.post(here.url + CHAT, json=body) as response:
+            await response.content.readuntil(b"\n\n")
+        await here.until(lambda: models.pool.entry("b").users == 0)
         models.gate.set()
         assert said(await here.chat(model="b")) == ("b", "b")
 

@@ -130,7 +130,8 @@ def test_a_prefix_comes_back_with_its_model(served: Served) -> None:
 
 def switches(served: Served, count: int) -> list[int]:
     """Requests of 8 clients until the server has changed its model `count` times; resident bytes in between."""
-    expected = {name: served.complete(name, [5, 9, 3, 7])["choices"][0]["text"] for name in NAMES}
+    prompt = [3 + n % 50 for n in range(200)]
+    expected = {name: served.complete(name, prompt)["choices"][0]["text"] for name in NAMES}
     sizes: list[int] = []
     stop = threading.Event()
 
@@ -141,7 +142,9 @@ def switches(served: Served, count: int) -> list[int]:
         done = 0
         while not stop.is_set():
             name = list(NAMES)[(number + done) % 3]
-            reply = served.complete(name, [5, 9, 3, 7])
+            reply = served.complete(name, prompt)
+            # From the cache, also where the model has just come back.
+            assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] >= 128
             assert (reply["model"], reply["choices"][0]["text"]) == (name, expected[name])
             done += 1
             if loads() > count:

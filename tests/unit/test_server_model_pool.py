@@ -188,6 +188,57 @@ async def test_a_request_waits_for_a_while_and_the_load_goes_on() -> None:
     assert loader.log == ["load a"]
 
 
+async def test_a_heartbeat_instead_of_an_error() -> None:
+    loader = Loader()
+    gate = loader.gates["a"] = threading.Event()
+    models = pool(loader, "a", "b", wait=0.02)
+    beats = 0
+
+    async def heartbeat() -> float:
+        nonlocal beats
+        beats += 1
+        if beats == 3:
+            gate.set()
+        return 0.01
+
+    async with models.lease(models.entry("a"), heartbeat):
+        assert beats >= 3 and models.entry("a").users == 1
+    assert models.entry("a").users == 0
+    async with models.lease(models.entry("a"), heartbeat):
+        pass
+    assert loader.log == ["load a"]
+
+
+async def test_a_heartbeat_that_fails_ends_the_wait() -> None:
+    loader = Loader()
+    gate = loader.gates["a"] = threading.Event()
+    models = pool(loader, "a", "b", wait=0.01)
+
+    async def heartbeat() -> float:
+        raise ConnectionError
+
+    with pytest.raises(ConnectionError):
+        async with models.lease(models.entry("a"), heartbeat):
+            pass
+    assert models.entry("a").users == 0
+    gate.set()
+    await until(lambda: models.entry("a").state == "loaded")
+
+
+async def test_who_waits_for_a_load_is_refused_when_the_server_drains() -> None:
+    loader = Loader()
+    gate = loader.gates["a"] = threading.Event()
+    models = pool(loader, "a", "b")
+    waiting = asyncio.create_task(use(models, "a"))
+    await until(lambda: models.entry("a").state == "loading")
+    models.drain()
+    with pytest.raises(UnavailableError) as caught:
+        await waiting
+    assert caught.value.code == "draining" and models.entry("a").users == 0
+    gate.set()
+    await until(lambda: models.entry("a").state == "loaded")
+
+
 async def test_a_failed_load_is_an_error_for_all_who_wait() -> None:
     loader = Loader()
     loader.errors["a"] = ModelError("a.gguf: is damaged")
