@@ -6,6 +6,7 @@ taken, never the counts that it claims. Called by luce.models, luce.text, luce.o
 
 reader       open_gguf: header, tensor directory and tensor bytes; split files
 model_file   a file read by position, which notices changes
+mapped_file  a file in memory without a copy, under a lease
 metadata     Metadata: the keys, with getters that check types
 quants       sizes of quant blocks, and tensor bytes to float32
 fingerprint  a digest that distinguishes model files

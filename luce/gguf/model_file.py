@@ -1,10 +1,10 @@
-"""A model file that is read by position, never mapped: a mapping of a file that shrinks ends the process (SIGBUS), and
-one of a file that is written to shows the new bytes."""
+"""A model file that is read by position, or mapped where nobody can change it meanwhile (mapped_file.py)."""
 
 from __future__ import annotations
 
 import os
 import stat
+import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from luce.errors import FormatError, ModelError
+from luce.gguf.mapped_file import MappedFile, map_file
 
 
 class _Descriptor:
@@ -43,6 +44,9 @@ class ModelFile:
         if not stat.S_ISREG(facts.st_mode):
             self.close()
             raise ModelError(f"{path}: is {'a directory' if stat.S_ISDIR(facts.st_mode) else 'not a regular file'}")
+        self._lock = threading.Lock()
+        self._mapped: MappedFile | None = None
+        self._maps = True
         #: bytes
         self.size = facts.st_size
         self._changed = facts.st_mtime_ns
@@ -52,7 +56,7 @@ class ModelFile:
 
     def close(self) -> None:
         """Close the file. Idempotent."""
-        self._descriptor = None
+        self._descriptor = self._mapped = None
 
     def _open(self) -> _Descriptor:
         if (descriptor := self._descriptor) is None:
@@ -75,9 +79,32 @@ class ModelFile:
                 break
             at += count
         # Behind the read: bytes that were there before a change are as good as ever.
+        self._check_unchanged(descriptor, complete=at == len(view))
+
+    def _check_unchanged(self, descriptor: _Descriptor, *, complete: bool = True) -> None:
         facts = os.fstat(descriptor.number)
-        if at < len(view) or (facts.st_size, facts.st_mtime_ns) != (self.size, self._changed):
+        if not complete or (facts.st_size, facts.st_mtime_ns) != (self.size, self._changed):
             raise ModelError(f"{self.path}: was changed while it was read; replace a model file by renaming a new one")
+
+    def hold(self, offset: int, size: int) -> NDArray[np.uint8]:
+        """As `read`, for bytes that stay in use: without a copy where the file can be mapped (mapped_file.py), and read
+        only then. Later changes of the file leave the array as it is."""
+        descriptor = self._open()
+        with self._lock:
+            if self._maps and self._mapped is None:
+                self._mapped = map_file(self.path, descriptor.number, self.size)
+                self._maps = self._mapped is not None
+            mapped = self._mapped
+        try:
+            # Compiled code reads words of four bytes.
+            held = mapped.array(offset, size) if mapped is not None and size and offset % 4 == 0 else None
+        except OSError as error:
+            raise ModelError(f"{self.path}: {error.strerror}") from error
+        if held is None:
+            return self.read(offset, size)
+        # The lease has held off writers since the mapping was made, not since the file was opened.
+        self._check_unchanged(descriptor)
+        return held
 
     def check_path(self) -> None:
         """Raises ModelError if the path names another file by now, or this one has changed."""
@@ -117,6 +144,10 @@ class FileRows:
         start, stop, _ = rows.indices(self.shape[0])
         count, width = max(0, stop - start), self.shape[1]
         return self._file.read(self._offset + start * width, count * width).reshape(count, width)
+
+    def held(self) -> NDArray[np.uint8]:
+        """All rows, as ModelFile.hold."""
+        return self._file.hold(self._offset, self.nbytes).reshape(self.shape)
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
         return self[:]

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.errors import OutOfMemoryError, UnsupportedError
+from luce.gguf.model_file import FileRows
 from luce.gguf.quants import block_size, dequantize, supported
 from luce.gguf.reader import GGUFFile, TensorInfo
 from luce.ops.matmul_prefill import fp16_bytes, store_fp16
@@ -75,7 +76,7 @@ class WeightLoader:
             raw = np.asarray(tensor.raw)[:, columns.start // elements * size : columns.stop // elements * size]
             tensor = RawTensor(name, np.ascontiguousarray(raw), tensor.type, len(columns))
         if self._device.host:
-            held = np.asarray(tensor.raw)
+            held = tensor.raw.held() if isinstance(tensor.raw, FileRows) else tensor.raw
             self.nbytes += held.nbytes
             return Weight(rows, tensor.cols, (WeightPart(held, tensor.type, 0, rows),))
         weight = upload_weight(self._device, [tensor])

@@ -132,16 +132,18 @@ def upload_weight(device: Device, tensors: Sequence[RawTensor]) -> Weight:
 
 
 def _held(t: RawTensor, first: int) -> WeightPart:
-    """A tensor in host memory, as in the file. Rows of floats become a multiple of 16 columns, and a matrix in quant
-    blocks 16 rows, so that compiled products read no memory behind it."""
-    raw, type = np.asarray(t.raw), t.type
+    """A tensor in host memory, as in the file, and without a copy where the file can be mapped. Rows of floats become a
+    multiple of 16 columns, and a matrix in quant blocks 16 rows, so that compiled products read no memory behind it."""
+    raw, type = t.raw, t.type
     if type not in KERNEL_TYPES:
         raw, type = _as_fp16(t), _T.F16
     if type in (_T.F32, _T.F16, _T.BF16):
         missing = (0, 0), (0, -t.cols % 16 * _row_bytes(type, 1))
     else:
         missing = (0, max(0, 16 - t.rows)), (0, 0)
-    return WeightPart(np.pad(raw, missing) if np.any(missing) else raw, type, first, t.rows)
+    if np.any(missing):
+        raw = np.pad(np.asarray(raw), missing)
+    return WeightPart(raw.held() if isinstance(raw, FileRows) else raw, type, first, t.rows)
 
 
 def _load(device: Device, t: RawTensor, to: Array | None = None) -> Array:

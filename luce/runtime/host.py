@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -72,16 +72,18 @@ class HostDevice(Device):
         self.name = DeviceName("cpu", index)
 
     def empty(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> Array:
+        return self._allocate(np.empty, shape, dtype)
+
+    def zeros(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> Array:
+        # The system gives memory of zeros page by page, when it is written to: a long context takes what is used of it.
+        return self._allocate(np.zeros, shape, dtype)
+
+    def _allocate(self, make: Callable[..., Array], shape: int | Sequence[int], dtype: DTypeLike) -> Array:
         try:
-            return np.empty(shape, dtype)
+            return make(shape, dtype)
         except MemoryError as error:
             asked = int(np.prod(shape)) * np.dtype(dtype).itemsize
             raise OutOfMemoryError(f"{self.name}: {asked} bytes asked, {self.memory().free} bytes free") from error
-
-    def zeros(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> Array:
-        array = self.empty(shape, dtype)
-        array[...] = 0
-        return array
 
     def upload(self, array: NDArray[Any]) -> Array:
         return array
