@@ -47,6 +47,7 @@ from luce.runtime.cores import limit_threads
 from luce.runtime.device import Device
 from luce.runtime.host import host_memory
 from luce.runtime.open import total_memory
+from luce.text.call_check import call_mismatch
 from luce.text.chat import ChatFormat
 from luce.text.effort import check_default
 from luce.text.retokenize import Retokenizer
@@ -274,6 +275,8 @@ def _open_chat_format(
     except ValueError as problem:
         raise UsageError(f"{flag('tool_format')} {config.tool_format}: {problem}", param="tool_format") from None
     check_default(config.reasoning, chat)
+    if (mismatch := call_mismatch(chat)) is not None:
+        _log.warning("tool calls in the format %s (from %s): %s", chat.calls.format, chat.calls_why, mismatch)
     return chat
 
 

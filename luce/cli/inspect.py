@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 from collections import Counter
@@ -15,12 +16,17 @@ from luce.cli import plan
 from luce.cli.arguments import add_json, add_model, add_settings
 from luce.cli.console import output
 from luce.cli.plan import Opened
+from luce.errors import LuceError
 from luce.gguf.reader import GGUFFile
 from luce.layers.tensors import tensor_bytes
 from luce.models.spec import Attention, GatedDeltaNet, Layer, ModelSpec, MoE, SandwichLayer, ShortConv
 from luce.models.tool_formats import choose_calls
 from luce.runtime.step import PAGE
 from luce.shard.sizes import pages_for, state_bytes
+from luce.text.call_check import call_mismatch
+from luce.text.chat import ChatFormat
+from luce.text.template import ChatTemplate
+from luce.text.tokenizer import Tokenizer
 
 #: groups of settings that this verb takes
 SETTINGS = ("placement", "daemons", "engine", "KVFlash", "drafting")
@@ -55,6 +61,7 @@ def describe(file: GGUFFile, spec: ModelSpec) -> dict[str, Any]:
     experts = dict.fromkeys(moe for layer in spec.layers for moe in _mixtures(layer))
     template: str | None = file.metadata.string("tokenizer.chat_template", default=None)
     calls, why = choose_calls(template, spec.dialect.calls)
+    written: dict[str, Any] = {"format": calls.format, "why": why, "mismatch": _call_mismatch(file, spec, template)}
     return {
         "path": str(file.paths[0]),
         "name": file.metadata.string("general.name", default=""),
@@ -74,8 +81,21 @@ def describe(file: GGUFFile, spec: ModelSpec) -> dict[str, Any]:
             "pre": file.metadata.string("tokenizer.ggml.pre", default=""),
         },
         "chat_template": "tokenizer.chat_template" in file.metadata,
-        "dialect": {**dataclasses.asdict(spec.dialect), "calls": {"format": calls.format, "why": why}},
+        "dialect": {**dataclasses.asdict(spec.dialect), "calls": written},
     }
+
+
+def _call_mismatch(file: GGUFFile, spec: ModelSpec, source: str | None) -> str | None:
+    """What is wrong with the calls that the file's chat template writes; None if nothing is, or there is none."""
+    if source is None:
+        return None
+    try:
+        tokenizer = Tokenizer(file.metadata, nfc=spec.nfc, eos_texts=spec.eos)
+        bos, eos = ("" if i is None else tokenizer.token_text(i) for i in (tokenizer.bos_id, tokenizer.eos_id))
+        with contextlib.closing(ChatTemplate(source, bos=bos, eos=eos)) as template:
+            return call_mismatch(ChatFormat(template, tokenizer, spec.dialect))
+    except LuceError as error:
+        return f"not read back: {error}"
 
 
 def place(model: Opened) -> dict[str, Any]:
@@ -151,6 +171,10 @@ def _between(markers: dict[str, str] | None) -> str:
     return "not marked" if markers is None else f"{markers['open'].strip()} ... {markers['close']}"
 
 
+def _written(calls: dict[str, Any]) -> str:
+    return f"{calls['format']} ({calls['why']})" + (f": {calls['mismatch']}" if calls["mismatch"] else "")
+
+
 def _show(facts: dict[str, Any], with_layers: bool) -> None:
     console = output()
     table = Table(show_header=False, box=None)
@@ -171,7 +195,7 @@ def _show(facts: dict[str, Any], with_layers: bool) -> None:
         "tokenizer": " ".join(facts["tokenizer"].values()),
         "chat template": "yes" if facts["chat_template"] else "no",
         "reasoning": _between(facts["dialect"]["reasoning"]),
-        "tool calls": "{format} ({why})".format_map(facts["dialect"]["calls"]),
+        "tool calls": _written(facts["dialect"]["calls"]),
         "notes": "\n".join(facts["dialect"]["notes"]) or "none",
     }
     for name, value in rows.items():
