@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import luce
-from tests.support.daemons import HERE
+from tests.support.warm import WARM
 from tools.bench_retrieval import Case, cases, recalled
 
 TINY = Path(__file__).parents[2] / "models" / "tiny"
@@ -26,6 +26,7 @@ FILLER = "\n".join(text for texts in json.loads((TINY / "prompts.json").read_tex
 def opened(**settings: Any) -> luce.Model:
     chosen: dict[str, Any] = {
         "target_devices": "cpu:0",
+        "cpu_weights": "packed",
         "kv_cache_dir": "off",
         "prefill_compression": "always",
         "prefill_drafter": str(TINY / "drafter.gguf"),
@@ -57,7 +58,7 @@ def test_numbers_come_back_at_all_depths(replies: list[tuple[bool, list[int]]]) 
 
 PLACES: dict[str, dict[str, Any]] = {
     "three shards": {"target_devices": "cpu:0,cpu:1,cpu:2"},
-    "daemon": {"target_devices": "cpu:0,cpu:1", "target_shard_ipc_bin": f"cpu={HERE}", "isolate_shards": True},
+    "daemon": {"target_devices": "cpu:0,cpu:1", "target_shard_ipc_bin": f"cpu={WARM}", "isolate_shards": True},
     "drafting": {"draft": str(TINY / "draft.gguf"), "verify_width": 16},
     "trees": {"draft": str(TINY / "draft.gguf"), "verify_width": 16, "ddtree": True},
     "weights for each prompt": {"draft_residency": "request-scoped"},
