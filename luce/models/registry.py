@@ -9,6 +9,8 @@ from luce.gguf.metadata import shown
 from luce.models import (
     cohere2,
     deepseek2,
+    ernie4_5,
+    ernie4_5_moe,
     exaone4,
     gemma2,
     gemma3,
@@ -25,6 +27,7 @@ from luce.models import (
     minimax_m2,
     mistral3,
     olmo2,
+    olmoe,
     phi3,
     qwen2,
     qwen3,
@@ -43,6 +46,8 @@ from luce.models.spec import ModelSpec
 FAMILIES: dict[str, Callable[[Source], ModelSpec]] = {
     "cohere2": cohere2.spec,
     "deepseek2": deepseek2.spec,
+    "ernie4_5": ernie4_5.spec,
+    "ernie4_5-moe": ernie4_5_moe.spec,
     "exaone4": exaone4.spec,
     "gemma2": gemma2.spec,
     "gemma3": gemma3.spec,
@@ -59,6 +64,7 @@ FAMILIES: dict[str, Callable[[Source], ModelSpec]] = {
     "minimax-m2": minimax_m2.spec,
     "mistral3": mistral3.spec,
     "olmo2": olmo2.spec,
+    "olmoe": olmoe.spec,
     "phi3": phi3.spec,
     "qwen2": qwen2.spec,
     "qwen3": qwen3.spec,

@@ -392,6 +392,72 @@ def _qwen25() -> Published:
     return _llama_like("Qwen2.5-7B", "qwen2", 28, hidden, vocab, keys, whole)
 
 
+def _olmoe() -> Published:
+    hidden, heads, vocab = 2048, 16, 50304
+    parts = {**_attention(hidden, heads, heads, 128), "attn_q_norm": (hidden,), "attn_k_norm": (hidden,)}
+    keys: dict[str, Value] = {
+        "context_length": 4096,
+        "feed_forward_length": 1024,
+        "attention.head_count": heads,
+        "attention.head_count_kv": heads,
+        "expert_count": 64,
+        "expert_used_count": 8,
+        **_tokenizer("gpt2", "olmo", ["<|endoftext|>", "<|padding|>"]),
+    }
+    norms = {"attn_norm": (hidden,), "ffn_norm": (hidden,)}
+    whole = {**norms, **parts, **_experts(hidden, 1024, 64), "output": (hidden, vocab)}
+    return _llama_like("OLMoE-1B-7B", "olmoe", 16, hidden, vocab, keys, whole)
+
+
+def _ernie_keys(width: int, heads: int, kv_heads: int) -> dict[str, Value]:
+    return {
+        "context_length": 131072,
+        "feed_forward_length": width,
+        "attention.head_count": heads,
+        "attention.head_count_kv": kv_heads,
+        "attention.key_length": 128,
+        "attention.value_length": 128,
+        "rope.freq_base": 500000.0,
+        "rope.dimension_count": 128,
+        **_tokenizer("llama", None, ["<unk>", "<s>", "</s>"]),
+    }
+
+
+def _ernie() -> Published:
+    hidden, vocab = 1024, 103424
+    parts = _attention(hidden, 16, 2, 128)
+    del parts["attn_q_norm"], parts["attn_k_norm"]
+    norms = {"attn_norm": (hidden,), "ffn_norm": (hidden,)}
+    whole = {**norms, **parts, **_mlp(hidden, 3072)}
+    return _llama_like("ERNIE-4.5-0.3B", "ernie4_5", 18, hidden, vocab, _ernie_keys(3072, 16, 2), whole)
+
+
+def _ernie_moe() -> Published:
+    hidden, width, layers, vocab = 2560, 12288, 28, 103424
+    parts = _attention(hidden, 20, 4, 128)
+    del parts["attn_q_norm"], parts["attn_k_norm"]
+    common = {"attn_norm": (hidden,), "ffn_norm": (hidden,), **parts}
+    experts = {**_experts(hidden, 1536, 64), "exp_probs_b.bias": (64,), **_mlp(hidden, 3072, "_shexp")}
+    keys: dict[str, Value] = {
+        "block_count": layers,
+        "embedding_length": hidden,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        **_ernie_keys(width, 20, 4),
+        "expert_count": 64,
+        "expert_used_count": 6,
+        "expert_feed_forward_length": 1536,
+        "expert_shared_count": 2,
+        "interleave_moe_layer_step": 1,
+        "leading_dense_block_count": 1,
+        # As the converter writes it, which is right for this model alone.
+        "expert_shared_feed_forward_length": width // 4,
+    }
+    tensors = [*_outer(hidden, vocab, tied=True)]
+    for layer in range(layers):
+        tensors += _named(layer, {**common, **(experts if layer else _mlp(hidden, width))})
+    return Published("ERNIE-4.5-21B-A3B", "ernie4_5-moe", keys, tuple(tensors))
+
+
 def _gemma3() -> Published:
     hidden, heads, kv_heads, size, vocab = 2560, 8, 4, 256, 262144
     norms = ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")
@@ -567,4 +633,7 @@ PUBLISHED = (
     _gemma3(),
     _gpt_oss(),
     _deepseek_v2_lite(),
+    _olmoe(),
+    _ernie(),
+    _ernie_moe(),
 )

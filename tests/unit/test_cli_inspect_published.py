@@ -126,6 +126,13 @@ def gpt_oss() -> int:
     return 2 * 201088 * 2880 + 2880 + 24 * (mixer + experts)
 
 
+def ernie_moe() -> int:
+    mixer = attention(2560, 20, 4, 128) - 2 * 128
+    # The router and its bias, 64 experts, and two shared ones side by side.
+    sparse = 2560 * 64 + 64 + (64 + 2) * 3 * 2560 * 1536
+    return 103424 * 2560 + 2560 + 28 * mixer + 3 * 2560 * 12288 + 27 * sparse
+
+
 def deepseek_v2_lite() -> int:
     cached = 2048 * 576 + 512
     mixer = 2048 * 16 * 192 + cached + 16 * 512 * (128 + 128) + 16 * 128 * 2048 + 2 * 2048
@@ -215,6 +222,23 @@ EXPECTED = {
         parameters=deepseek_v2_lite(),
         tables=102400 * 2048,
     ),
+    "OLMoE-1B-7B": Expected(
+        layers=16,
+        groups={None: Group(tuple(range(16)), 2 * 16 * 128, 4096)},
+        # Four square projections, four norms, the router and 64 experts.
+        parameters=2 * 50304 * 2048 + 2048 + 16 * (4 * 2048**2 + 4 * 2048 + 2048 * 64 + 64 * 3 * 2048 * 1024),
+        tables=50304 * 2048,
+    ),
+    "ERNIE-4.5-0.3B": Expected(
+        layers=18,
+        groups={None: Group(tuple(range(18)), 2 * 2 * 128, 131072)},
+        parameters=103424 * 1024 + 1024 + 18 * (attention(1024, 16, 2, 128) - 2 * 128 + 3 * 1024 * 3072),
+    ),
+    "ERNIE-4.5-21B-A3B": Expected(
+        layers=28,
+        groups={None: Group(tuple(range(28)), 2 * 4 * 128, 131072)},
+        parameters=ernie_moe(),
+    ),
 }
 each = pytest.mark.parametrize("model", [m for m in PUBLISHED if m.architecture in FAMILIES], ids=lambda m: m.name)
 
@@ -251,6 +275,9 @@ def test_every_model_has_expected_sizes() -> None:
             "Gemma3-4B": 3.9,
             "gpt-oss-20b": 20.9,
             "DeepSeek-V2-Lite": 15.7,
+            "OLMoE-1B-7B": 6.9,
+            "ERNIE-4.5-0.3B": 0.36,
+            "ERNIE-4.5-21B-A3B": 21.8,
         },
         rel=0.04,
     )
