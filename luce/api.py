@@ -40,6 +40,7 @@ from luce.text.chat import ChatFormat
 from luce.text.detokenizer import Detokenizer
 from luce.text.effort import BudgetEnvelope, ReasoningRequest
 from luce.text.grammar import GrammarCompiler
+from luce.text.grammar_options import GrammarOptions
 from luce.text.output import ReplyText
 from luce.text.prompt_compression import PromptCompression
 from luce.text.protected import Message
@@ -135,7 +136,7 @@ class Model:
         self.spec = parts.spec
         self.tokenizer = parts.tokenizer
         self.chat = parts.chat
-        self.grammars = GrammarCompiler(parts.tokenizer, parts.spec.vocab, config.grammar_seconds)
+        self.grammars = GrammarCompiler(parts.tokenizer, parts.spec.vocab, GrammarOptions.of(config))
         self.config = config
         self.path = file.paths[0]
         self.context = backend.capacity.context

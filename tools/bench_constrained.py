@@ -51,6 +51,7 @@ from luce.models.keys import Source
 from luce.models.registry import read_spec
 from luce.remote.open import open_placement
 from luce.text.grammar import GrammarCompiler
+from luce.text.grammar_options import GrammarOptions
 from luce.text.tokenizer import Tokenizer
 
 # First steps with all sequences, which are not timed: they build kernels, capture graphs and measure for the engine.
@@ -264,7 +265,7 @@ def _compiler(stack: ExitStack, path: str, vocab: int) -> GrammarCompiler:
     tokenizer = Tokenizer(file.metadata)
     if tokenizer.vocab > vocab:
         raise UsageError(f"--tokenizer {path}: {tokenizer.vocab} tokens, but the model has {vocab}")
-    return GrammarCompiler(tokenizer, vocab, seconds=60)
+    return GrammarCompiler(tokenizer, vocab, GrammarOptions(seconds=60))
 
 
 def _form(schema: Any) -> dict[str, Any]:

@@ -23,6 +23,19 @@ class ServerSettings:
         metavar="MODE",
         group="server",
     )
+    json_spacing: str = setting(
+        "flexible",
+        choice("flexible", "compact"),
+        "white space of JSON that a grammar holds: flexible (the model's), compact (a space behind commas and colons)",
+        metavar="MODE",
+        group="server",
+    )
+    schema_max_kib: int = setting(
+        256, integer(1, 65536), "largest schema or grammar of a request", metavar="KIB", group="server"
+    )
+    tools_max_kib: int = setting(
+        2048, integer(1, 65536), "largest tools of a request that a grammar holds", metavar="KIB", group="server"
+    )
     strict_schemas: bool = setting(False, text, "enforce every JSON schema or refuse it", group="server")
     reasoning_format: str = setting(
         "separate",

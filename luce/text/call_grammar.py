@@ -12,10 +12,11 @@ from luce.text.call_format import CallableTool, CallFormat
 from luce.text.call_values import ArgumentRules, BareRules, TaggedRules
 from luce.text.channel_grammar import ChannelRules
 from luce.text.grammar_library import EMPTY, INVALID, GrammarError
-from luce.text.lark import ANY, SPACE, Cut, Rules, json_rule, pattern_of, text_rule
+from luce.text.grammar_options import GrammarOptions
+from luce.text.lark import ANY, Cut, Rules, pattern_of, text_rule
 from luce.text.plain_schema import PlainSchema, plain_schema
 from luce.text.reply_grammar import Compile, reply_grammar
-from luce.text.schema_limits import MAX_TOOLS_KIB, SchemaError, too_complex
+from luce.text.schema_limits import SchemaError, too_complex
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -52,8 +53,9 @@ class CallRules:
     SchemaError for what a strict tool asks for and no rule enforces, and for the text of a tool that is no grammar.
     """
 
-    def __init__(self, form: CallFormat, compiled: Compile, cut: Cut) -> None:
+    def __init__(self, form: CallFormat, compiled: Compile, cut: Cut, options: GrammarOptions) -> None:
         self._form = form
+        self._options = options
         self._calls = form.calls
         self._cut = cut
         first = next(cut(form.calls.trigger), (None, ""))
@@ -65,7 +67,7 @@ class CallRules:
         # spelling's trigger is lost behind the reasoning.
         others = (calls for calls in form.calls.accepts if calls.written and not self._spelled)
         self._spellings = (form.calls, *others)
-        self._rules = Rules(cut)
+        self._rules = Rules(cut, compact=options.compact_json)
         self.relaxed: list[str] = []
         #: grammars that the rules name
         self.grammars: dict[str, str] = {}
@@ -79,7 +81,7 @@ class CallRules:
         if form is None:
             return _Tool(tool, plain)
         try:
-            rule = reply_grammar(form, compiled, blank="").rule
+            rule = reply_grammar(form, compiled, blank="", options=self._options).rule
         except SchemaError as error:
             raise SchemaError(form.param + error.path, str(error), str(error.code)) from None
         if not isinstance(self._calls.arguments, Json):
@@ -136,7 +138,7 @@ class CallRules:
 
     def alone(self, index: int) -> str:
         """The grammar of one call of one tool."""
-        rules = Rules(self._cut)
+        rules = Rules(self._cut, compact=self._options.compact_json)
         return rules.text(self._call(rules, self._tools[index], self._calls))
 
     def required(self, blank: str, body: str | None = None, before_body: str = "") -> str:
@@ -183,7 +185,7 @@ class CallRules:
     # --- parts
 
     def _begun(self) -> Rules:
-        self._rules = Rules(self._cut)
+        self._rules = Rules(self._cut, compact=self._options.compact_json)
         return self._rules
 
     def _all(self, rules: Rules, several: bool, *, read: bool = False) -> str:
@@ -213,7 +215,7 @@ class CallRules:
         name = text_rule(tool.tool.name)
         head = _joined(rules.literal(begin + calls.name[0]), name, rules.literal(calls.name[1]))
         if isinstance(kind, Json):
-            return _joined(head, rules.rule(json_rule(tool.plain.schema)), self._end(rules))
+            return _joined(head, rules.json(tool.plain.schema), self._end(rules))
         values: ArgumentRules
         if isinstance(kind, Tagged):
             values = TaggedRules(rules, kind, tool.plain, strict=tool.tool.strict, string=tool.text)
@@ -236,6 +238,7 @@ def call_grammar(
     blank: str,
     body: str | None = None,
     heads: ChannelRules | None = None,
+    options: GrammarOptions = GrammarOptions(),  # noqa: B008  # frozen
 ) -> CallGrammar:
     """The grammar of a reply of calls, or of calls in free text; with `body`, a piece of grammar, of calls or of it.
 
@@ -243,9 +246,9 @@ def call_grammar(
     is not strict are any object if its schema does not compile. Raises SchemaError with the path of a strict tool's
     schema in the request.
     """
-    if len(form.text) > MAX_TOOLS_KIB << 10:
-        raise too_complex("tools", f"have {len(form.text) >> 10:,} KiB, expected at most {MAX_TOOLS_KIB:,}")
-    rules = CallRules(form, compiled, cut)
+    if len(form.text) > options.tools_max_kib << 10:
+        raise too_complex("tools", f"have {len(form.text) >> 10:,} KiB, expected at most {options.tools_max_kib:,}")
+    rules = CallRules(form, compiled, cut, options)
 
     def made(lark: str) -> LLMatcher:
         return compiled(lark, **rules.grammars)
@@ -303,11 +306,11 @@ def _joined(*parts: str) -> str:
 def _object(rules: Rules, tool: _Tool, kind: Json, fields: tuple[str, str], *, read: bool) -> str:
     """A call that is one object. It begins with a brace and the first key, which may be a trigger that has been
     `read`."""
-    space = f"({rules.terminal(f'/{SPACE}/')})?"
+    space, gap = rules.space(), rules.space(gap=True)
     name = text_rule(json.dumps(tool.tool.name, ensure_ascii=False))
-    pairs = [(fields[0], name), (fields[1], rules.rule(json_rule(tool.plain.schema)))]
+    pairs = [(fields[0], name), (fields[1], rules.json(tool.plain.schema))]
     if kind.id is not None:
         pairs.append((kind.id, rules.terminal('"\\"" /[a-zA-Z0-9]{9}/ "\\""')))
-    parts = [f'{text_rule(json.dumps(key))} {space} ":" {space} {value} {space}' for key, value in pairs]
-    whole = '"{" ' + f'"," {space} '.join(parts) + ' "}"'
+    parts = [_joined(text_rule(json.dumps(key)), space, '":"', gap, value, space) for key, value in pairs]
+    whole = '"{" ' + f'"," {gap} '.join(parts) + ' "}"'
     return whole.removeprefix('"{" ' + text_rule(json.dumps(fields[0]))) if read else whole

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from luce.models.calls import Bare, Tagged
-from luce.text.lark import ANY, Rules, json_rule, text_rule
+from luce.text.lark import ANY, Rules, text_rule
 from luce.text.parameter_types import kind_of, named_values, written
 from luce.text.plain_schema import PlainSchema
 from luce.text.schema_limits import SchemaError
@@ -161,7 +161,7 @@ class TaggedRules(ArgumentRules):
         if self._dialect.typed is None or "string" not in kinds or kinds == {"string"}:
             return f"{begin} {self._opening(kinds)} {self._value(schema, path)}"
         # What the attribute calls no string is JSON, as the schema has it.
-        other = f"{self._rules.rule(json_rule(self._whole(schema)))} {self._rules.literal(self._dialect.value[1])}"
+        other = f"{self._rules.json(self._whole(schema))} {self._rules.literal(self._dialect.value[1])}"
         string = self._value(self._strings(schema), path)
         return f"{begin} ({self._opening(frozenset({'string'}))} {string} | {self._opening(frozenset())} {other})"
 
@@ -186,7 +186,7 @@ class TaggedRules(ArgumentRules):
         kinds, target = self._kinds(schema), self._target(schema)
         if "string" not in kinds:
             python = [word for kind, word in _PYTHON if kind in kinds and named_values(target) is None]
-            forms = [rules.rule(json_rule(self._whole(schema))), *map(text_rule, python)]
+            forms = [rules.json(self._whole(schema)), *map(text_rule, python)]
             return f"({' | '.join(forms)}) {rules.literal(end)}"
         values = named_values(target)
         if values is not None:
@@ -255,7 +255,7 @@ class BareRules(ArgumentRules):
         if kind in ("number", "integer"):
             bounds: _Json = {key: bound for key, bound in schema.items() if key in _BOUNDS}
             # Numbers are those of JSON.
-            return self._rules.rule(json_rule(bounds | {"type": kind}))
+            return self._rules.json(bounds | {"type": kind})
         return '"true" | "false"' if kind == "boolean" else _NULL
 
     def _string(self, schema: _Json, path: str) -> str:
@@ -294,7 +294,7 @@ class BareRules(ArgumentRules):
             self._any = self._rules.reserve()
             objects = self._object({}, "")
             arrays = f'"[" ({self._any} ("," {self._any})*)? "]"'
-            number = self._rules.rule(json_rule({"type": "number"}))
+            number = self._rules.json({"type": "number"})
             string = self._string({}, "")
             self._rules.define(self._any, f'{objects} | {arrays} | {string} | {number} | "true" | "false" | {_NULL}')
         return self._any

@@ -22,6 +22,7 @@ from luce.text.constraint import GrammarConstraint, GrammarStart
 from luce.text.digit_limit import DigitLimit
 from luce.text.free_text import FreeTexts
 from luce.text.grammar_library import GrammarError, GrammarLibrary
+from luce.text.grammar_options import GrammarOptions
 from luce.text.lark import BLANK
 from luce.text.reasoning import ReasoningTokens
 from luce.text.reply_format import JSON_KINDS, ReplyFormat, openai_format
@@ -91,19 +92,24 @@ class CompiledGrammar:
 class GrammarCompiler:
     """Makes constraints for replies of one model. Any thread may call it.
 
-    `vocab` is the model's, which may have more ids than the tokenizer; no constraint allows those. `seconds`: that a
-    grammar may take to compile.
+    `vocab` is the model's, which may have more ids than the tokenizer; no constraint allows those.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab: int, seconds: float = 5.0) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        vocab: int,
+        options: GrammarOptions = GrammarOptions(),  # noqa: B008  # frozen
+    ) -> None:
+        self._options = options
         self._tokenizer = tokenizer
         self._vocab = vocab
         self._library = GrammarLibrary(tokenizer)
         self._lock = threading.Lock()
         self._digits: DigitLimit | None = None
-        late = too_complex("", f"takes longer than {seconds:g} s to compile")
+        late = too_complex("", f"takes longer than {options.seconds:g} s to compile")
         self._slots: CompileSlots[_Compiled | SchemaError] = CompileSlots(
-            seconds, late, entries=_CACHED, costs=_CACHED_BYTES
+            options.seconds, late, entries=_CACHED, costs=_CACHED_BYTES
         )
 
     def constraint(self, form: Mapping[str, Any], reasoning: ReasoningTokens | None = None) -> Constraint | None:
@@ -192,13 +198,14 @@ class GrammarCompiler:
         library = self._library.matcher
         # With calls a format is compiled alone first: its errors are its own.
         before = "" if calls is not None else blank if heads is None else heads.body
-        body = None if form is None else reply_grammar(form, library, blank=before)
+        body = None if form is None else reply_grammar(form, library, blank=before, options=self._options)
         if calls is None or (body is not None and heads is not None and heads.goes_on):
             assert body is not None
             return _Compiled(GrammarStart(body.matcher), body.relaxed)
         compiled: Compile = library if form is None or form.kind != "grammar" else partial(library, body=form.value)
         rule = None if body is None else body.rule
-        made = call_grammar(calls, compiled, self._tokenizer.special.cut, blank=blank, body=rule, heads=heads)
+        cut, options = self._tokenizer.special.cut, self._options
+        made = call_grammar(calls, compiled, cut, blank=blank, body=rule, heads=heads, options=options)
         texts = FreeTexts(self._library.text_vocabulary(), made.markers) if made.markers else None
         start = GrammarStart(made.matcher, made.triggers, texts=texts)
         return _Compiled(start, (*(() if body is None else body.relaxed), *made.relaxed), made.begins)

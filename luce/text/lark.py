@@ -8,6 +8,7 @@ from typing import Any
 
 #: White space at one place in JSON. Without a limit, a model whose favourites are masked writes blanks to the end.
 SPACE = r"[ ]|\n[ ]{0,40}"
+_COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 #: what models write between the reasoning's end and the text behind it
 BLANK = r"/[ \n]{0,4}/ "
 #: items in any order: the library has so many bits
@@ -25,9 +26,9 @@ def text_rule(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def json_rule(schema: Mapping[str, Any]) -> str:
-    """JSON by a plain schema."""
-    return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": SPACE}})
+def json_rule(schema: Mapping[str, Any], *, compact: bool = False) -> str:
+    """JSON by a plain schema. `compact`: with one space behind each comma and colon, and no other white space."""
+    return "%json " + json.dumps({**schema, "x-guidance": _COMPACT if compact else {"whitespace_pattern": SPACE}})
 
 
 def pattern_of(text: str) -> str:
@@ -36,10 +37,12 @@ def pattern_of(text: str) -> str:
 
 
 class Rules:
-    """The rules of a grammar while it is put together. `cut` divides a text into special tokens and other text."""
+    """The rules of a grammar while it is put together. `cut` divides a text into special tokens and other text;
+    `compact` as in json_rule."""
 
-    def __init__(self, cut: Cut) -> None:
+    def __init__(self, cut: Cut, *, compact: bool = False) -> None:
         self._cut = cut
+        self._compact = compact
         #: texts that may end a free text of the grammar
         self.markers: set[str] = set()
         #: whether each text that ends with a marker is free: any text up to it
@@ -63,6 +66,16 @@ class Rules:
             self._names[key] = f"r{len(self._lines)}"
             self._lines.append(self._names[key] + key)
         return self._names[key]
+
+    def space(self, *, gap: bool = False) -> str:
+        """White space between two tokens of JSON; `gap`: behind a comma or a colon."""
+        if self._compact:
+            return '" "' if gap else '""'
+        return f"({self.terminal(f'/{SPACE}/')})?"
+
+    def json(self, schema: Mapping[str, Any]) -> str:
+        """The name of a rule for JSON by a plain schema."""
+        return self.rule(json_rule(schema, compact=self._compact))
 
     def reserve(self) -> str:
         """The name of a rule that `define` gets a body for; the body may hold the name."""

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from luce.text.grammar_library import EMPTY, INVALID, GrammarError, regex_rule
+from luce.text.grammar_options import GrammarOptions
 from luce.text.lark import json_rule, text_rule
 from luce.text.plain_schema import Place, PlainSchema, plain_schema
 from luce.text.reply_format import JSON_KINDS, ReplyFormat
-from luce.text.schema_limits import MAX_KIB, SchemaError, check_pattern, too_complex
+from luce.text.schema_limits import SchemaError, check_pattern, too_complex
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -37,16 +38,22 @@ class ReplyGrammar(NamedTuple):
     rule: str = ""
 
 
-def reply_grammar(form: ReplyFormat, compiled: Compile, *, blank: str) -> ReplyGrammar:
+def reply_grammar(
+    form: ReplyFormat,
+    compiled: Compile,
+    *,
+    blank: str,
+    options: GrammarOptions = GrammarOptions(),  # noqa: B008  # frozen
+) -> ReplyGrammar:
     """The grammar of a format; `blank`: a piece of grammar for what stands before it.
 
     Raises SchemaError with a path in the format's value.
     """
-    if len(form.text) > MAX_KIB << 10:
-        raise too_complex("", f"has {len(form.text) >> 10:,} KiB, expected at most {MAX_KIB}")
+    if len(form.text) > options.schema_max_kib << 10:
+        raise too_complex("", f"has {len(form.text) >> 10:,} KiB, expected at most {options.schema_max_kib:,}")
     if form.kind in JSON_KINDS:
         plain = plain_schema({"type": "object"} if form.kind == "json_object" else form.value, strict=form.strict)
-        return schema_grammar(plain, compiled, blank=blank, strict=form.strict)
+        return schema_grammar(plain, compiled, blank=blank, strict=form.strict, compact=options.compact_json)
     try:
         if form.kind == "grammar":
             # Alone, its mistakes have their place in the text of the request.
@@ -67,14 +74,17 @@ def reply_grammar(form: ReplyFormat, compiled: Compile, *, blank: str) -> ReplyG
 # --- schemas
 
 
-def schema_grammar(plain: PlainSchema, compiled: Compile, *, blank: str, strict: bool) -> ReplyGrammar:
+def schema_grammar(
+    plain: PlainSchema, compiled: Compile, *, blank: str, strict: bool, compact: bool = False
+) -> ReplyGrammar:
     """The grammar of a plain schema; if it is not strict, a schema inside it that the library refuses allows anything.
+    `compact` as in json_rule.
 
     Raises SchemaError with the path of the smallest schema that the library refuses.
     """
     schema, relaxed = plain.schema, list(plain.relaxed)
     for left in reversed(range(_MOST_REPLACED + 1)):
-        rule = json_rule(schema)
+        rule = json_rule(schema, compact=compact)
         try:
             return ReplyGrammar(compiled(_whole(rule, blank)), tuple(dict.fromkeys(relaxed)), rule)
         except GrammarError as error:

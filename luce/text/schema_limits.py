@@ -9,10 +9,6 @@ import msgspec
 
 from luce.errors import LuceError
 
-#: of the text of a format
-MAX_KIB = 256
-#: of the text of all tools
-MAX_TOOLS_KIB = 2048
 #: levels of schemas inside schemas
 MAX_DEPTH = 64
 MAX_SCHEMAS = 20_000

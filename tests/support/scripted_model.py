@@ -25,6 +25,7 @@ from luce.text.chat import ChatFormat
 from luce.text.detokenizer import Detokenizer
 from luce.text.effort import BudgetEnvelope
 from luce.text.grammar import GrammarCompiler
+from luce.text.grammar_options import GrammarOptions
 from luce.text.output import ReplyText
 from luce.text.prompt_compression import PromptCompression
 from luce.text.template import ChatTemplate
@@ -129,7 +130,7 @@ class ScriptedModel:
         self.config = config
         self.tokenizer = vocabulary or tokenizer(add_bos=add_bos)
         self.chat = chat()
-        self.grammars = GrammarCompiler(self.tokenizer, self.tokenizer.vocab, config.grammar_seconds)
+        self.grammars = GrammarCompiler(self.tokenizer, self.tokenizer.vocab, GrammarOptions.of(config))
         self.name = config.alias[0] if config.alias else "scripted"
         self.path = Path("scripted.gguf")
         self.context = context
