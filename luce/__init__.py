@@ -3,7 +3,7 @@
 The packages in the order in which a request flows down them; imports point the same way, and a test holds them to it:
 
     cli       serve, chat, run, inspect, plan, bench, cache, pull, models, rm, connect, service, shard, top, doctor
-    server    HTTP: routes, request checks, OpenAI responses, streams, metrics
+    server    HTTP: routes, request checks, OpenAI responses, streams, metrics, the web UI
     bench     how fast a model runs here, beside the measured limits of its devices
     assembly  `luce.load(...)`: makes a Model of a file and a Config, and opens its parts in order
     api       Model: the engine as a Python object

@@ -97,6 +97,7 @@ class ServerSettings:
         metavar="ORIGIN[,ORIGIN...]",
         group="server",
     )
+    webui: bool = setting(True, text, "serve the web UI at / to browsers", group="server")
     metrics_public: bool = setting(False, text, "serve /metrics without a key", group="server")
     max_body_mib: int = setting(64, integer(1, 4096), "largest request body", metavar="MIB", group="server")
     max_n: int = setting(8, integer(1, 64), "largest `n` of a request", metavar="N", group="server")

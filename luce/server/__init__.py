@@ -26,6 +26,7 @@
     cache        /v1/cache: lists and clears the prefix cache
     props        /props: settings and placement
     metrics      Prometheus counters
+    static_files the web UI's files, which are in webui/
     sockets      listening sockets, own and inherited
     sdnotify     the service manager's datagrams
 

@@ -22,7 +22,7 @@ from luce.errors import (
     TooLargeError,
     UnavailableError,
 )
-from luce.server import cache, completions, messages, native, props, responses, slots, status, tokens
+from luce.server import cache, completions, messages, native, props, responses, slots, static_files, status, tokens
 from luce.server.auth import OPEN_PATHS
 from luce.server.connection import Connection, protocol_error, refusal
 from luce.server.errors import anthropic_error, openai_error
@@ -60,8 +60,10 @@ def create_app(server: Server) -> web.Application:
     app[SERVER] = server
     app.on_response_prepare.append(_add_headers)
     add = app.router.add_route
-    for path in ("/", "/health"):
-        app.router.add_get(path, status.health)
+    app.router.add_get("/", static_files.root if server.config.webui else status.health)
+    if server.config.webui:
+        app.router.add_get(static_files.PREFIX + "{path:.+}", static_files.file)
+    app.router.add_get("/health", status.health)
     app.router.add_get("/livez", status.livez)
     app.router.add_get("/metrics", status.metrics)
     app.router.add_get("/props", props.props)
@@ -189,7 +191,7 @@ async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     if request.method == "OPTIONS":
         return web.Response(status=204)
     path = request.path
-    if path not in OPEN_PATHS and not (path == "/metrics" and server.config.metrics_public):
+    if not _open(request):
         server.keys.check(request.headers)
     if "//" in path:
         while "//" in path:
@@ -198,6 +200,13 @@ async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         resolved = await request.app.router.resolve(plain)
         request[CALL].route, handler = _route(resolved), resolved.handler
     return await handler(request)
+
+
+def _open(request: web.Request) -> bool:
+    """Whether a request needs no key. The web UI's files are those that everybody has; the page asks for the key."""
+    if request.path == "/metrics":
+        return request.app[SERVER].config.metrics_public
+    return request.path in OPEN_PATHS or request.match_info.handler is static_files.file
 
 
 async def _not_supported(request: web.Request) -> web.StreamResponse:
@@ -212,7 +221,10 @@ async def _add_headers(request: web.Request, response: web.StreamResponse) -> No
     headers["openai-processing-ms"] = str(round((time.monotonic() - request[CALL].arrived) * 1000))
     server = request.app[SERVER]
     requested = request.headers.get("Access-Control-Request-Headers")
-    headers.update(server.cors.headers(request.headers.get("Origin"), requested))
+    allowed = server.cors.headers(request.headers.get("Origin"), requested)
+    if "Vary" in headers and "Vary" in allowed:
+        allowed["Vary"] = f"{headers['Vary']}, {allowed['Vary']}"
+    headers.update(allowed)
 
 
 def _request_id(request: web.Request) -> str:

@@ -282,6 +282,16 @@ def _keys(name: str, patch: Patch, path: Path, log: Log) -> None:
     served(use, **key, **({"metrics_public": True} if name == "metrics_public" else {}))
 
 
+@checks("webui")
+def _webui(patch: Patch, path: Path, log: Log) -> None:
+    for webui, kind in ((True, "text/html"), (False, "application/json")):
+
+        async def use(ask: Ask, kind: str = kind) -> None:
+            assert (await ask("/", headers={"Accept": "text/html"}))[2]["Content-Type"].startswith(kind)
+
+        served(use, webui=webui)
+
+
 @checks("sse_ping")
 def _ping(patch: Patch, path: Path, log: Log) -> None:
     async def use(ask: Ask) -> None:

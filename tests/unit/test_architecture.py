@@ -230,7 +230,7 @@ def test_package_list_is_complete() -> None:
     assert listed == found | {"luce.kernels", "luce.systemd"}
 
 
-def test_installed_wheel_finds_its_kernels(tmp_path: Path) -> None:
+def test_installed_wheel_finds_its_kernels_and_its_web_ui(tmp_path: Path) -> None:
     # A copy, so that neither this tree's old build products get in nor new ones are left in it.
     tree, place = tmp_path / "tree", tmp_path / "place"
     shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".*", "tests", "build", "*.egg-info"))
@@ -247,9 +247,12 @@ def test_installed_wheel_finds_its_kernels(tmp_path: Path) -> None:
         str(tree),
     ]
     subprocess.run(command, check=True, capture_output=True)
-    code = "from luce.runtime import kernels; print(kernels.directory()); print(*kernels.sources())"
+    code = "from luce.runtime import kernels; print(kernels.directory()); print(*kernels.sources()); "
+    code += "from luce.server.static_files import static_files; print(*static_files())"
     command = [sys.executable, "-P", "-c", f"import sys; sys.path.insert(0, {str(place)!r}); {code}"]
     found = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path).stdout.splitlines()
     assert Path(found[0]) == place / "luce" / "kernels"
     assert found[1].split() == sorted(p.stem for p in (ROOT / "kernels").glob("*.cu"))
+    web = ROOT / "luce/server/webui"
+    assert sorted(found[2].split()) == sorted(p.relative_to(web).as_posix() for p in web.rglob("*") if p.is_file())
     assert {p.name for p in (ROOT / "kernels").glob("*.h")} <= {p.name for p in Path(found[0]).iterdir()}

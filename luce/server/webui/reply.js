@@ -1,0 +1,77 @@
+/** A reply from the server, as it comes. */
+
+import { events } from "./event_stream.js";
+import { request, ServerError } from "./server.js";
+
+/**
+ * @typedef {object} Piece what a chunk adds
+ * @property {string} content
+ * @property {string} reasoning
+ * @property {string} [model]
+ * @property {string} [cause] the last piece: why the reply ended
+ * @property {{processed: number, total: number}} [progress] tokens of the prompt
+ * @property {Record<string, number>} [timings] so far
+ * @property {string} [waiting] what the server waits for
+ */
+
+/** Pause before a request for a model that is being loaded is sent again. */
+const LOADING_PAUSE = 1000;
+
+/**
+ * @param {object} body of /v1/chat/completions
+ * @param {AbortSignal} signal ends the reply, on the server too
+ * @returns {AsyncGenerator<Piece>}
+ * @throws {ServerError | DOMException}
+ */
+export async function* reply(body, signal) {
+  const response = yield* opened(
+    { ...body, stream: true, return_progress: true, timings_per_token: true, stream_options: { include_usage: true } },
+    signal,
+  );
+  try {
+    for await (const data of events(response)) {
+      if (data === "[DONE]") return;
+      const chunk = JSON.parse(data);
+      if (chunk.error) throw new ServerError(chunk.error.message, 500, chunk.error.code);
+      yield piece(chunk);
+    }
+  } catch (error) {
+    if (signal.aborted || error instanceof ServerError) throw error;
+    throw new ServerError("The connection to the server was lost.");
+  }
+  throw new ServerError("The server ended the reply early.");
+}
+
+/**
+ * The response, as soon as the model is loaded.
+ * @param {object} body
+ * @param {AbortSignal} signal
+ * @returns {AsyncGenerator<Piece, Response>}
+ */
+async function* opened(body, signal) {
+  const options = {
+    method: "POST",
+    headers: { "Content-Type": "application/json" },
+    body: JSON.stringify(body),
+    signal,
+  };
+  for (;;) {
+    try {
+      return await request("v1/chat/completions", options);
+    } catch (error) {
+      if (!(error instanceof ServerError && error.code === "loading")) throw error;
+      yield { content: "", reasoning: "", waiting: "The model is being loaded." };
+      await new Promise((resolve) => setTimeout(resolve, LOADING_PAUSE));
+    }
+  }
+}
+
+/**
+ * @param {any} chunk
+ * @returns {Piece}
+ */
+function piece({ model, choices, prompt_progress: progress, timings }) {
+  const [choice] = choices;
+  const { content = "", reasoning_content: reasoning = "" } = choice?.delta ?? {};
+  return { content, reasoning, model, cause: choice?.finish_details?.cause, progress, timings };
+}
