@@ -6,8 +6,10 @@ their threads.
     unpack          16 weight rows of a quant block to bytes, scales and minimums; unpack_grid: with a grid
     quantised_rows  rows of activations as two int8 for each value
     attention       attention; heads: norms and rotation in front of it; elementwise: norms and activations
+    kv_page         keys and values of a page to float32, and rows to the pools' types
     deltanet        gated DeltaNet between its products
-    vectors         vectors of 16 lanes in compiled code; vector_rows: one for each of several rows of x
+    vectors         vectors of 16 lanes in compiled code; vector_rows: one for each of several rows of x; narrow:
+                    numbers of 8 and 16 bits
     lowering        the LLVM instructions behind vectors
     thread_pool     threads that share a kernel's parts
     jit             decorators of compiled functions, and the folder that keeps their machine code

@@ -1,4 +1,6 @@
-"""Attention of rows over KV pages of float32: softmax(scale q k^T) v per head.
+"""Attention of rows over KV pages: softmax(scale q k^T) v per head, with a cap of the scores and sinks if there are.
+
+Pages of other types than float32 become floats first, once for all rows of a part.
 
 A part is some rows and one KV head. Each row goes through its pages in order, 64 keys at a time: their scores, the
 largest so far, and the sums rescaled to it. Keys that the row does not see add exact zeros. So a row's bits depend on
@@ -11,7 +13,8 @@ from __future__ import annotations
 import numpy as np
 
 from luce.cpu_kernels.dimensions import LANES, MOST_GROUP, MOST_HEAD, PAGE
-from luce.cpu_kernels.jit import compiled, compiled_as
+from luce.cpu_kernels.jit import compiled, compiled_as, inlined
+from luce.cpu_kernels.kv_page import F32, page_floats
 from luce.cpu_kernels.thread_pool import run_job
 from luce.cpu_kernels.vector_rows import add_products, load_rows, store_rows, zero_rows
 from luce.cpu_kernels.vectors import (
@@ -30,17 +33,22 @@ from luce.cpu_kernels.vectors import (
 )
 
 # int64 arguments: addresses of q, keys, values, out, positions, the rows' spans, spans, page table, first positions,
-# counts, seen rows (0: none); strides of q's rows and heads; heads, KV heads, elements of a head, width of the table,
-# window (0: none), bits of the scale as float32, rows, rows of a part
-_Q, _KEYS, _VALUES, _OUT, _POSITIONS, _ROW_SPAN, _SPANS, _TABLE, _FIRST, _COUNT, _SEEN = range(11)
-_ROW_STRIDE, _HEAD_STRIDE, _HEADS, _KV_HEADS, _SIZE, _WIDTH, _WINDOW, _SCALE, _ROWS, _PART, _WORDS = range(11, 22)
+# counts, seen rows (0: none), sinks (0: none); strides of q's rows and heads; heads, KV heads, elements of a head,
+# width of the table, window (0: none), bits of the scale and of the cap (0: none) as float32, rows, rows of a part; of
+# keys and of values the type and the bytes of a head in the pool
+_Q, _KEYS, _VALUES, _OUT, _POSITIONS, _ROW_SPAN, _SPANS, _TABLE, _FIRST, _COUNT, _SEEN, _SINKS = range(12)
+_ROW_STRIDE, _HEAD_STRIDE, _HEADS, _KV_HEADS, _SIZE, _WIDTH, _WINDOW, _SCALE, _CAP, _ROWS, _PART = range(12, 23)
+_KEY_TYPE, _KEY_BYTES, _VALUE_TYPE, _VALUE_BYTES, _WORDS = range(23, 28)
 # The thread's memory: a page's scores of a head, its products of 16 keys lane by lane, then for each row of a part and
-# each head of the group the largest score, the sum of the weights, and the sums of the values.
+# each head of the group the largest score, the sum of the weights, and the sums of the values; a page's keys and values
+# of other types than float32.
 _OF_PRODUCTS = 4 * PAGE
 _OF_STATES = _OF_PRODUCTS + 64 * LANES
 _OF_SUMS = _OF_STATES + 8 * MOST_GROUP
+_OF_KEYS = _OF_SUMS + 4 * MOST_HEAD * MOST_GROUP
+_OF_VALUES = _OF_KEYS + 4 * MOST_HEAD * PAGE
 #: bytes of memory that a thread needs
-SCRATCH = _OF_SUMS + 4 * MOST_HEAD * MOST_GROUP
+SCRATCH = _OF_VALUES + 4 * MOST_HEAD * PAGE
 #: most rows of a part, of spans with many
 _MOST_ROWS = 8
 _NEVER = np.float32(-3e38)
@@ -73,10 +81,17 @@ def _share(arguments, row, first):
     return 2 if whole else 1
 
 
+@inlined
+def _capped(scores, cap):
+    """cap tanh(scores / cap): tanh y = 1 - 2 / (e^2y + 1)."""
+    one, two, most = splat_float(1.0), splat_float(2.0), splat_float(cap)
+    return most * (one - two / (exp(two * scores / most) + one))
+
+
 @compiled
-def _put_scores(arguments, row, query, keys, first, scratch):
+def _put_scores(arguments, row, query, keys, row_bytes, first, scratch):
     """Write the scores of a page's keys, _NEVER for those that the row does not see. Returns the largest."""
-    size, row_bytes = word(arguments, _SIZE) * 4, word(arguments, _KV_HEADS) * word(arguments, _SIZE) * 4
+    size, cap = word(arguments, _SIZE) * 4, read_float(arguments + _CAP * 8)
     scale, products = splat_float(read_float(arguments + _SCALE * 8)), scratch + _OF_PRODUCTS
     for key in range(0, PAGE, LANES):
         for half in range(0, LANES, 8):
@@ -84,7 +99,10 @@ def _put_scores(arguments, row, query, keys, first, scratch):
             for i in range(0, size, 64):
                 sums = add_products(sums, load_floats(query + i) * scale, at + i, row_bytes)
             store_rows(sums, products + half * 64)
-        store(scratch + key * 4, totals(products))
+        scores = totals(products)
+        if cap != np.float32(0.0):
+            scores = _capped(scores, cap)
+        store(scratch + key * 4, scores)
     whole, most = _share(arguments, row, first) == 2, _NEVER
     for key in range(PAGE):
         if whole or _sees(arguments, row, first + key):
@@ -95,10 +113,10 @@ def _put_scores(arguments, row, query, keys, first, scratch):
 
 
 @compiled
-def _add_page(arguments, values, largest, before, state, sums, scores):
+def _add_page(arguments, values, row_bytes, largest, before, state, sums, scores):
     """Add a page's values by their scores to the sums of a head, which are relative to `before`, the largest score so
     far; afterwards they are relative to `largest`."""
-    size, row_bytes = word(arguments, _SIZE) * 4, word(arguments, _KV_HEADS) * word(arguments, _SIZE) * 4
+    size = word(arguments, _SIZE) * 4
     weight, shift = splat_float(0.0), splat_float(largest)
     for i in range(0, PAGE * 4, 64):
         # e^-3e38 is 0.
@@ -128,6 +146,26 @@ def _add_page(arguments, values, largest, before, state, sums, scores):
 
 
 @compiled
+def _row_bytes(arguments, kind):
+    """Bytes between the rows of a page that attention reads; `kind`: the word of their type."""
+    if word(arguments, kind) != F32:
+        return word(arguments, _SIZE) * 4
+    return word(arguments, _KV_HEADS) * word(arguments, _SIZE) * 4
+
+
+@compiled
+def _page(arguments, pool, kind, place, to):
+    """The address of a page's first row in float32: in the pool, or `to`, where it is written; `place`: the head's in
+    the pool; `pool` and `kind`: the words of the pool and its type."""
+    own = word(arguments, kind + 1)
+    rows = word(arguments, pool) + place * own
+    if word(arguments, kind) == F32:
+        return rows
+    page_floats(word(arguments, kind), rows, word(arguments, _KV_HEADS) * own, word(arguments, _SIZE) * 4, to)
+    return to
+
+
+@compiled
 def _attend_span(arguments, begin, end, kv_head, scratch):
     """Rows [begin, end), which are of one span, and a KV head."""
     size, group = word(arguments, _SIZE) * 4, word(arguments, _HEADS) // word(arguments, _KV_HEADS)
@@ -138,26 +176,35 @@ def _attend_span(arguments, begin, end, kv_head, scratch):
         for i in range(0, size, 64):
             store(sums + number * size + i, splat_float(0.0))
     span, width = element(arguments, _ROW_SPAN, begin), word(arguments, _WIDTH)
+    key_bytes, value_bytes = _row_bytes(arguments, _KEY_TYPE), _row_bytes(arguments, _VALUE_TYPE)
     for page in range(element(arguments, _COUNT, span)):
         first = element(arguments, _FIRST, span * width + page)
-        place = (element(arguments, _TABLE, span * width + page) * PAGE * word(arguments, _KV_HEADS) + kv_head) * size
-        keys, values = word(arguments, _KEYS) + place, word(arguments, _VALUES) + place
+        place = element(arguments, _TABLE, span * width + page) * PAGE * word(arguments, _KV_HEADS) + kv_head
+        keys = values = 0
         for row in range(begin, end):
             if _share(arguments, row, first) == 0:
                 continue
+            if keys == 0:
+                keys = _page(arguments, _KEYS, _KEY_TYPE, place, scratch + _OF_KEYS)
+                values = _page(arguments, _VALUES, _VALUE_TYPE, place, scratch + _OF_VALUES)
             queries = word(arguments, _Q) + row * word(arguments, _ROW_STRIDE)
             for head in range(group):
                 query = queries + (kv_head * group + head) * word(arguments, _HEAD_STRIDE)
                 number = (row - begin) * group + head
-                most = _put_scores(arguments, row, query, keys, first, scratch)
+                most = _put_scores(arguments, row, query, keys, key_bytes, first, scratch)
                 if most != _NEVER:
                     state, before = states + number * 8, read_float(states + number * 8)
-                    _add_page(arguments, values, max(most, before), before, state, sums + number * size, scratch)
+                    top, to = max(most, before), sums + number * size
+                    _add_page(arguments, values, value_bytes, top, before, state, to, scratch)
     for row in range(begin, end):
         out = word(arguments, _OUT) + (row * word(arguments, _HEADS) + kv_head * group) * size
         for head in range(group):
             number = (row - begin) * group + head
             whole = splat_float(read_float(states + number * 8 + 4))
+            if word(arguments, _SINKS) != 0:
+                # A sink far above all scores makes the sum infinite, and the result the right 0.
+                sink = read_float(word(arguments, _SINKS) + (kv_head * group + head) * 4)
+                whole = whole + exp(splat_float(sink) - splat_float(read_float(states + number * 8)))
             for i in range(0, size, 64):
                 store(out + head * size + i, load_floats(sums + number * size + i) / whole)
 
@@ -176,26 +223,53 @@ def attend(arguments, part, scratch):
         row = end
 
 
-_ARRAYS = "float32[:, :, :], float32[:, :, ::1], float32[:, :, ::1], float32[:, :, ::1], int32[::1], int32[::1]"
+_ARRAYS = "float32[:, :, :], uint8[:, :, ::1], uint8[:, :, ::1], float32[:, :, ::1], int32[::1], int32[::1]"
 _PAGES = "int32[:, ::1], int32[:, ::1], int32[:, ::1], int32[::1], int32[:, ::1]"
 
 
-@compiled_as(f"void(int64, UniTuple(int64, 1), {_ARRAYS}, {_PAGES}, int64, float32, boolean)")
+_FACTS = "int64, float32, float32, float32[::1], int64, int64, boolean"
+
+
+@compiled_as(f"void(int64, UniTuple(int64, 1), {_ARRAYS}, {_PAGES}, {_FACTS})")
 def attention(
-    slot, kernels, q, keys, values, out, positions, row_span, spans, table, first, count, seen, window, scale, many
+    slot,
+    kernels,
+    q,
+    keys,
+    values,
+    out,
+    positions,
+    row_span,
+    spans,
+    table,
+    first,
+    count,
+    seen,
+    window,
+    scale,
+    cap,
+    sinks,
+    key_type,
+    value_type,
+    many,
 ):
-    """`attend` for all rows and KV heads. `seen` may be empty; `window` 0: none; `many`: a span has many rows."""
+    """`attend` for all rows and KV heads. Pools are bytes, of the types in kv_page. `seen` and `sinks` may
+    be empty; `window` and `cap` 0: none; `many`: a span has many rows."""
     n, heads, d = q.shape
     kv_heads = keys.shape[1]
     part = max(1, min(_MOST_ROWS, MOST_GROUP // (heads // kv_heads))) if many else 1
     arguments = np.empty(_WORDS, np.int64)
     arguments[_Q], arguments[_ROW_STRIDE], arguments[_HEAD_STRIDE] = q.ctypes.data, q.strides[0], q.strides[1]
     arguments[_KEYS], arguments[_VALUES], arguments[_OUT] = keys.ctypes.data, values.ctypes.data, out.ctypes.data
+    arguments[_KEY_TYPE], arguments[_KEY_BYTES] = key_type, keys.shape[2]
+    arguments[_VALUE_TYPE], arguments[_VALUE_BYTES] = value_type, values.shape[2]
     arguments[_POSITIONS], arguments[_ROW_SPAN] = positions.ctypes.data, row_span.ctypes.data
     arguments[_SPANS], arguments[_TABLE], arguments[_FIRST] = spans.ctypes.data, table.ctypes.data, first.ctypes.data
     arguments[_COUNT], arguments[_SEEN] = count.ctypes.data, seen.ctypes.data if len(seen) > 0 else 0
+    arguments[_SINKS] = sinks.ctypes.data if len(sinks) > 0 else 0
     arguments[_HEADS], arguments[_KV_HEADS], arguments[_SIZE] = heads, kv_heads, d
     arguments[_WIDTH], arguments[_WINDOW] = table.shape[1], window
     arguments[_ROWS], arguments[_PART] = n, part
     put_float(arguments.ctypes.data + _SCALE * 8, scale)
+    put_float(arguments.ctypes.data + _CAP * 8, cap)
     run_job(slot, kernels[0], arguments, (n + part - 1) // part * kv_heads)

@@ -1,17 +1,18 @@
 """Query, key and value heads between their product and attention: norms, rotation, and writing keys and values to the
-pools. As luce.ops.qkv, for pools of float32."""
+pools. As luce.ops.qkv, for pools of float32 and of Q8_0."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from luce.cpu_kernels.jit import compiled, compiled_as
+from luce.cpu_kernels.kv_page import put_q8_0
 from luce.cpu_kernels.vectors import square_root
 
 _HEADS = "float32[:, :, :]"
 _WEIGHT = "float32[::1]"
 _ANGLES = "float32[:, :, ::1]"
-_POOL = "float32[:, :, ::1]"
+_POOL = "uint8[:, :, ::1]"
 
 
 @compiled
@@ -45,14 +46,20 @@ def prepare(x, weight, eps, table, adjacent):
 
 @compiled
 def _write_row(x, to):
+    """x float32 [heads, d] to a row of a pool, bytes [heads, n]: Q8_0 if these are fewer than those of d floats."""
+    d = x.shape[1]
     for head in range(x.shape[0]):
-        for i in range(x.shape[1]):
-            to[head, i] = x[head, i]
+        if to.shape[1] == d * 4:
+            floats = to[head].view(np.float32)
+            for i in range(d):
+                floats[i] = x[head, i]
+        else:
+            put_q8_0(x[head], to[head].ctypes.data)
 
 
 @compiled_as(f"void({_HEADS}, {_HEADS}, {_POOL}, {_POOL}, int32[::1])")
 def write(k, v, k_pool, v_pool, dest):
-    """Row r of k and v [n, kv_heads, d] to row dest[r] of the pools."""
+    """Row r of k and v [n, kv_heads, d] to row dest[r] of the pools, which are bytes."""
     for row in range(k.shape[0]):
         _write_row(k[row], k_pool[dest[row]])
         _write_row(v[row], v_pool[dest[row]])

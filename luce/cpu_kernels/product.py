@@ -17,6 +17,7 @@ from numba import int32
 
 from luce.cpu_kernels.dimensions import MINIMUMS, RECORD, SCALES, SLICE, UNPACKED_BYTES
 from luce.cpu_kernels.jit import compiled, compiled_as, inlined
+from luce.cpu_kernels.narrow import load_bfloats, load_halves
 from luce.cpu_kernels.quantised_rows import FINER, REST, SCALE, SCALED, SUMS, quantise_rows
 from luce.cpu_kernels.thread_pool import hold, run_job
 from luce.cpu_kernels.unpack import unpack
@@ -33,9 +34,7 @@ from luce.cpu_kernels.vector_rows import (
     zero_rows,
 )
 from luce.cpu_kernels.vectors import (
-    load_bfloats,
     load_floats,
-    load_halves,
     load_ints,
     move_float,
     prefetch,

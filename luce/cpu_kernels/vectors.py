@@ -348,27 +348,6 @@ def element(typing: Any, arguments: Any, number: Any, place: Any) -> Any:
 
 
 @intrinsic
-def load_halves(typing: Any, address: Any) -> Any:
-    """16 float16 as floats."""
-
-    def make(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fpext(load(builder, args[0], ir.VectorType(ir.HalfType(), LANES), align=2), FLOAT_LANES)
-
-    return FLOATS(types.int64), make
-
-
-@intrinsic
-def load_bfloats(typing: Any, address: Any) -> Any:
-    """16 bfloat16 as floats."""
-
-    def make(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        bits = builder.zext(load(builder, args[0], ir.VectorType(I16, LANES), align=2), INT_LANES)
-        return builder.bitcast(builder.shl(bits, all_lanes(16)), FLOAT_LANES)
-
-    return FLOATS(types.int64), make
-
-
-@intrinsic
 def splat_float(typing: Any, value: Any) -> Any:
     """A float in all lanes."""
 

@@ -19,7 +19,7 @@ from luce.cpu_kernels.dimensions import LANES, MOST_GROUP, MOST_HEAD
 from luce.ops import attention_mma
 from luce.ops.activation import sigmoid_gate, softplus_gate
 from luce.ops.attention_mma import AttentionInputs, Gate
-from luce.ops.kvtype import dequantise
+from luce.ops.kvtype import dequantise, pool_type
 from luce.ops.matmul import FEW_ROWS
 from luce.ops.quantise import SECTION, Quantised, empty_quantised
 from luce.runtime.cpu import CpuDevice
@@ -36,6 +36,7 @@ ENOUGH_BLOCKS = 256
 MIN_SPLITS = 3
 # Of compiled code, for rows that see all rows before them.
 _NO_BITS = np.empty((0, 2), np.int32)
+_NO_SINKS = np.empty(0, np.float32)
 #: most float32 values of splits in memory at a time: 64 MiB
 BUFFER_VALUES = 1 << 24
 
@@ -119,20 +120,21 @@ def _launch(device: Device, out: Array, inputs: AttentionInputs) -> None:
 
 
 def _compiles(inputs: AttentionInputs) -> bool:
-    """Whether compiled code reads these heads and pools."""
+    """Whether compiled code reads these heads."""
     (_, heads, d), kv_heads = inputs.q.shape, inputs.k_pool.shape[1]
-    plain = inputs.softcap == 0 and inputs.sinks is None
-    floats = inputs.k_pool.dtype == inputs.v_pool.dtype == np.float32
-    return bool(plain and floats and d % LANES == 0 and d <= MOST_HEAD and heads // kv_heads <= MOST_GROUP)
+    return bool(d % LANES == 0 and d <= MOST_HEAD and heads // kv_heads <= MOST_GROUP)
 
 
 def _compiled(device: CpuDevice, out: Array, inputs: AttentionInputs) -> None:
     """By luce.cpu_kernels.attention."""
-    view, spans = inputs.view, inputs.spans
-    arrays = (inputs.q, inputs.k_pool, inputs.v_pool, out, inputs.positions, spans.row_span, spans.table)
+    view, spans, d = inputs.view, inputs.spans, inputs.q.shape[2]
+    pools = inputs.k_pool, inputs.v_pool
+    arrays = (inputs.q, *(pool.view(np.uint8) for pool in pools), out, inputs.positions, spans.row_span, spans.table)
     pages = (view.table, view.first, view.count, _NO_BITS if view.seen is None else view.seen)
-    facts = inputs.window or 0, np.float32(inputs.scale), spans.longest > FEW_ROWS
-    device.pool.call(device.kernels.attention, *arrays, *pages, *facts)
+    facts = inputs.window or 0, np.float32(inputs.scale), np.float32(inputs.softcap)
+    sinks = _NO_SINKS if inputs.sinks is None else inputs.sinks
+    types = (int(pool_type(pool, d)) for pool in pools)
+    device.pool.call(device.kernels.attention, *arrays, *pages, *facts, sinks, *types, spans.longest > FEW_ROWS)
 
 
 def _host(out: Array, inputs: AttentionInputs) -> None:

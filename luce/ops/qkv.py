@@ -7,8 +7,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
+from gguf import GGMLQuantizationType
 
-from luce.ops.kvtype import kernel_type, quantise
+from luce.ops.kvtype import kernel_type, pool_type, quantise
 from luce.ops.norm import head_rms_norm
 from luce.runtime.cpu import CpuDevice
 from luce.runtime.device import Array, Device
@@ -59,6 +60,8 @@ class Destination:
 
 
 _NO_NORMS = HeadNorms()
+# Types of pools that compiled code of the CPU writes.
+_COMPILED = frozenset({GGMLQuantizationType.F32, GGMLQuantizationType.Q8_0})
 _NO_WEIGHT = np.empty(0, np.float32)
 
 
@@ -87,10 +90,10 @@ def prepare_heads(
     k, v float32 [n, kv_heads, d] (any row and head strides). With `keep` they hold the results afterwards; otherwise
     their content is undefined.
     """
-    if isinstance(device, CpuDevice) and _floats(to):
+    if isinstance(device, CpuDevice) and (pools := _bytes(to, q.shape[2])):
         weights = (_NO_WEIGHT if weight is None else weight for weight in (norms.query, norms.key, norms.value))
         angles = _angles(len(q), rotation)
-        device.kernels.prepare_and_write(q, k, v, *weights, np.float32(norms.eps), *angles, *to.pools, to.dest)
+        device.kernels.prepare_and_write(q, k, v, *weights, np.float32(norms.eps), *angles, *pools, to.dest)
     elif device.host:
         _host(device, q, norms.query, norms.eps, rotation)
         prepare_keys(device, k, v, norms, rotation, to)
@@ -132,8 +135,8 @@ def write_kv(device: Device, k: Array, v: Array | None, to: Destination) -> None
     Values are finite; they are rounded to the pools' types as by the gguf package. Raises ValueError for several heads
     of more than 512 elements.
     """
-    if isinstance(device, CpuDevice) and _floats(to) and v is not None:
-        device.kernels.write(k, v, to.k_pool, to.v_pool, to.dest)
+    if isinstance(device, CpuDevice) and v is not None and (own := _bytes(to, k.shape[2])):
+        device.kernels.write(k, v, *own, to.dest)
     elif device.host:
         to.k_pool[to.dest] = quantise(k, to.k_pool)
         if v is not None and to.v_pool is not None:
@@ -168,9 +171,10 @@ def copy_rows(device: Device, to: Destination, copies: Array | None) -> None:
         device.launch("kv_copy", "kv_copy", grid, (_COPY_THREADS,), args, defines={"UNIT": unit})
 
 
-def _floats(to: Destination) -> bool:
-    """Whether there are two pools, of float32."""
-    return bool(len(to.pools) == 2 and all(pool.dtype == np.float32 for pool in to.pools))
+def _bytes(to: Destination, d: int) -> list[Array]:
+    """The bytes of the pools if there are two, and compiled code writes their types; else none."""
+    compiled = len(to.pools) == 2 and all(pool_type(pool, d) in _COMPILED for pool in to.pools)
+    return [pool.view(np.uint8) for pool in to.pools] if compiled else []
 
 
 def _divides(count: int, k: Array, to: Destination) -> bool:
