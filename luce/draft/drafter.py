@@ -35,6 +35,8 @@ class Draftable:
     max_tokens: int
     #: > 0: the proposal may be a tree of up to this many tokens one behind another
     max_depth: int = 0
+    #: whose text it is: what one session says is not looked up for another
+    session: str = ""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,9 @@ class Proposal:
     #: of a tree: the index of the earlier token that each token follows, or -1 for the seed; tokens with one parent
     #: differ. Empty: each token follows the one before it
     parents: Sequence[int] = ()
+    #: of tokens that repeat an earlier text: how many tokens before each are known to stand before its source too; 0
+    #: for the others. One for each token, or empty if none repeats one
+    copied: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         if any(map(math.isnan, self.probabilities)):

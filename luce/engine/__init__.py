@@ -13,7 +13,9 @@ luce.kvcache, luce.draft, and luce.backend through the Backend protocol.
     sampling         logits to a token; log probabilities
     masks            the masks of constrained rows, made on threads while the devices work
     speculate        asks the drafter, chooses the draft rows to verify, counts the accepted ones
-    draft_budget     pure: how many draft rows pay, by measured step times and acceptance rates
+    draft_budget     pure: how many draft rows pay, by measured step times and acceptance rates, and for which
+                     sequences the drafter is asked
+    drafted          what is known of the drafts of each sequence, and since the start
     checkpoints      where a sequence resumes from the prefix cache, and which checkpoints of it are saved
     sequence_paging  swaps the pages of long sequences before their steps
     reply            a reply while it grows: tokens, finish reason, prompt scores, times

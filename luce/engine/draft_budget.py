@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Container
@@ -13,6 +14,9 @@ from luce.draft.drafter import Proposal
 
 # The acceptance rate assumed for a draft token without a probability.
 _PRIOR = 0.5
+# A token that is copied behind so many tokens, which are known to be copied too, is assumed to be right in half of the
+# places. The last bin of such lengths begins at 2 to the power of the second number.
+_PRIOR_LENGTH, _LONGEST_BIN = 4, 4
 # How fast rates go back to the assumed ones while no draft token is verified.
 _DECAY = 0.005
 _BINS = 10
@@ -83,6 +87,40 @@ def choose_draft_rows(
     return counts, best_rate * seconds(plain) / plain
 
 
+def worth_drafting(
+    asked: Many[Many[float]],
+    others: Many[Many[float]],
+    budget: int,
+    plain: int,
+    seconds: Callable[[int], float],
+    drafting: Callable[[int], float],
+    sizes: Container[int],
+    *,
+    tolerated: float,
+) -> list[bool]:
+    """Which sequences that were drafted for should be drafted for again: those with which the most tokens a second are
+    expected, from proposals like these.
+
+    asked      probabilities, as in choose_draft_rows, of sequences that the drafter was asked for
+    others     of those that have draft rows without it
+    drafting   seconds that the proposals take by number of sequences
+    tolerated  the share of the speed that drafting may cost, as estimates are noisy
+
+    All else as in choose_draft_rows. The sequences of the greatest expected gain come first, and as many of them are
+    drafted for as pay; only some numbers of them are tried, beside one, two and all.
+    """
+    order = sorted(range(len(asked)), key=lambda index: -sum(asked[index]))
+    best, best_rate = 0, choose_draft_rows(others, budget, plain, seconds, 0.0, sizes)[1] * (1 - tolerated)
+    counts = [*(1 << power for power in range(len(asked).bit_length()) if 1 << power < len(asked)), len(asked)]
+    for count in counts if asked else ():
+        chosen = [*(asked[index] for index in order[:count]), *others]
+        rate = choose_draft_rows(chosen, budget, plain, seconds, drafting(count), sizes)[1]
+        # Among equals all that were asked: without a cost each of them can only gain.
+        if rate > best_rate or (best and rate == best_rate):
+            best, best_rate = count, rate
+    return [index in order[:best] for index in range(len(asked))]
+
+
 def fair_shares(budget: int, demands: Many[int]) -> list[int]:
     """Split `budget` rows so that the smallest share is as large as it can be; none exceeds its demand.
 
@@ -97,20 +135,23 @@ def fair_shares(budget: int, demands: Many[int]) -> list[int]:
 
 
 class AcceptanceRates:
-    """How often draft tokens were accepted whose parents were, by the drafter's own probability if it gives one."""
+    """How often draft tokens were accepted whose parents were, by the drafter's own probability if it gives one, and by
+    how much of the text before them is known to be copied."""
 
     def __init__(self, like: AcceptanceRates | None = None) -> None:
-        self._rates: dict[int, float] = {} if like is None else dict(like._rates)
+        self._rates: dict[tuple[int, int], float] = {} if like is None else dict(like._rates)
 
     def probabilities(self, proposal: Proposal) -> list[float]:
         """The probability that row 1, 2, ... is accepted; none is above that of the row before it."""
+        return list(itertools.accumulate(self.reach(proposal), min))
+
+    def reach(self, proposal: Proposal) -> list[float]:
+        """The probability that each token is accepted, as the product of the rates on the path to it."""
         found: list[float] = []
-        least = 1.0
         for index in range(len(proposal.tokens)):
             key, prior = _bin(proposal, index)
             parent = proposal.parents[index] if proposal.parents else index - 1
-            least = min(least, (found[parent] if parent >= 0 else 1.0) * self._rates.get(key, prior))
-            found.append(least)
+            found.append((found[parent] if parent >= 0 else 1.0) * self._rates.get(key, prior))
         return found
 
     def update(self, proposal: Proposal, outcomes: Many[tuple[int, bool]], weight: float) -> None:
@@ -123,14 +164,25 @@ class AcceptanceRates:
         for key, prior in {_bin(proposal, index) for index in range(len(proposal.tokens))}:
             self._move(key, prior, prior, _DECAY)
 
-    def _move(self, key: int, prior: float, to: float, weight: float) -> None:
+    def _move(self, key: tuple[int, int], prior: float, to: float, weight: float) -> None:
         rate = self._rates.get(key, prior)
         self._rates[key] = rate + weight * (to - rate)
 
 
-def _bin(proposal: Proposal, index: int) -> tuple[int, float]:
-    """The bin that counts a draft token, and the rate that is assumed for it at first."""
-    if not proposal.probabilities:
-        return -1, _PRIOR
-    probability = min(max(float(proposal.probabilities[index]), 0.0), 1.0)
-    return min(int(probability * _BINS), _BINS - 1), probability
+def _bin(proposal: Proposal, index: int) -> tuple[tuple[int, int], float]:
+    """The bin that counts a draft token, and the rate that is assumed for it at first.
+
+    Bins are of the drafter's probability, -1 without one, and of the length of the text that is known to be copied
+    before the token: 0 for none, 1 for up to 3 tokens, 2 for up to 7, and so on.
+    """
+    probability, chance = -1, _PRIOR
+    if len(proposal.probabilities):
+        chance = min(max(float(proposal.probabilities[index]), 0.0), 1.0)
+        probability = min(int(chance * _BINS), _BINS - 1)
+    length = proposal.copied[index] if len(proposal.copied) else 0
+    if length:
+        # Either is right where the other is not: a copied token that the drafter lacks has probability 0.
+        alone = len(proposal.probabilities) == 0
+        copied = length / (length + _PRIOR_LENGTH)
+        chance = copied if alone else 1 - (1 - chance) * (1 - copied)
+    return (probability, min(length.bit_length() - 1, _LONGEST_BIN) if length > 1 else length), chance

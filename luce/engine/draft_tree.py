@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from luce.draft.drafter import Proposal
+from luce.draft.prompt_lookup import Copy
 from luce.kvcache.page_table import PageTable
 from luce.runtime.step import PAGE, Int32, PageView, Span
 
@@ -70,7 +71,39 @@ def part_of(proposal: Proposal, nodes: Sequence[int], root: int = -1) -> Proposa
         [proposal.tokens[node] for node in nodes],
         [proposal.probabilities[node] for node in nodes] if len(proposal.probabilities) else (),
         [numbers[parents[node]] for node in nodes] if proposal.parents else (),
+        [proposal.copied[node] for node in nodes] if len(proposal.copied) else (),
     )
+
+
+def with_copy(proposal: Proposal, copy: Copy) -> list[Proposal]:
+    """A chain with a copied text: where that goes on behind all of the chain, the two as one chain, otherwise both."""
+    tokens, probabilities = list(proposal.tokens), list(proposal.probabilities)
+    pairs = enumerate(zip(tokens, copy.tokens, strict=False))
+    same = next((place for place, (own, other) in pairs if own != other), min(len(tokens), len(copy.tokens)))
+    missing = [0.0] * (len(copy.tokens) - same) if probabilities else []
+    found = [Proposal(copy.tokens, (*probabilities[:same], *missing), copied=copy.lengths)]
+    if same < len(tokens):
+        found.append(Proposal(tokens, probabilities, copied=(*copy.lengths[:same], *[0] * (len(tokens) - same))))
+    return found if same < len(copy.tokens) else found[1:] or found
+
+
+def with_branch(proposal: Proposal, copy: Copy) -> Proposal:
+    """A tree with a copied text: as much of it as the tree lacks is a branch, which comes last."""
+    tokens, parents = list(proposal.tokens), list(proposal.parents or range(-1, len(proposal.tokens) - 1))
+    nodes = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, tokens, strict=True))}
+    lengths, at = [0] * len(tokens), -1
+    for token, length in zip(copy.tokens, copy.lengths, strict=True):
+        node = nodes.get((at, token))
+        if node is None:
+            node = len(tokens)
+            tokens.append(token)
+            parents.append(at)
+            lengths.append(0)
+        lengths[node] = length
+        at = node
+    added = len(tokens) - len(proposal.tokens)
+    probabilities = (*proposal.probabilities, *[0.0] * added) if len(proposal.probabilities) else ()
+    return Proposal(tokens, probabilities, parents, lengths)
 
 
 def behind(proposal: Proposal, tokens: Sequence[int], most: int) -> Proposal:
@@ -100,8 +133,9 @@ def in_row_order(proposal: Proposal, count: int) -> tuple[Proposal, tuple[int, .
     rows = {-1: 0} | {node: row for row, node in enumerate(order, 1)}
     tokens = [proposal.tokens[node] for node in order]
     probabilities = [proposal.probabilities[node] for node in order] if proposal.probabilities else ()
+    copied = [proposal.copied[node] for node in order] if proposal.copied else ()
     parents = tuple(rows[proposal.parents[node]] for node in order)
-    return Proposal(tokens, probabilities), parents if parents != tuple(range(count)) else ()
+    return Proposal(tokens, probabilities, copied=copied), parents if parents != tuple(range(count)) else ()
 
 
 def merge_branches(spans: Sequence[Span]) -> list[Span]:

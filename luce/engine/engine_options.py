@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from luce.config.settings import Config
+from luce.engine.drafted import DraftStats, SequenceDrafts
 from luce.engine.masks import MaskStats
-from luce.engine.speculate import DraftStats
 from luce.kvcache.paging import PagingStats
 from luce.kvcache.prefix_cache import CacheStats
 
@@ -37,6 +37,8 @@ class EngineOptions:
     verify_width: int = 0
     #: most tokens of the draft trees that the drafter is asked for; None: it is asked for chains
     tree_tokens: int | None = None
+    #: whether texts that repeat are verified beside the drafter's proposals
+    lookup: bool = False
     #: threads that make masks of constrained replies; 0 for as many as the machine's cores allow
     grammar_threads: int = 0
     #: seconds that the mask of a row may take
@@ -59,6 +61,8 @@ class EngineOptions:
             flush_seconds=config.kv_cache_flush_timeout,
             verify_width=config.verify_width,
             tree_tokens=config.ddtree_budget if config.ddtree else None,
+            # The drafter of `ngram` looks up nothing else.
+            lookup=config.draft not in ("", "ngram"),
             grammar_threads=config.grammar_threads,
             grammar_mask_seconds=config.grammar_mask_ms / 1000,
             no_drafter_reason=no_drafter_reason,
@@ -103,3 +107,5 @@ class SlotStats:
     #: tokens of the reply so far, and how many more it may have
     predicted_tokens: int
     remaining_tokens: int
+    #: None without a drafter
+    drafts: SequenceDrafts | None = None

@@ -84,6 +84,9 @@ class Timings(DraftCounts):
     cached_tokens: int = 0
     #: the tier that they came from: ram, disk, or none
     cache_tier: str = "none"
+    #: whether the drafter was asked for the sequence at last, or why not (luce.engine.sequence.DraftState); empty
+    #: without a drafter
+    draft_state: str = ""
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from luce.draft.feature_tail import FeatureTails
 from luce.engine.admission import SequenceHandle, shutting_down_error
 from luce.engine.commit import Committer
 from luce.engine.delivery import Delivery
+from luce.engine.drafted import DraftStats
 from luce.engine.engine_options import EngineOptions, EngineStats, SlotStats
 from luce.engine.events import EventSink, FinishReason, Started, TextOutput
 from luce.engine.failures import Failures
@@ -32,7 +33,6 @@ from luce.engine.reply import Reply
 from luce.engine.sampling import needs_candidates, needs_logits, reply_ends
 from luce.engine.scheduler import ScheduledStep
 from luce.engine.sequence import CacheState, Constraint, Sequence
-from luce.engine.speculate import DraftStats
 from luce.errors import BackendError, ContextError, LuceError, RequestError, ShardLostError
 from luce.kvcache.disk.stats import CachedPrefix
 from luce.kvcache.disk.tier import DiskTier
@@ -156,7 +156,8 @@ class Engine:
             if slot is not None:
                 prompt = len(sequence.prompt)
                 number, left = sequence.schedule.number, max(0, sequence.max_new_tokens - predicted)
-                found.append(SlotStats(slot, number, prompt, min(computed, prompt), predicted, left))
+                drafts = None if self._speculator is None else self._speculator.drafts(sequence)
+                found.append(SlotStats(slot, number, prompt, min(computed, prompt), predicted, left, drafts))
         return tuple(sorted(found, key=lambda stats: stats.slot))
 
     def cached_prefixes(self) -> list[CachedPrefix]:

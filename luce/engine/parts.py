@@ -8,8 +8,10 @@ from luce.backend.backend import Backend
 from luce.draft.drafter import Drafter
 from luce.draft.feature_tail import FeatureTails
 from luce.draft.no_drafter import NoDrafter
+from luce.draft.prompt_lookup import Lookup
 from luce.engine.admission import Admission
 from luce.engine.checkpoints import Checkpoints
+from luce.engine.drafted import DraftLimits
 from luce.engine.engine_options import EngineOptions
 from luce.engine.masks import Masker
 from luce.engine.scheduler import Scheduler
@@ -62,13 +64,16 @@ class EngineParts:
         if drafter is not None or backend.capacity.verify_rows > 1:
             speculator = Speculator(
                 drafter or NoDrafter(),
-                vocab=backend.capacity.vocab,
-                # More rows, of all sequences together, would have other bits (luce.ops.matmul).
-                max_step_rows=FEW_ROWS,
-                max_verify_rows=min(backend.capacity.verify_rows, options.chunk),
-                verify_width=options.verify_width,
-                tree_tokens=options.tree_tokens,
+                DraftLimits(
+                    vocab=backend.capacity.vocab,
+                    # More rows, of all sequences together, would have other bits (luce.ops.matmul).
+                    step_rows=FEW_ROWS,
+                    verify_rows=min(backend.capacity.verify_rows, options.chunk),
+                    width=options.verify_width,
+                    tree_tokens=options.tree_tokens,
+                ),
                 feature_tails=feature_tails,
+                lookup=Lookup() if options.lookup else None,
             )
         checkpoints = None
         if cache is not None:

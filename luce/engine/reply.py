@@ -203,5 +203,6 @@ class Reply:
             predicted_tokens=len(self.sequence.reply),
             cached_tokens=self.cached_tokens,
             cache_tier=self.cache_tier,
+            draft_state="" if self.sequence.draft_state is None else self.sequence.draft_state.value,
             **asdict(self.drafts),
         )

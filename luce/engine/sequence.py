@@ -59,6 +59,23 @@ class Draft:
     ends_reasoning: bool = False
 
 
+class DraftState(Enum):
+    """Whether the drafter is asked for a sequence, or why not."""
+
+    #: its prompt is read, or no step with rows for drafts has come yet
+    PROMPT = "prompt"
+    #: it is asked
+    DRAFTING = "drafting"
+    #: drafting costs a step more than it gains this sequence: it is tried again after some steps
+    RESTING = "resting"
+    #: steps of as many sequences have no rows for drafts
+    FULL = "full"
+    #: steps without drafts are measured first
+    MEASURING = "measuring"
+    #: the drafter has failed
+    FAILED = "failed"
+
+
 @dataclass(frozen=True)
 class PagingLimits:
     """What the paging of a long sequence demands of its steps. Written by luce.engine.sequence_paging."""
@@ -183,6 +200,8 @@ class Sequence:
     schedule: ScheduleState = field(default_factory=ScheduleState)
     #: written by the speculator
     draft: Draft = Draft()
+    #: None without a drafter. Written by the speculator
+    draft_state: DraftState | None = None
     paging: PagingLimits = PagingLimits()
     cache: CacheState = field(default_factory=CacheState)
 

@@ -17,22 +17,23 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
 
 from luce.draft.drafter import Draftable, Drafter, DrafterUnavailableError, PendingProposals, Proposal
 from luce.draft.feature_tail import FeatureTail, FeatureTails
-from luce.engine.draft_budget import AcceptanceRates, StepTimes, choose_draft_rows, fair_shares
+from luce.draft.prompt_lookup import Lookup
+from luce.engine.draft_budget import AcceptanceRates, StepTimes, choose_draft_rows, fair_shares, worth_drafting
 from luce.engine.draft_tree import behind, in_row_order, merge_branches, part_of, refused_tokens, well_formed
+from luce.engine.drafted import DraftedSequence, DraftLimits, DraftRequest, DraftStats, DraftText, SequenceDrafts
 from luce.engine.failures import Failures
 from luce.engine.scheduler import ScheduledSequence, ScheduledStep
-from luce.engine.sequence import Draft, Sequence
+from luce.engine.sequence import Draft, DraftState, Sequence
 from luce.errors import LuceError
-from luce.runtime.step import Int32
 
 _log = logging.getLogger(__name__)
 
@@ -45,135 +46,42 @@ _SEQUENCE_WEIGHT, _GLOBAL_WEIGHT = 0.1, 0.02
 # Rows of steps to choose between, beside all rows that could be verified: each number of rows needs kernels and graphs
 # of its own, and products take up to the next of these numbers at about the same price.
 _STEP_SIZES = (2, 4, 8, 16)
-# A step that lost more than this share of its time to drafting is followed by steps without drafting: the first number
-# of them at first, doubled each time up to the second.
-_TOLERATED_LOSS, _MIN_PAUSE, _MAX_PAUSE = 0.02, 4, 64
-
-
-@dataclass(frozen=True)
-class DraftStats:
-    """Counters since the start, and the drafter's state."""
-
-    #: facts of the drafter: which one, its files, devices and limits
-    facts: dict[str, str | int]
-    #: "on", or why sequences are not drafted for
-    state: str
-    #: verifications of a sequence
-    steps: int = 0
-    #: draft rows that were verified
-    proposed: int = 0
-    #: draft rows that were accepted
-    accepted: int = 0
-    #: seconds that the proposals took
-    seconds: float = 0.0
-    #: draft tokens that grammars refused, so that no row verified them
-    refused: int = 0
-
-    @property
-    def on(self) -> bool:
-        """Whether sequences are drafted for."""
-        return self.state == "on"
-
-    @property
-    def acceptance_rate(self) -> float:
-        """Accepted share of the verified draft rows."""
-        return self.accepted / self.proposed if self.proposed else 0.0
-
-    @property
-    def tokens_per_step(self) -> float:
-        """Mean tokens of a verification."""
-        return 1 + self.accepted / self.steps if self.steps else 0.0
-
-
-@dataclass
-class _DraftedSequence:
-    """What the speculator knows of a sequence."""
-
-    rates: AcceptanceRates
-    #: prompt and reply, in memory that grows by doubling; `length` tokens are in use
-    text: Int32
-    length: int = 0
-    #: what comes before the newest proposal, whatever the model would choose
-    forced: tuple[int, ...] = ()
-    #: whether that ends the reasoning; otherwise a grammar forces it
-    ends_reasoning: bool = False
-    #: the newest proposal
-    proposal: Proposal = field(default_factory=Proposal)
-    #: tokens of it that are verified
-    rows: int = 0
-    #: whether the drafter failed while the sequence ran
-    off: bool = False
-
-    def tokens(self, sequence: Sequence) -> Int32:
-        """Prompt and reply: int32 [n], not to be written to."""
-        prompt = len(sequence.prompt)
-        end = prompt + len(sequence.reply)
-        if end > len(self.text):
-            self.text = np.concatenate((self.text[: self.length], np.empty(2 * end - self.length, np.int32)))
-        if not self.length:
-            self.text[:prompt] = sequence.prompt
-            self.length = prompt
-        self.text[self.length : end] = sequence.reply[self.length - prompt :]
-        self.length = end
-        return self.text[:end]
-
-
-@dataclass(frozen=True)
-class _Request:
-    """Proposals that the drafter was asked for."""
-
-    texts: tuple[tuple[Sequence, Draftable], ...]
-    #: sequences with forced tokens that the drafter was not asked for, with how many these are
-    others: tuple[tuple[Sequence, int], ...]
-    pending: PendingProposals
-    #: when it was asked
-    started: float
-    #: most draft rows of the step
-    budget: int
-    #: sequences that decode
-    plain: int
+# The share of a step's speed that drafting may cost before sequences rest.
+_TOLERATED_LOSS = 0.02
 
 
 class Speculator:
     """Asks a drafter for the sequences of an engine, and closes it. All but `stats` on the engine's thread.
 
-    vocab            ids of draft tokens are below it
-    max_step_rows    most rows of a step that verifies
-    max_verify_rows  most rows of a sequence, the seed's included
-    verify_width     rows of each sequence, whatever they gain; 0: the speculator chooses
-    tree_tokens      most tokens of the draft trees that the drafter is asked for; None: it is asked for chains
-    feature_tails    the part of the drafter's feature ring that is saved with checkpoints
+    feature_tails  the part of the drafter's feature ring that is saved with checkpoints
+    lookup         finds texts that repeat, which are verified with the drafter's proposals; None: only these are
     """
 
     def __init__(
         self,
         drafter: Drafter,
+        limits: DraftLimits,
         *,
-        vocab: int,
-        max_step_rows: int,
-        max_verify_rows: int,
-        verify_width: int = 0,
-        tree_tokens: int | None = None,
         feature_tails: FeatureTails | None = None,
+        lookup: Lookup | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.drafter = drafter
-        self._vocab = vocab
-        self._max_step_rows = max_step_rows
-        self._max_verify_rows = min(max_verify_rows, verify_width or max_verify_rows)
-        self._fixed = verify_width > 0
-        self._tree_tokens = tree_tokens
+        self._vocab = limits.vocab
+        self._max_step_rows = limits.step_rows
+        self._max_verify_rows = min(limits.verify_rows, limits.width or limits.verify_rows)
+        self._fixed = limits.width > 0
+        self._tree_tokens = limits.tree_tokens
         self._feature_tails = feature_tails
+        self._lookup = lookup
         self._clock = clock
-        self._sequences: dict[Sequence, _DraftedSequence] = {}
-        self._request: _Request | None = None
+        self._sequences: dict[Sequence, DraftedSequence] = {}
+        self._request: DraftRequest | None = None
         self._rates = AcceptanceRates()
         self._step_times = StepTimes()
         self._draft_times = StepTimes()
         #: of proposals that no drafter was asked for
         self._forced_times = StepTimes()
-        #: length of the last pause, and steps of it that are still to come
-        self._pause = self._pause_steps = 0
         self._failures = 0
         #: why the drafter does not answer; empty while it does
         self._error = ""
@@ -181,15 +89,25 @@ class Speculator:
         self._answered = False
         self._idle = True
         self._steps = self._proposed = self._accepted = self._refused = self._forced = self._forced_accepted = 0
+        self._copied = 0
         self._seconds = 0.0
 
     def stats(self) -> DraftStats:
         """Counters and state. Any thread may ask."""
-        disabled, unavailable = self._failures >= _MAX_FAILURES, not self._failures
+        disabled, unavailable = self._disabled, not self._failures
         kind = "disabled" if disabled else "unavailable" if unavailable else "failed"
         state = f"{kind}: {self._error}" if self._error else "on"
         facts = self.drafter.describe()
-        return DraftStats(facts, state, self._steps, self._proposed, self._accepted, self._seconds, self._refused)
+        states = Counter(s.draft_state for s in list(self._sequences) if s.draft_state is not None)
+        counts = self._steps, self._proposed, self._accepted, self._seconds, self._refused, self._copied
+        return DraftStats(facts, state, *counts, states)
+
+    def drafts(self, sequence: Sequence) -> SequenceDrafts | None:
+        """What drafting did for a sequence that runs; None without a drafter. Any thread may ask."""
+        known, state = self._sequences.get(sequence), sequence.draft_state
+        if known is None or state is None:
+            return None
+        return SequenceDrafts(state, known.steps, known.proposed, known.accepted)
 
     def forced(self) -> tuple[int, int]:
         """Draft rows that grammars forced, and how many of them were accepted. Any thread may ask."""
@@ -206,32 +124,38 @@ class Speculator:
         for sequence in running:
             sequence.draft = Draft()
             if sequence not in self._sequences:
-                self._sequences[sequence] = _DraftedSequence(AcceptanceRates(self._rates), np.empty(0, np.int32))
-                self._pause = self._pause_steps = 0
+                sequence.draft_state = DraftState.PROMPT if self.drafter.block else None
+                self._sequences[sequence] = DraftedSequence(AcceptanceRates(self._rates), np.empty(0, np.int32))
         budget = self._max_step_rows - len(decoding)
-        if budget <= 0 or (not self._fixed and not self._step_times.measured(len(decoding))):
+        measured = self._fixed or self._step_times.measured(len(decoding))
+        if budget <= 0 or not measured:
             # Steps without drafts are measured first.
+            for sequence in decoding if self.drafter.block else ():
+                sequence.draft_state = DraftState.FULL if budget <= 0 else DraftState.MEASURING
             return failures
-        texts, others = [], []
-        asks, started = self._asks(), self._clock()
+        texts, started = [], self._clock()
         for sequence in decoding:
             with failures.of(sequence):
-                text = self._draftable(sequence, budget) if asks and not sequence.ending else None
+                text = self._text(sequence, budget)
                 if text is not None:
                     texts.append(text)
-                elif forced := self._forced_tokens(sequence, budget):
-                    # What the last step verified is recorded after this, so that they are not noted yet.
-                    others.append((sequence, len(forced)))
-        if not texts and not others:
-            return failures
-        self._idle = False
+        asked = [text.asked for text in texts if text.asked is not None]
         pending: PendingProposals | None = list
-        if texts:
-            pending = self._attempt(lambda: self.drafter.propose([draftable for _, draftable in texts]))
-        if pending is not None:
-            self._request = _Request(tuple(texts), tuple(others), pending, started, budget, len(decoding))
+        if asked:
+            self._idle = False
+            pending = self._attempt(lambda: self.drafter.propose(asked))
+        # What repeats is looked up while the drafter's device works.
+        found = []
+        for text in texts:
+            with failures.of(text.sequence):
+                if self._copies(text) or text.asked is not None or self._forced_tokens(text.sequence, text.most):
+                    # What the last step verified is recorded after this, so that forced tokens are not noted yet.
+                    found.append(text)
+        if pending is not None and found:
+            self._idle = False
+            self._request = DraftRequest(tuple(found), pending, started, budget, len(decoding))
             if self._tree_tokens is None:
-                self._estimate_lengths(texts, budget)
+                self._estimate_lengths(found, budget)
         return failures
 
     @property
@@ -245,29 +169,33 @@ class Speculator:
         request, self._request = self._request, None
         if request is None:
             return failures
-        for sequence, _ in (*request.texts, *request.others):
-            sequence.draft = Draft()
+        for text in request.texts:
+            text.sequence.draft = Draft()
+        asked = request.asked
         proposals = self._attempt(
-            lambda: [self._checked(p, one) for p, (_, one) in zip(request.pending(), request.texts, strict=True)]
+            lambda: [self._checked(p, one) for p, one in zip(request.pending(), asked, strict=True)]
         )
-        if proposals is not None and request.texts:
+        if proposals is not None and asked:
             self._answered = True
-        asked = [] if proposals is None else zip(request.texts, proposals, strict=True)
-        found = [(s, p, one.max_tokens) for (s, one), p in asked]
-        found += [(s, Proposal(), count) for s, count in request.others]
-        # Some sequences may have ended since.
+        answers = iter(proposals or ())
         alive = []
-        for sequence, proposal, most in found:
-            if sequence in self._sequences:
-                with failures.of(sequence):
-                    alive.append((sequence, self._behind_forced(sequence, proposal, most)))
+        for text in request.texts:
+            if text.asked is not None and proposals is None:
+                continue
+            proposal = Proposal() if text.asked is None else next(answers)
+            # Some sequences may have ended since.
+            if text.sequence in self._sequences:
+                with failures.of(text.sequence):
+                    known = self._sequences[text.sequence]
+                    joined = known.joined(proposal, text.most, tree=self._tree_tokens is not None)
+                    alive.append((text, self._behind_forced(text.sequence, joined, text.most)))
         seconds = self._clock() - request.started
-        if request.texts:
+        if asked:
             self._seconds += seconds
-        times = self._draft_times if request.texts else self._forced_times
-        times.add(len(found), seconds)
-        if found:
-            self._choose(alive, request, times(len(found)), failures)
+        times, count = (self._draft_times, len(asked)) if asked else (self._forced_times, len(request.texts))
+        times.add(count, seconds)
+        if alive:
+            self._choose(alive, request, times(count), failures)
         return failures
 
     def observe(self, scheduled: ScheduledStep) -> None:
@@ -278,7 +206,7 @@ class Speculator:
             spans = merge_branches(scheduled.step.spans)
             if self._feature_tails is not None:
                 self._feature_tails.observe(spans)
-            if self._failures >= _MAX_FAILURES or all(self._sequences[s.sequence].off for s in scheduled.sequences):
+            if self._disabled or all(self._sequences[s.sequence].off for s in scheduled.sequences):
                 return
             self.drafter.observe(spans)
         except Exception as error:
@@ -301,7 +229,7 @@ class Speculator:
         span = None if self._feature_tails is None or tail is None else self._feature_tails.restore(slot, end, tail)
         if span is None and self._feature_tails is not None:
             _log.debug("the checkpoint of %d tokens has no features for the draft: drafting begins anew", end)
-        if span is not None and self._failures < _MAX_FAILURES:
+        if span is not None and not self._disabled:
             spans = [span]
             self._notify(lambda: self.drafter.observe(spans))
 
@@ -314,12 +242,16 @@ class Speculator:
         self._proposed += len(draft.tokens)
         self._accepted += len(accepted)
         known, forced = self._sequences[sequence], draft.forced
+        known.steps += 1
+        known.proposed += len(draft.tokens)
+        known.accepted += len(accepted)
         if not draft.ends_reasoning:
             self._forced += forced
             self._forced_accepted += sum(row <= forced for row in accepted)
         parents = draft.parents or range(len(draft.tokens))
         # Where the reply ends, no token was chosen that the children of the last row could be compared with.
         compared = [0, *accepted][:-1] if ended else [0, *accepted]
+        self._copied += sum(known.repeats(row - forced - 1) for row in accepted if row > forced)
         rows = [(row, parent) for row, parent in enumerate(parents, 1) if row > forced]
         outcomes = [(row - forced - 1, row in accepted) for row, parent in rows if parent in compared]
         known.rates.update(known.proposal, outcomes, _SEQUENCE_WEIGHT)
@@ -332,6 +264,8 @@ class Speculator:
         if slot is not None:
             if self._feature_tails is not None:
                 self._feature_tails.forget(slot)
+            if self._lookup is not None:
+                self._lookup.forget(slot)
             self._notify(lambda: self.drafter.forget(slot))
 
     def idle(self) -> None:
@@ -344,11 +278,14 @@ class Speculator:
         """Idempotent."""
         self._notify(self.drafter.close)
 
-    def _estimate_lengths(self, texts: Many[tuple[Sequence, Draftable]], budget: int) -> None:
+    def _estimate_lengths(self, texts: Many[DraftText], budget: int) -> None:
         """Give drafts as many tokens as they will probably have, so that the step can be planned meanwhile."""
-        likely = [one.max_tokens if self._fixed else min(one.max_tokens, self._sequences[s].rows) for s, one in texts]
-        for (sequence, _), count in zip(texts, fair_shares(budget, likely), strict=True):
-            sequence.draft = Draft((0,) * count)
+        likely = []
+        for text in texts:
+            most = text.most if text.asked is None or self._lookup is not None else text.asked.max_tokens
+            likely.append(most if self._fixed else min(most, self._sequences[text.sequence].rows))
+        for text, count in zip(texts, fair_shares(budget, likely), strict=True):
+            text.sequence.draft = Draft((0,) * count)
 
     def _notify(self, call: Callable[[], None]) -> None:
         try:
@@ -358,14 +295,9 @@ class Speculator:
         except Exception as error:
             self._note_failure(error)
 
-    def _asks(self) -> bool:
-        """Whether the drafter is asked now; counts the steps of a pause."""
-        if self._failures >= _MAX_FAILURES or not self.drafter.block:
-            return False
-        if self._pause_steps:
-            self._pause_steps -= 1
-            return False
-        return True
+    @property
+    def _disabled(self) -> bool:
+        return self._failures >= _MAX_FAILURES
 
     def _room(self, sequence: Sequence, budget: int) -> int:
         """Most draft tokens of a sequence, one behind another."""
@@ -402,19 +334,42 @@ class Speculator:
                 proposal = part_of(proposal, [node for node, kept in enumerate(allowed) if kept])
         return behind(proposal, known.forced, most - len(known.forced))
 
-    def _draftable(self, sequence: Sequence, budget: int) -> tuple[Sequence, Draftable] | None:
-        """A sequence with the draft rows that could be verified after its seed, None if there are none."""
-        known = self._sequences[sequence]
-        depth, tree = min(self.drafter.block, self._room(sequence, budget)), self._tree_tokens
+    def _text(self, sequence: Sequence, budget: int) -> DraftText | None:
+        """A sequence with the draft rows that could be verified after its seed; None if there are none."""
+        known, tree = self._sequences[sequence], self._tree_tokens
+        depth = self._room(sequence, budget)
         if sequence.paging.max_draft is not None and tree is not None:
             # The query of the last of these rows may rank pages, and a tree's rows at one position overwrite each
             # other's queries (luce.ops.page_ranking).
             depth = min(depth, sequence.paging.max_draft - 1)
-        tokens = min(depth if tree is None else tree, self._max_verify_rows - 1, budget)
-        if known.off or min(depth, tokens) <= 0:
-            return None
-        text = known.tokens(sequence)
-        return sequence, Draftable(sequence.slot or 0, text, tokens, 0 if tree is None else depth)
+        most = min(depth if tree is None else tree, self._max_verify_rows - 1, budget)
+        asks = bool(self.drafter.block) and not known.off and not self._disabled and known.asks()
+        if self.drafter.block:
+            resting = DraftState.FAILED if known.off or self._disabled else DraftState.RESTING
+            sequence.draft_state = DraftState.DRAFTING if asks else resting
+        known.copy = None
+        if not asks or sequence.ending or min(depth, most) <= 0:
+            room = self._room(sequence, budget)
+            return DraftText(sequence, room, min(depth, most), None) if room > 0 else None
+        own = min(self.drafter.block, depth)
+        draftable = Draftable(
+            sequence.slot or 0,
+            known.tokens(sequence),
+            min(own, most) if tree is None else most,
+            0 if tree is None else own,
+            sequence.session,
+        )
+        return DraftText(sequence, most, depth, draftable)
+
+    def _copies(self, text: DraftText) -> bool:
+        """Look up how a text may go on; whether anything is found."""
+        sequence, known = text.sequence, self._sequences[text.sequence]
+        if self._lookup is None or sequence.ending or known.off or self._disabled:
+            return False
+        depth = min(text.depth, text.most)
+        if depth > 0:
+            known.copy = self._lookup.find(sequence.slot or 0, sequence.session, known.tokens(sequence), depth)
+        return known.copy is not None
 
     def _attempt(self, call: Callable[[], _Result]) -> _Result | None:
         """What the drafter returns, None if it fails."""
@@ -435,48 +390,66 @@ class Speculator:
         if parents and not well_formed(parents, tokens, draftable.max_depth):
             depth = draftable.max_depth
             raise ValueError(f"tokens {tokens} with parents {list(parents)} are no tree of depth {depth}")
-        return Proposal(tokens[:count], probabilities, parents)
+        copied = proposal.copied[:count] if len(proposal.copied) >= count else ()
+        return Proposal(tokens[:count], probabilities, parents, copied)
 
     def _choose(
-        self, proposals: Many[tuple[Sequence, Proposal]], request: _Request, seconds: float, failures: Failures
+        self, proposals: Many[tuple[DraftText, Proposal]], request: DraftRequest, seconds: float, failures: Failures
     ) -> None:
         """Choose the draft rows to verify, of proposals that took so many seconds."""
         budget = request.budget
         if self._fixed:
-            demands = [len(self._sequences[s].forced) + len(proposal.tokens) for s, proposal in proposals]
+            demands = [len(self._sequences[t.sequence].forced) + len(proposal.tokens) for t, proposal in proposals]
             counts = fair_shares(budget, demands)
         else:
             probabilities, rated = [], []
-            for sequence, proposal in proposals:
-                with failures.of(sequence):
-                    known = self._sequences[sequence]
+            for text, proposal in proposals:
+                with failures.of(text.sequence):
+                    known = self._sequences[text.sequence]
                     sure = [1.0] * len(known.forced)
                     probabilities.append([*sure, *known.rates.probabilities(proposal)])
-                    rated.append((sequence, proposal))
+                    rated.append((text, proposal))
             proposals = rated
-            counts, gain = choose_draft_rows(
-                probabilities, budget, request.plain, self._step_times, seconds, _STEP_SIZES
-            )
-            if request.texts:
-                # What grammars force is drafted in a pause too, and says nothing of the drafter.
-                pause = min(max(2 * self._pause, _MIN_PAUSE), _MAX_PAUSE)
-                self._pause = self._pause_steps = 0 if gain > 1 - _TOLERATED_LOSS else pause
-        for (sequence, proposal), count in zip(proposals, counts, strict=True):
-            with failures.of(sequence):
-                known = self._sequences[sequence]
-                known.rows = count
-                if not count:
-                    known.rates.decay(proposal)
-                forced = known.forced[:count]
-                rest = count - len(forced)
-                parents: tuple[int, ...] = ()
-                known.proposal = proposal
-                if proposal.parents:
-                    known.proposal, parents = in_row_order(proposal, rest)
-                tokens = (*forced, *known.proposal.tokens[:rest])
-                if parents:
-                    parents = (*range(len(forced)), *(row + len(forced) for row in parents))
-                sequence.draft = Draft(tokens, parents, len(forced), known.ends_reasoning)
+            counts, _ = choose_draft_rows(probabilities, budget, request.plain, self._step_times, seconds, _STEP_SIZES)
+            self._rest([text for text, _ in proposals], probabilities, request)
+        for (text, proposal), count in zip(proposals, counts, strict=True):
+            with failures.of(text.sequence):
+                self._give(text.sequence, proposal, count)
+
+    def _rest(self, texts: Many[DraftText], probabilities: Many[Many[float]], request: DraftRequest) -> None:
+        """Let the sequences pause for which drafting does not pay."""
+        # What grammars force, and what repeats, is verified in a pause too, and says nothing of the drafter.
+        asked = [index for index, text in enumerate(texts) if text.asked is not None]
+        others = [own for own, text in zip(probabilities, texts, strict=True) if text.asked is None]
+        pays = worth_drafting(
+            [probabilities[index] for index in asked],
+            others,
+            request.budget,
+            request.plain,
+            self._step_times,
+            self._draft_times,
+            _STEP_SIZES,
+            tolerated=_TOLERATED_LOSS,
+        )
+        for index, worth in zip(asked, pays, strict=True):
+            self._sequences[texts[index].sequence].rest(pays=worth)
+
+    def _give(self, sequence: Sequence, proposal: Proposal, count: int) -> None:
+        """Let the next step verify the first `count` tokens of what is forced and, behind it, of a proposal."""
+        known = self._sequences[sequence]
+        known.rows = count
+        if not count:
+            known.rates.decay(proposal)
+        forced = known.forced[:count]
+        rest = count - len(forced)
+        parents: tuple[int, ...] = ()
+        known.proposal = proposal
+        if proposal.parents:
+            known.proposal, parents = in_row_order(proposal, rest)
+        tokens = (*forced, *known.proposal.tokens[:rest])
+        if parents:
+            parents = (*range(len(forced)), *(row + len(forced) for row in parents))
+        sequence.draft = Draft(tokens, parents, len(forced), known.ends_reasoning)
 
     def _note_unavailable(self, error: DrafterUnavailableError) -> None:
         """Go on without drafts; the next step asks the drafter again."""
@@ -490,9 +463,8 @@ class Speculator:
         self._failures += 1
         self._answered = False
         self._error = str(error) if isinstance(error, LuceError) else f"{type(error).__name__}: {error}"
-        disabled = self._failures >= _MAX_FAILURES
-        consequence = "drafting is disabled" if disabled else "replies that run go on without drafting"
+        consequence = "drafting is disabled" if self._disabled else "replies that run go on without drafting"
         _log.warning("the drafter failed: %s; %s", self._error, consequence, exc_info=not isinstance(error, LuceError))
         for sequence, known in self._sequences.items():
-            known.off = True
+            known.off, sequence.draft_state = True, DraftState.FAILED
             sequence.draft = Draft()

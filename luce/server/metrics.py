@@ -12,8 +12,9 @@ from prometheus_client.registry import Collector
 
 from luce.api import Model
 from luce.compress.compression_options import Verdict
+from luce.engine.drafted import DraftStats
 from luce.engine.masks import MaskStats
-from luce.engine.speculate import DraftStats
+from luce.engine.sequence import DraftState
 from luce.kvcache.disk.stats import DiskStats
 from luce.kvcache.paging import PagingStats
 from luce.kvcache.prefix_cache import CacheStats
@@ -158,6 +159,17 @@ def _draft_metrics(stats: DraftStats) -> Iterator[Metric]:
     yield CounterMetricFamily(
         "luce_draft_refused_tokens", "Draft tokens that a grammar refused before they were verified.", stats.refused
     )
+    yield CounterMetricFamily(
+        "luce_draft_copied_tokens", "Accepted draft tokens that repeat an earlier text.", stats.copied
+    )
+    sequences = GaugeMetricFamily(
+        "luce_draft_sequences",
+        "Sequences that run, by whether the drafter is asked for them, or why not.",
+        labels=["state"],
+    )
+    for state in DraftState:
+        sequences.add_metric([state.value], stats.states.get(state, 0))
+    yield sequences
     yield CounterMetricFamily("luce_draft_seconds", "Seconds spent on drafting.", stats.seconds)
 
 

@@ -122,6 +122,9 @@ class OpenAIResponse(ResponseBuilder):
         effective = sum(len(ids) for ids in self._job.prompts)
         completion = sum(part.predicted_tokens for part in done)
         cached = sum(part.cached_tokens for part in done[:: self._job.n])
+        accepted = sum(part.accepted - part.forced_accepted for part in done)
+        rejected = sum(_refused(part) for part in done)
+        rate = {"accept_rate": round(accepted / (accepted + rejected), 4)} if accepted + rejected else {}
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
@@ -133,9 +136,10 @@ class OpenAIResponse(ResponseBuilder):
             "completion_tokens_details": {
                 "reasoning_tokens": sum(choice.parser.reasoning_tokens for choice in self.choices),
                 # What is forced is no prediction.
-                "accepted_prediction_tokens": sum(part.accepted - part.forced_accepted for part in done),
-                "rejected_prediction_tokens": sum(_refused(part) for part in done),
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": rejected,
             },
+            **rate,
             **own,
         }
 
@@ -160,6 +164,7 @@ def timings(parts: Iterable[Timings]) -> Json:
         "queue_ms": round(sum(part.queued for part in parts) * 1000, 3),
         "draft_n": sum(part.drafted for part in parts),
         "draft_n_accepted": sum(part.accepted for part in parts),
+        **({"draft_state": parts[-1].draft_state} if parts and parts[-1].draft_state else {}),
     }
 
 

@@ -12,7 +12,8 @@ from luce.api import Model
 from luce.compress.compressor import Compressor
 from luce.config.sampling import SAMPLERS, SamplingParams
 from luce.config.settings import sampling_default
-from luce.engine.speculate import DraftStats
+from luce.engine.drafted import DraftStats
+from luce.engine.sequence import DraftState
 from luce.kvcache.paging import PagingStats
 from luce.runtime.step import PAGE
 from luce.server.auth import is_loopback
@@ -156,4 +157,6 @@ def speculative_props(draft: DraftStats | None, *, paths: bool) -> dict[str, Any
         "draft_n_accepted": draft.accepted,
         "acceptance_rate": round(draft.acceptance_rate, 4),
         "tokens_per_step": round(draft.tokens_per_step, 3),
+        "draft_n_copied": draft.copied,
+        "sequences": {state.value: draft.states[state] for state in DraftState if draft.states.get(state)},
     }

@@ -6,6 +6,7 @@ from typing import Any
 
 from aiohttp import web
 
+from luce.engine.drafted import SequenceDrafts
 from luce.engine.engine_options import SlotStats
 from luce.errors import UnavailableError
 from luce.server.state import SERVER
@@ -36,4 +37,17 @@ def _slot(number: int, busy: SlotStats | None, context: int, *, drafts: bool) ->
             "n_remain": busy.remaining_tokens,
             "n_decoded": busy.predicted_tokens,
         },
+        **({} if busy.drafts is None else {"draft": _draft(busy.drafts, busy.predicted_tokens)}),
+    }
+
+
+def _draft(drafts: SequenceDrafts, predicted: int) -> dict[str, Any]:
+    """What drafting did for a sequence so far; `share`: of its tokens, those that were drafted."""
+    return {
+        "state": drafts.state.value,
+        "draft_n": drafts.proposed,
+        "draft_n_accepted": drafts.accepted,
+        "accept_rate": round(drafts.accepted / drafts.proposed, 4) if drafts.proposed else 0.0,
+        "tokens_per_step": round(1 + drafts.accepted / drafts.steps, 3) if drafts.steps else 0.0,
+        "share": round(min(1.0, drafts.accepted / predicted), 4) if predicted else 0.0,
     }

@@ -99,6 +99,9 @@ async def test_usage_counts_the_draft_tokens() -> None:
         accepted, rejected = details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]
         assert accepted == timings["draft_n_accepted"]
         assert accepted + rejected == timings["draft_n"]
+        drafted = timings["draft_n"]
+        assert last["usage"].get("accept_rate") == (round(accepted / drafted, 4) if drafted else None)
+        assert timings["draft_state"] in ("drafting", "measuring")
     assert reply["timings"]["draft_n_accepted"] > 0
 
 
@@ -135,7 +138,10 @@ async def test_the_drafter() -> None:
         assert 0 < accepted <= drafted <= 7 * steps
         assert shown.pop("acceptance_rate") == pytest.approx(accepted / drafted, abs=1e-4)
         assert shown.pop("tokens_per_step") == pytest.approx(1 + accepted / steps, abs=1e-3)
-        assert shown == {"kind": "ngram", "block": 7, "longest": 4, "shortest": 2, "enabled": True, "state": "on"}
+        facts = {"kind": "ngram", "block": 7, "longest": 12, "shortest": 2}
+        # Prompt lookup as a drafter proposes nothing else, and no sequence runs now.
+        assert shown.pop("draft_n_copied") == accepted and shown.pop("sequences") == {}
+        assert shown == {**facts, "enabled": True, "state": "on"}
     for model, state in (
         ({"drafter": Broken(block=7)}, "disabled: cpu:0: 9 bytes asked"),
         ({"no_drafter_reason": "draft.gguf: No such file"}, "refused: draft.gguf: No such file"),

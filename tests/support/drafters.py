@@ -80,7 +80,7 @@ class ScriptedDrafter:
         known = self._known.get(one.slot, [])
         assert text[: len(known)] == known and len(text) > len(known), "a text that does not continue the last one"
         self._known[one.slot] = text
-        assert 0 < one.max_tokens <= self.block and 0 <= one.max_depth <= self.block
+        assert one.max_tokens > 0 and 0 < (one.max_depth or one.max_tokens) <= self.block
         right = self._continuation(text, self.block)[: one.max_depth or one.max_tokens]
         tokens = [
             (token + 1) % self._vocab if self._wrong(len(text) + i) else int(token) for i, token in enumerate(right)

@@ -14,7 +14,7 @@ def test_speed_is_the_line_of_the_specification() -> None:
     ending = Ending("eos", tokens=312, prompt=4120, cached=3968, drafted=300, accepted=222)
     times = [0.0, 0.21, 0.21 + 311 / 58.4]
     assert speed(ending, times, context=32768) == (
-        "312 tok · 58.4 tok/s · first 0.21 s · prompt 4,120 (3,968 cached) · draft 71 % · ctx 4,432/32,768"
+        "312 tok · 58.4 tok/s · first 0.21 s · prompt 4,120 (3,968 cached) · draft 71 %, 3.5 a step · ctx 4,432/32,768"
     )
 
 

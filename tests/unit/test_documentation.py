@@ -213,8 +213,10 @@ async def test_json_that_pages_name_is_what_the_server_shead_and_tail() -> None:
     async with running(verify_width=8, model=model, compat=("lucebox",)) as here:
         reply = await here.chat("".join(map(chr, range(0x100, 0xA00))))
         held = await here.chat(guided_choice=["a"])
+        drafted = await here.chat("to and fro " * 8, max_tokens=60, ignore_eos=True)
         bodies = [
             reply,
+            drafted,
             *reply["choices"],
             *held["choices"],
             (await here.get("/props"))[1],

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from luce.engine.draft_budget import StepTimes, choose_draft_rows
+from luce.draft.drafter import Proposal
+from luce.engine.draft_budget import AcceptanceRates, StepTimes, choose_draft_rows, worth_drafting
 
 
 def test_rows_are_chosen_by_what_they_gain() -> None:
@@ -69,3 +70,63 @@ def test_times_of_rows_that_were_not_tried_lie_between_those_that_were() -> None
     for measured in (3.0, 0.5, 0.012, 5.0):
         seconds.add(4, measured)
     assert 0.012 < seconds(4) < 0.014
+
+
+def worth(asked: Many[Many[float]], drafting: Callable[[int], float], others: Many[Many[float]] = ()) -> list[bool]:
+    plain = len(asked) + len(others)
+    return worth_drafting(asked, others, 16, plain, lambda rows: 1 + 0.02 * rows, drafting, range(99), tolerated=0.02)
+
+
+def test_one_that_copies_is_drafted_for_beside_seven_that_gain_nothing() -> None:
+    asked = [[0.0] * 7, [0.95] * 7, *[[0.0] * 7] * 6]
+    assert worth(asked, lambda count: 0.1 + 0.05 * count) == [False, True, *[False] * 6]
+    # Where drafting for more of them costs nothing, none of them rests.
+    assert worth(asked, lambda count: 0.1) == [True] * 8
+    # Alone it pays less than it costs; beside rows that need no drafter it is compared with these.
+    assert worth([[0.3]], lambda count: 0.5) == [False]
+    assert worth([[0.3]], lambda count: 0.01) == [True]
+    assert worth([], lambda count: 0.01, [[0.5]]) == []
+
+
+@given(
+    st.lists(st.lists(st.floats(0, 1), max_size=4).map(lambda r: sorted(r, reverse=True)), min_size=1, max_size=5),
+    st.floats(0, 0.5),
+    st.floats(0, 0.3),
+)
+def test_drafting_for_those_that_are_worth_it_is_no_slower_than_plain(
+    asked: list[list[float]], once: float, each: float
+) -> None:
+    def seconds(rows: int) -> float:
+        return 1 + 0.02 * rows + 0.3 * (rows > 8)
+
+    def drafting(count: int) -> float:
+        return once + each * count
+
+    chosen = worth_drafting(asked, [], 12, len(asked), seconds, drafting, range(99), tolerated=0.02)
+    kept = [own for own, pays in zip(asked, chosen, strict=True) if pays]
+    if kept:
+        _, gain = choose_draft_rows(kept, 12, len(asked), seconds, drafting(len(kept)), range(99))
+        assert gain >= 0.98
+        # The others gain less each.
+        left = [sum(own) for own, pays in zip(asked, chosen, strict=True) if not pays]
+        assert max(left, default=0.0) <= min(map(sum, kept))
+    else:
+        _, gain = choose_draft_rows(asked, 12, len(asked), seconds, drafting(len(asked)), range(99))
+        assert gain <= 0.98 + 1e-9
+
+
+def test_rates_of_copied_tokens_are_learned_by_how_much_is_copied() -> None:
+    rates = AcceptanceRates()
+    chain = Proposal([7] * 9, copied=[2, 3, 4, 5, 6, 7, 8, 9, 10])
+    assert rates.probabilities(Proposal([7]))[0] == 0.5
+    # A longer copy is likelier at first, and so is one that the drafter says too.
+    one = [rates.probabilities(Proposal([7], copied=[length]))[0] for length in (2, 4, 8, 16)]
+    assert one == sorted(one) and one[0] < 0.5 < one[-1]
+    both = rates.probabilities(Proposal([7], [0.6], copied=[4]))[0]
+    assert both > max(0.6, one[1])
+    for _ in range(60):
+        rates.update(chain, [(0, False)], 0.1)
+    # Two tokens are not enough here; those of longer copies are as likely as before.
+    assert rates.probabilities(chain)[0] < 0.02
+    assert rates.probabilities(Proposal([7], copied=[8]))[0] == one[2]
+    assert rates.probabilities(Proposal([7]))[0] == 0.5

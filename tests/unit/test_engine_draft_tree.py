@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from luce.draft.drafter import Draftable, PendingProposals, Proposal
 from luce.draft.ngram import NgramDrafter
+from luce.draft.prompt_lookup import Copy
 from luce.engine import draft_tree
 from luce.engine.events import FinishReason
 from luce.kvcache.page_table import PageTable
 from luce.runtime.step import PAGE, Span
-from tests.support.drafters import BranchingDrafter, never, sometimes
+from tests.support.drafters import BranchingDrafter, always, never, sometimes
 from tests.support.replies import EOS, PROMPT, draft_counts, engine, same, submit
 from tests.support.scripted_backend import ScriptedBackend, after
 
@@ -324,3 +325,49 @@ def test_tokens_that_are_refused_take_those_behind_them_along() -> None:
     assert (left.tokens, left.probabilities, left.parents) == ([1, 2], [0.9, 0.7], [-1, 0])
     assert draft_tree.refused_tokens(Proposal([1, 2, 3]), [True, False, False]) == [1]
     assert draft_tree.refused_tokens(Proposal([1, 2]), [True, True]) == []
+
+
+LOW = st.lists(st.integers(0, 2), max_size=6)
+
+
+@given(LOW, LOW.filter(bool), st.integers(1, 20), st.booleans())
+def test_a_chain_with_a_copied_text(own: list[int], other: list[int], matched: int, sure: bool) -> None:
+    found = draft_tree.with_copy(Proposal(own, [0.7] * len(own) if sure else ()), Copy(other, matched))
+    same = next((i for i, (a, b) in enumerate(zip(own, other, strict=False)) if a != b), min(len(own), len(other)))
+    # One goes on behind the other, or both are there.
+    expected = [own if len(own) > len(other) else other] if same == min(len(own), len(other)) else [other, own]
+    assert [list(one.tokens) for one in found] == expected
+    for one in found:
+        assert list(one.copied) == [
+            matched + i if i < len(other) and list(one.tokens[: i + 1]) == other[: i + 1] else 0
+            for i in range(len(one.tokens))
+        ]
+        drafted = [0.7 if list(one.tokens[: i + 1]) == own[: i + 1] else 0.0 for i in range(len(one.tokens))]
+        assert list(one.probabilities) == (drafted if sure and own else [])
+
+
+def test_a_tree_with_a_copied_text() -> None:
+    tree = Proposal([5, 6, 7, 8], [0.5, 0.4, 0.9, 0.8], [-1, -1, 0, 2])
+    merged = draft_tree.with_branch(tree, Copy([5, 7, 9, 9], 3))
+    assert (merged.tokens, merged.parents) == ([5, 6, 7, 8, 9, 9], [-1, -1, 0, 2, 2, 4])
+    assert (merged.copied, list(merged.probabilities)) == ([3, 0, 4, 0, 5, 6], [0.5, 0.4, 0.9, 0.8, 0.0, 0.0])
+    alone = draft_tree.with_branch(Proposal(), Copy([1, 2], 2))
+    assert (alone.tokens, alone.parents, alone.copied, alone.probabilities) == ([1, 2], [-1, 0], [2, 3], ())
+    assert draft_tree.in_row_order(merged, 6)[0].copied == [3, 4, 0, 5, 6, 0]
+    assert draft_tree.part_of(merged, [0, 2, 4]).copied == [3, 4, 5]
+
+
+@pytest.mark.parametrize("recurrent", [False, True])
+@pytest.mark.parametrize("wrong", [never, always, sometimes(0.3, 1)], ids=["oracle", "adversary", "mixed"])
+@pytest.mark.parametrize("width", [0, 16])
+def test_copied_texts_are_branches_of_trees(wrong: Callable[[int], bool], recurrent: bool, width: int) -> None:
+    text = [30 + i for i in range(40)]
+    backend = ScriptedBackend(script=after([22], text * 3), recurrent=recurrent)
+    drafter = BranchingDrafter(backend.reply, vocab=backend.capacity.vocab, block=7, wrong=wrong, probabilities=True)
+    options: dict[str, Any] = {"verify_width": width, "tree_tokens": 15, "lookup": True}
+    with engine(backend, eos=frozenset(), drafter=drafter, **options) as made:
+        reply, _ = submit(made, PROMPT, max_tokens=120)
+        reply.finished()
+        stats = made.stats().draft
+    assert reply.ids == text * 3 and stats is not None
+    assert not width or stats.copied > 50

@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 from luce.draft.drafter import Draftable, DrafterUnavailableError, PendingProposals, Proposal
 from luce.draft.ngram import NgramDrafter
 from luce.draft.no_drafter import NoDrafter
+from luce.draft.prompt_lookup import Lookup
 from luce.engine.draft_budget import fair_shares
+from luce.engine.drafted import DraftLimits
 from luce.engine.events import Event, Finished, FinishReason, Tokens
 from luce.engine.scheduler import ScheduledStep, Scheduler
-from luce.engine.sequence import Constraint, Sequence
+from luce.engine.sequence import Constraint, DraftState, Sequence
 from luce.engine.speculate import Speculator
 from luce.errors import BackendError, DeviceError
 from luce.kvcache.page_table import PageTables
@@ -182,6 +184,58 @@ def test_prompt_lookup_repeats_what_was_said() -> None:
         steps, _, accepted = draft_counts(made)
     assert reply.ids == [30, 31, 32, 33, 34, 35] * 10
     assert accepted > 3 * steps
+
+
+@pytest.mark.parametrize("wrong", [never, always, sometimes(0.3, 1)], ids=["oracle", "adversary", "mixed"])
+@pytest.mark.parametrize("probabilities", [False, True])
+@pytest.mark.parametrize("width", [0, 16])
+def test_a_copied_text_goes_on_behind_the_draft_block(
+    wrong: Callable[[int], bool], probabilities: bool, width: int
+) -> None:
+    text = [30 + i for i in range(40)]
+    backend = ScriptedBackend(script=after([22], text * 3), recurrent=True)
+    drafter = oracle(backend, wrong, block=7, probabilities=probabilities)
+    with engine(backend, eos=frozenset(), drafter=drafter, verify_width=width, lookup=True) as made:
+        reply, _ = submit(made, PROMPT, max_tokens=120)
+        reply.finished()
+        stats = made.stats().draft
+    assert reply.ids == text * 3 and stats is not None and 0 <= stats.copied <= stats.accepted
+    if width:
+        # 40 tokens of the drafter's eight a step, or of one; the others of sixteen.
+        assert stats.copied > 60 and stats.steps < 20 + (wrong is not never) * 42
+
+
+def test_a_recent_reply_of_the_session_is_copied() -> None:
+    text = [30 + i for i in range(60)]
+    backend = ScriptedBackend(script=after([22], text))
+    steps = []
+    drafter = oracle(backend, always, block=7)
+    with engine(backend, eos=frozenset(), drafter=drafter, verify_width=16, lookup=True) as made:
+        for session in ("a", "b", "a"):
+            reply, _ = submit(made, PROMPT, max_tokens=60, session=session)
+            reply.finished()
+            assert reply.ids == text
+            steps.append(draft_counts(made)[0])
+    first, other, again = np.diff([0, *steps]).tolist()
+    assert first == other > 50 and again < 10
+
+
+def test_a_sequence_that_rests_has_copied_drafts() -> None:
+    text = [30 + i for i in range(40)]
+    backend = ScriptedBackend(script=after([22], text * 8))
+    now = [0.0]
+
+    def dear(what: str) -> None:
+        now[0] += 50.0 if what == "propose" else 0.0
+
+    drafter = oracle(backend, always, block=7, hook=dear)
+    speculator = Speculator(
+        drafter, DraftLimits(97, step_rows=16, verify_rows=16), lookup=Lookup(), clock=lambda: now[0]
+    )
+    drive = Driven(speculator, backend.reply(PROMPT, 320))
+    assert drive.most == 16 and drafter.asked < 12
+    state = speculator.drafts(drive.sequence)
+    assert state is not None and state.state is DraftState.RESTING and state.accepted > 200
 
 
 @pytest.mark.parametrize("error", [DeviceError("no memory"), ValueError("a bug")])
@@ -364,31 +418,27 @@ def test_a_drafter_is_told_what_ran_and_when_nothing_does() -> None:
     assert drafter.forgotten == [0] and drafter.idled == 1 and drafter.closed
 
 
-class Timed:
-    """A speculator over steps whose seconds are made up: `rows` of each step that decodes, once it knows them."""
+class Driven:
+    """A speculator that serves one reply, whose steps take made-up seconds: `rows` of each step that decodes."""
 
     def __init__(
         self,
-        wrong: Callable[[int], bool],
-        *,
-        probabilities: bool = False,
-        drafting: float = 0.0,
+        made: Speculator,
+        expected: Many[int],
+        seconds: Callable[[int], float] = lambda rows: 0.007 + 0.0001 * rows,
         constraint: Constraint | None = None,
     ) -> None:
-        self.now = 0.0
         self.rows: list[int] = []
-        backend = ScriptedBackend(vocab=97)
-        drafter = oracle(backend, wrong, probabilities=probabilities, hook=lambda what: self.pass_time(what, drafting))
-        self.drafter = drafter
-        made = Speculator(drafter, vocab=97, max_step_rows=16, max_verify_rows=16, clock=lambda: self.now)
+        count = len(expected)
         scheduler = Scheduler(
             PageTables([99], [None], slots=1, context=4096, chunk=16), slots=1, chunk=16, max_scored_rows=1
         )
-        sequence = Sequence(prompt=np.array(PROMPT, np.int32), max_new_tokens=400, constraint=constraint)
+        self.sequence = sequence = Sequence(
+            prompt=np.array(PROMPT, np.int32), max_new_tokens=count, constraint=constraint
+        )
         scheduler.add(sequence)
         list(scheduler.admit())
-        expected = backend.reply(PROMPT, 400)
-        while len(sequence.reply) < 400:
+        while len(sequence.reply) < count:
             made.propose(scheduler.running)
             made.receive()
             plan = scheduler.schedule()
@@ -396,7 +446,7 @@ class Timed:
             (part,) = plan.sequences
             scheduler.advance(plan)
             made.observe(plan)
-            made.record_step(plan, self.seconds(plan.step.rows))
+            made.record_step(plan, seconds(plan.step.rows))
             right = 0
             for token in part.draft.tokens:
                 if token != expected[len(sequence.reply) + right]:
@@ -409,6 +459,31 @@ class Timed:
             if part.draft.tokens:
                 scheduler.accept(part, range(right + 1))
                 made.record_verification(sequence, part, range(1, right + 1), ended=False)
+
+    @property
+    def most(self) -> int:
+        """The most rows of a step."""
+        return max(self.rows)
+
+
+class Timed:
+    """A speculator over steps whose seconds are made up: `rows` of each step that decodes, once it knows them."""
+
+    def __init__(
+        self,
+        wrong: Callable[[int], bool],
+        *,
+        probabilities: bool = False,
+        drafting: float = 0.0,
+        constraint: Constraint | None = None,
+    ) -> None:
+        self.now = 0.0
+        backend = ScriptedBackend(vocab=97)
+        drafter = oracle(backend, wrong, probabilities=probabilities, hook=lambda what: self.pass_time(what, drafting))
+        self.drafter = drafter
+        made = Speculator(drafter, DraftLimits(97, step_rows=16, verify_rows=16), clock=lambda: self.now)
+        driven = Driven(made, backend.reply(PROMPT, 400), self.seconds, constraint)
+        self.rows = driven.rows
 
     def pass_time(self, what: str, drafting: float) -> None:
         self.now += drafting if what == "propose" else 0.0
@@ -432,7 +507,7 @@ def test_only_what_is_forced_is_proposed_without_a_drafter(forced: tuple[int, ..
         def forced(self, most: int, ends: frozenset[int]) -> list[int]:
             return list(forced[:most])
 
-    made = Speculator(NoDrafter(), vocab=97, max_step_rows=16, max_verify_rows=3, verify_width=3)
+    made = Speculator(NoDrafter(), DraftLimits(97, step_rows=16, verify_rows=3, width=3))
     sequence = Sequence(prompt=np.array(PROMPT, np.int32), max_new_tokens=40, constraint=Forcing(97, *range(97)))
     sequence.reply.append(4)
     sequence.schedule.computed = len(PROMPT)

@@ -63,6 +63,7 @@ class ModelReply(Reply):
             tier=timings.cache_tier,
             drafted=timings.drafted,
             accepted=timings.accepted,
+            draft_state=timings.draft_state,
             details=(
                 f"seed {finish.seed}",
                 f"queued {timings.queued:.3f} s",

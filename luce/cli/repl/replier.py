@@ -71,6 +71,8 @@ class Ending:
     #: draft tokens that were verified, and those that became part of the reply
     drafted: int = 0
     accepted: int = 0
+    #: whether the drafter was asked at last, or why not; empty without a drafter
+    draft_state: str = ""
     #: for `/set verbose`
     details: tuple[str, ...] = ()
 

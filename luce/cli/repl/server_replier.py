@@ -88,6 +88,7 @@ class ServerReply(Reply):
             cached=cached or 0,
             drafted=drafted,
             accepted=accepted,
+            draft_state=_text(timings, "draft_state"),
             details=(f"drafted {drafted:,}, accepted {accepted:,}",) if drafted else (),
         )
 

@@ -133,7 +133,11 @@ def speed(ending: Ending, times: list[float], *, context: int | None) -> str:
     if ending.prompt is not None:
         parts.append(f"prompt {ending.prompt:,}" + (f" ({ending.cached:,} cached)" if ending.cached else ""))
     if ending.drafted and tokens:
-        parts.append(f"draft {100 * ending.accepted / tokens:.0f} %")
+        # Each token that was no draft took a step.
+        steps = max(1, tokens - ending.accepted)
+        parts.append(f"draft {100 * ending.accepted / tokens:.0f} %, {tokens / steps:.1f} a step")
+    if ending.draft_state not in ("", "drafting"):
+        parts.append(f"draft {ending.draft_state}")
     if ending.prompt is not None:
         parts.append(f"ctx {ending.prompt + tokens:,}" + (f"/{context:,}" if context else ""))
     return " · ".join(parts)

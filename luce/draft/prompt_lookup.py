@@ -1,0 +1,88 @@
+"""Lookup: what followed the last time that a text ended in the same way, in the text itself or in a recent reply.
+
+The longest suffix of `longest` down to `shortest` tokens that occurred before decides, at its latest occurrence
+(Saxena, "Prompt Lookup Decoding", 2023). Each search reads the whole text: 100k tokens take half a millisecond, and an
+index of them would take 100 MB. Recent texts are those of the same session: acceptance rates would tell one client what
+another one's replies are.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from luce.runtime.step import Int32
+
+LONGEST, SHORTEST = 12, 2
+# Ended texts that are kept for their sessions, and the most tokens of each: its end, 256 KB for all of them.
+_RECENT_TEXTS, _RECENT_TOKENS = 16, 4096
+
+
+@dataclass(frozen=True)
+class Copy:
+    """The continuation of an earlier place in a text."""
+
+    tokens: list[int]
+    #: tokens before that place that equal the text's last ones, up to the longest suffix that is looked for
+    matched: int
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of each token how many tokens before it are known to stand before its source too."""
+        return [self.matched + place for place in range(len(self.tokens))]
+
+
+class Lookup:
+    """Finds what continued the end of a text before. One thread uses it."""
+
+    def __init__(self, *, longest: int = LONGEST, shortest: int = SHORTEST) -> None:
+        self.longest = longest
+        self.shortest = shortest
+        self._texts: dict[int, tuple[str, Int32]] = {}
+        self._recent: deque[tuple[str, Int32]] = deque(maxlen=_RECENT_TEXTS)
+
+    def find(self, slot: int, session: str, text: Int32, most: int) -> Copy | None:
+        """Up to `most` > 0 tokens that may follow a slot's text, int32 [n]; None where its end does not occur before.
+
+        The text's own places come before those of recent texts with as long a suffix.
+        """
+        self._texts[slot] = session, text
+        place, matched = _behind(text, text[-self.longest :], self.shortest, own=True)
+        source = text
+        for name, recent in reversed(self._recent):
+            if name == session and matched < self.longest:
+                other, length = _behind(recent, text[-self.longest :], self.shortest)
+                if length > matched:
+                    place, matched, source = other, length, recent
+        if not matched:
+            return None
+        tokens = source[place : place + most].tolist()
+        if source is text:
+            # An occurrence that overlaps the end of the text is a repetition: it continues with the copied tokens.
+            for _ in range(most - len(tokens)):
+                tokens.append(tokens[len(tokens) - (len(text) - place)])
+        return Copy(tokens, matched)
+
+    def forget(self, slot: int) -> None:
+        """The sequence in a slot has ended: its text is a recent one."""
+        session, text = self._texts.pop(slot, ("", None))
+        if text is not None:
+            self._recent.append((session, text[-_RECENT_TOKENS:].copy()))
+
+
+def _behind(text: Int32, suffix: Int32, shortest: int, *, own: bool = False) -> tuple[int, int]:
+    """The place behind the latest occurrence of the longest part of `suffix` that has one with a token behind it, and
+    that part's length; (0, 0) without one. `own`: the suffix is the text's end, which is no occurrence."""
+    # Places behind occurrences of a suffix that grows; a token follows each.
+    places = np.flatnonzero(text[:-1] == suffix[-1]) + 1
+    found = 0, 0
+    for size in range(1, min(len(suffix), len(text) - own) + 1):
+        places = places[places >= size]
+        places = places[text[places - size] == suffix[-size]]
+        if not len(places):
+            break
+        if size >= shortest:
+            found = int(places[-1]), size
+    return found

@@ -1,0 +1,196 @@
+"""What the speculator knows of drafts: of each sequence, and since the start."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from luce.draft.drafter import Draftable, PendingProposals, Proposal
+from luce.draft.prompt_lookup import Copy
+from luce.engine.draft_budget import AcceptanceRates
+from luce.engine.draft_tree import part_of, with_branch, with_copy
+from luce.engine.sequence import DraftState, Sequence
+from luce.runtime.step import Int32
+
+# A sequence whose drafts cost more than they gain is not drafted for in the next steps: the first number of them at
+# first, doubled each time up to the second.
+_MIN_PAUSE, _MAX_PAUSE = 4, 64
+
+
+@dataclass(frozen=True)
+class DraftStats:
+    """Counters since the start, and the drafter's state."""
+
+    #: facts of the drafter: which one, its files, devices and limits
+    facts: dict[str, str | int]
+    #: "on", or why sequences are not drafted for
+    state: str
+    #: verifications of a sequence
+    steps: int = 0
+    #: draft rows that were verified
+    proposed: int = 0
+    #: draft rows that were accepted
+    accepted: int = 0
+    #: seconds that the proposals took
+    seconds: float = 0.0
+    #: draft tokens that grammars refused, so that no row verified them
+    refused: int = 0
+    #: of the accepted ones, those that repeat an earlier text
+    copied: int = 0
+    #: number of sequences that run, by state
+    states: Mapping[DraftState, int] = field(default_factory=dict)
+
+    @property
+    def on(self) -> bool:
+        """Whether sequences are drafted for."""
+        return self.state == "on"
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted share of the verified draft rows."""
+        return self.accepted / self.proposed if self.proposed else 0.0
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Mean tokens of a verification."""
+        return 1 + self.accepted / self.steps if self.steps else 0.0
+
+
+@dataclass(frozen=True)
+class SequenceDrafts:
+    """What drafting did for one sequence so far."""
+
+    state: DraftState
+    #: verifications, the draft rows in them, and those that were accepted
+    steps: int
+    proposed: int
+    accepted: int
+
+
+@dataclass
+class DraftedSequence:
+    """What the speculator knows of a sequence."""
+
+    rates: AcceptanceRates
+    #: prompt and reply, in memory that grows by doubling; `length` tokens are in use
+    text: Int32
+    length: int = 0
+    #: what comes before the newest proposal, whatever the model would choose
+    forced: tuple[int, ...] = ()
+    #: whether that ends the reasoning; otherwise a grammar forces it
+    ends_reasoning: bool = False
+    #: the newest proposal
+    proposal: Proposal = field(default_factory=Proposal)
+    #: tokens of it that are verified
+    rows: int = 0
+    #: whether the drafter failed while the sequence ran
+    off: bool = False
+    #: its verifications, the draft rows in them, and those that were accepted
+    steps: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    #: the continuation of an earlier text, found before the newest proposal
+    copy: Copy | None = None
+    #: length of the last pause, and steps of it that are still to come
+    pause: int = 0
+    pause_steps: int = 0
+
+    def asks(self) -> bool:
+        """Whether the drafter is asked for this step; counts the steps of a pause."""
+        if self.off or not self.pause_steps:
+            return not self.off
+        self.pause_steps -= 1
+        return False
+
+    def rest(self, *, pays: bool) -> None:
+        """Begin a pause, longer than the one before, unless drafting pays."""
+        self.pause = self.pause_steps = 0 if pays else min(max(2 * self.pause, _MIN_PAUSE), _MAX_PAUSE)
+
+    def joined(self, proposal: Proposal, most: int, *, tree: bool) -> Proposal:
+        """A proposal with the copied text of this step, up to `most` tokens: in trees a branch, in chains its end, or
+        in its place if more of it is expected to be accepted."""
+        copy = self.copy
+        if copy is None:
+            return proposal
+        if tree:
+            merged = with_branch(proposal, copy)
+            reach = self.rates.reach(merged)
+            # No token is likelier than the one that it follows, which comes first among equals.
+            nodes = sorted(range(len(reach)), key=lambda node: -reach[node])[:most]
+            return part_of(merged, nodes)
+        found = [part_of(one, range(min(most, len(one.tokens)))) for one in with_copy(proposal, copy)]
+        first, *second = sorted(found, key=lambda one: -sum(self.rates.probabilities(one)))
+        for other in second:
+            # Its tokens that are not verified teach nothing: it gets another chance after a while.
+            same = next(n for n, (a, b) in enumerate(zip(first.tokens, other.tokens, strict=False)) if a != b)
+            self.rates.decay(part_of(other, range(same, len(other.tokens)), same - 1))
+        return first
+
+    def repeats(self, node: int) -> bool:
+        """Whether a token of the newest proposal repeats an earlier text."""
+        copied = self.proposal.copied
+        return bool(len(copied) and copied[node])
+
+    def tokens(self, sequence: Sequence) -> Int32:
+        """Prompt and reply: int32 [n], not to be written to."""
+        prompt = len(sequence.prompt)
+        end = prompt + len(sequence.reply)
+        if end > len(self.text):
+            self.text = np.concatenate((self.text[: self.length], np.empty(2 * end - self.length, np.int32)))
+        if not self.length:
+            self.text[:prompt] = sequence.prompt
+            self.length = prompt
+        self.text[self.length : end] = sequence.reply[self.length - prompt :]
+        self.length = end
+        return self.text[:end]
+
+
+@dataclass(frozen=True)
+class DraftLimits:
+    """How much a speculator may propose and verify."""
+
+    #: ids of draft tokens are below it
+    vocab: int
+    #: most rows of a step that verifies
+    step_rows: int
+    #: most rows of a sequence, the seed's included
+    verify_rows: int
+    #: rows of each sequence, whatever they gain; 0: the speculator chooses
+    width: int = 0
+    #: most tokens of the draft trees that the drafter is asked for; None: it is asked for chains
+    tree_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class DraftText:
+    """A sequence that may have drafts in the next step."""
+
+    sequence: Sequence
+    #: most draft rows
+    most: int
+    #: most of them one behind another
+    depth: int
+    #: what the drafter was asked; None: only forced and copied tokens are verified
+    asked: Draftable | None
+
+
+@dataclass(frozen=True)
+class DraftRequest:
+    """Proposals of the next step, some of which the drafter was asked for."""
+
+    texts: tuple[DraftText, ...]
+    #: waits for the proposals that the drafter was asked for
+    pending: PendingProposals
+    #: when it was asked
+    started: float
+    #: most draft rows of the step
+    budget: int
+    #: sequences that decode
+    plain: int
+
+    @property
+    def asked(self) -> list[Draftable]:
+        """What the drafter was asked."""
+        return [text.asked for text in self.texts if text.asked is not None]
