@@ -148,6 +148,11 @@ def chat_request_job(
         raise invalid("tool_choice", f"the reply follows {job.reply_format.param}, and cannot consist of calls")
     room = room if max_tokens is None else min(room, max_tokens)
     owed = job.reply_format is not None or tools.required
+    if owed and model.chat.reasons_without_end(prompt):
+        raise unsupported(
+            "tool_choice" if job.reply_format is None else job.reply_format.param,
+            "this model's vocabulary has no token that ends the reasoning, which its prompt begins; turn it off",
+        )
     job = replace(
         job,
         chat=True,

@@ -19,6 +19,8 @@ _Json = dict[str, Any]
 
 NO_INPUTS: Mapping[str, ReplyFormat] = MappingProxyType({})
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
+# What ends a name in one format of calls or another: a call of such a tool would come back as text.
+_WRITABLE = re.compile(r"[^\s\x00-\x1f\x7f\"<>{}()]+")
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,8 @@ def _check_function(function: _Json, where: str) -> None:
     name = function.get("name")
     if not isinstance(name, str) or not name:
         raise invalid(f"{where}.name", "is required")
+    if not _WRITABLE.fullmatch(name):
+        raise invalid(f"{where}.name", 'expected a name without white space, control characters and "<>{}()')
     for key, kind, text in (("description", str, "text"), ("parameters", dict, "a JSON schema")):
         if not isinstance(function.get(key), kind | None):
             raise invalid(f"{where}.{key}", f"expected {text}")

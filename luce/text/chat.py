@@ -16,6 +16,7 @@ from luce.text.boundaries import Boundaries
 from luce.text.call_memory import CallMemory, Known, PromptDigest
 from luce.text.call_parser import CallableTools, CallParser
 from luce.text.channel_splitter import channel_splitter
+from luce.text.detokenizer import Detokenizer
 from luce.text.marks import Marks
 from luce.text.output import ReplyText
 from luce.text.plain_messages import as_user, merged, plain_message, with_system_in_user
@@ -39,6 +40,8 @@ _LINE_FEEDS = 2
 _PRIVATE_USE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 _PRIVATE = re.compile("[\ue000-\uf8ff\U000f0000-\U000ffffd\U00100000-\U0010fffd]")
 _STEP = 1 << 20
+#: tokens at the end of a prompt that may spell a marker of reasoning
+_OPENING = 64
 
 
 class ChatFormat:
@@ -276,6 +279,14 @@ class ChatFormat:
             return found
         place = channel_splitter(self._call_marks, self._tokenizer, prompt).place
         return found._replace(inside=place == "reasoning", channels=(self._dialect.channels, place))
+
+    def reasons_without_end(self, prompt: Sequence[int]) -> bool:
+        """Whether a prompt begins the reasoning, and the vocabulary has no token that ends it."""
+        if self._reasoning is None or self.reasoning_tokens(prompt) is not None:
+            return False
+        decoder = Detokenizer(self._tokenizer, continues=True)
+        end = "".join(map(decoder.push, prompt[-_OPENING:])) + decoder.flush()
+        return end.rstrip().endswith(self._reasoning.open.strip())
 
     def reasoning_limit(self, prompt: Sequence[int], budget: int | None, reply_reserve: int) -> ReasoningLimit | None:
         """The limit of the reasoning in a reply to this prompt; None if the model marks no reasoning. Arguments are

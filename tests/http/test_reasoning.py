@@ -13,8 +13,10 @@ from luce.text.chat import ChatFormat
 from luce.text.template import ChatTemplate
 from tests.support.http_server import Running, running
 from tests.support.scripted_model import DIALECT, tokenizer
+from tests.support.tool_templates import byte_tokenizer
 
 CHAT = "/v1/chat/completions"
+TOOL = {"type": "function", "function": {"name": "f"}}
 USER = {"role": "user", "content": "hi"}
 TURN = "<|im_start|>assistant\n"
 _OPENING = "{% for m in messages %}{{ m.content }}{% endfor %}<|im_start|>assistant\n"
@@ -55,6 +57,15 @@ def chats() -> Iterator[Chats]:
     templates = {name: ChatTemplate(source) for name, source in TEMPLATES.items()}
     dialects = {name: Dialect() if name == "none" else DIALECT for name in TEMPLATES}
     yield {name: ChatFormat(template, tokenizer(), dialects[name]) for name, template in templates.items()}
+    for template in templates.values():
+        template.close()
+
+
+@pytest.fixture(scope="module")
+def spelled() -> Iterator[Chats]:
+    """Formats whose vocabulary spells the markers of reasoning in other tokens."""
+    templates = {name: ChatTemplate(TEMPLATES[name]) for name in ("always", "switch", "none")}
+    yield {name: ChatFormat(template, byte_tokenizer("hermes"), DIALECT) for name, template in templates.items()}
     for template in templates.values():
         template.close()
 
@@ -131,6 +142,25 @@ async def test_on_is_on_or_refused(here: Running, chats: Chats, param: str, fiel
 async def test_what_is_not_known_is_refused(here: Running, fields: dict[str, Any], param: str, code: str) -> None:
     _, error = await behind_the_turn(here, fields)
     assert (error["param"], error["code"]) == (param, code)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"guided_regex": "a"}, "guided_regex"),
+        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+    ],
+)
+async def test_a_format_needs_a_token_that_ends_the_reasoning(
+    here: Running, spelled: Chats, fields: dict[str, Any], param: str
+) -> None:
+    for name, asks in (("always", {}), ("switch", {}), ("switch", {"reasoning_effort": "none"}), ("none", {})):
+        here.model.chat = spelled[name]
+        status, reply, _ = await here.post(CHAT, {"messages": [USER], "max_tokens": 8, **fields, **asks})
+        refused = name in ("always", "switch") and not asks
+        assert status == (400 if refused else 200), (name, reply)
+        assert not refused or (reply["error"]["param"], reply["error"]["code"]) == (param, UNSUPPORTED)
 
 
 async def test_the_model_decides_where_nothing_is_asked(here: Running, chats: Chats) -> None:

@@ -40,7 +40,10 @@ def allowing(*names: str, mode: str = "auto") -> dict[str, Any]:
         ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type", INVALID),
         ({"tools": [{"type": "function", "name": "f"}]}, "tools[0].function", INVALID),
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", INVALID),
-        ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name", INVALID),
+        *(
+            ({"tools": [{"type": "function", "function": {"name": name}}]}, "tools[0].function.name", INVALID)
+            for name in ("", "a b", " a", "a\n", "a\x7fb", 'a"', "a>b", "<a", "a{", "a(b)")
+        ),
         (
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]},
             "tools[0].function.parameters",
@@ -71,6 +74,7 @@ async def test_what_does_not_fit_is_refused(fields: dict[str, Any], param: str, 
         {"tools": [TOOL], "tool_choice": allowing("f")},
         {"tools": [{"type": "function", "function": {"name": "f", "parameters": None, "strict": True}}]},
         {"functions": [{"name": "f"}], "function_call": "auto"},
+        *({"tools": [{"type": "function", "function": {"name": name}}]} for name in ("ä/b.c:d-e_1", "x" * 200)),
         {"messages": [{"role": "user", "content": ""}]},
         {"messages": [USER, {"role": "assistant"}, {"role": "tool", "tool_call_id": "1"}]},
     ],
