@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.backend.layersplit import LayerSplitBackend
+from luce.backend.prediction_facts import PredictedPlan
 from luce.compress.compressor import Compressor
 from luce.config.sampling import SAMPLERS, SamplingParams
 from luce.config.settings import Config, flag, sampling_default
@@ -115,6 +116,8 @@ class ModelParts:
     disk: DiskTier | None = None
     kvflash: KVFlash | None = None
     drafter: Drafter | None = None
+    #: how fast the placement is; None without figures of its devices
+    plan: PredictedPlan | None = None
     #: compresses prompts; None without --prefill-drafter
     compressor: Compressor | None = None
     feature_tails: FeatureTails | None = None
@@ -131,6 +134,8 @@ class Model:
         """`resources` are released by `close`."""
         backend, file = parts.backend, parts.file
         self.backend = backend
+        #: how fast the placement is; None without figures of its devices
+        self.plan = parts.plan
         self._draft_device = parts.draft_device
         self._resources = resources
         self.spec = parts.spec

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from luce.api import Model, ModelParts
+from luce.backend.fastest_placement import Goal, ModelOnDevices, choose, known_plan
 from luce.backend.kvflash_size import KVFlashRequest, tail_pages
 from luce.backend.layersplit import LayerSplitBackend
 from luce.backend.placement import default_chunk, default_context
+from luce.backend.prediction_facts import PredictedPlan
 from luce.backend.serving_options import Claim, ServingOptions
 from luce.compress.compression_options import CompressionOptions
 from luce.compress.compressor import Compressor
@@ -24,7 +26,7 @@ from luce.config.resolve import resolve
 from luce.config.settings import Config, flag
 from luce.draft.drafter import Drafter
 from luce.draft.feature_tail import FeatureTails
-from luce.draft.open import PreparedDrafter, branch_pages, open_drafter, verified_rows
+from luce.draft.open import DraftPlan, PreparedDrafter, branch_pages, open_drafter, plan_drafter, verified_rows
 from luce.draft.remote import RemoteDrafter
 from luce.errors import LuceError, ModelError, OutOfMemoryError, UsageError
 from luce.gguf.reader import GGUFFile, open_gguf
@@ -75,6 +77,79 @@ def device_memory(config: Config) -> DeviceMemory | None:
     return DeviceMemory(total, ", ".join(names)) if names else None
 
 
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """The devices of a model in the order of its layers, before the load."""
+
+    devices: list[Device]
+    #: the settings, with what the planner has chosen
+    config: Config
+    #: the layers of each device; empty: by shares or by free memory
+    layers: tuple[range, ...] = ()
+    #: how fast this placement is; None: the devices have no figures
+    plan: PredictedPlan | None = None
+
+
+def place(
+    opened: contextlib.ExitStack,
+    config: Config,
+    file: GGUFFile,
+    spec: ModelSpec,
+    on_figure: Callable[[str], None] = lambda figure: None,
+) -> Placed:
+    """Open the devices of the settings, which `opened` closes, and choose which ones hold which layers.
+
+    With --optimize, and for --devices auto, that is the fastest placement; devices without figures are measured, which
+    `on_figure` sees. Where that fails it is the placement by free memory, and a line of the log says why; with
+    --optimize the error is raised. Devices that hold no layers are closed. Raises the errors of open_placement.
+    """
+    devices = open_placement(config)
+    for device in devices:
+        opened.callback(device.close)
+    goal = Goal.of(config)
+    if goal is None or len(devices) < 2:
+        model = ModelOnDevices(file, spec, devices, serving_options(config, spec, devices))
+        return Placed(devices, config, plan=known_plan(model, goal or Goal.default(config)))
+    with contextlib.ExitStack() as planning:
+        model, draft = claimed(planning, config, file, spec, devices)
+        try:
+            chosen = choose(model, goal, config.measure_budget, on_figure)
+        except LuceError as error:
+            if config.optimize != "auto":
+                raise
+            _log.warning("layers go by free memory: %s", error)
+            return Placed(devices, config)
+    by_name = {str(device.name): device for device in devices}
+    for name in by_name.keys() - set(chosen.devices):
+        by_name[name].close()
+    _log.info("%s", chosen.plan.text)
+    if draft is not None and not draft.remote:
+        # Without the devices that are left out, another one could be the last.
+        config = dataclasses.replace(config, draft_device=str(draft.device.name))
+    return Placed([by_name[name] for name in chosen.devices], config, chosen.layers, chosen.plan)
+
+
+def claimed(
+    planning: contextlib.ExitStack, config: Config, file: GGUFFile, spec: ModelSpec, devices: Sequence[Device]
+) -> tuple[ModelOnDevices, DraftPlan | None]:
+    """A model on devices for a plan, with the memory that a drafter and a small model for prompts will take, and the
+    drafter, if it has weights and can be used. `planning` closes what is opened for it."""
+    draft, claims, captured = None, list[Claim](), tuple[int, ...]()
+    # What cannot be used is reported when it is opened.
+    with contextlib.suppress(LuceError):
+        draft = plan_drafter(planning, config, file, spec, devices, context=default_context(spec, config.max_ctx))
+        if draft is not None:
+            claims, captured = [*draft.claims()], draft.spec.layers
+    with contextlib.suppress(LuceError):
+        if config.prefill_drafter:
+            scorer = plan_scorer(planning, config, config.prefill_drafter, devices, config.prefill_drafter_device)
+            claims.append(scorer.claim)
+    # Without the CPU, steps are longer, and windows keep more positions.
+    chunk = default_chunk([device for device in devices if not device.host] or devices, config.chunk)
+    options = dataclasses.replace(serving_options(config, spec, devices, claims), captured=captured, chunk=chunk)
+    return ModelOnDevices(file, spec, devices, options), draft
+
+
 class _DrafterError(Exception):
     """The drafter cannot be used; the message is the reason."""
 
@@ -122,9 +197,8 @@ def _open_model(
         spec = read_spec(Source(str(path), file.metadata, file.tensors))
         tokenizer = _open_tokenizer(path, file, spec)
         chat = _open_chat_format(opened, file, tokenizer, spec.dialect, config)
-        devices = open_placement(config)
-        for device in devices:
-            opened.callback(device.close)
+        placed = place(opened, config, file, spec)
+        devices, config = placed.devices, placed.config
         with _as_drafter_error(LuceError):
             prepared = open_drafter(opened, config, file, spec, devices, context=default_context(spec, config.max_ctx))
         scorers = Scorers(opened, config, devices, lambda: tokenizer)
@@ -133,7 +207,9 @@ def _open_model(
         if config.prefill_drafter:
             reserved = (*claims, scorers.find(config.prefill_drafter, config.prefill_drafter_device)[0].claim)
         with _as_drafter_error(*[OutOfMemoryError] if claims else []):
-            backend = open_backend(opened, file, spec, devices, config, on_progress, ring=ring, claims=reserved)
+            backend = open_backend(
+                opened, file, spec, devices, config, on_progress, ring=ring, claims=reserved, layers=placed.layers
+            )
         drafter = None
         if prepared is not None:
             drafter, no_drafter_reason = _load_drafter(opened, prepared, backend)
@@ -145,6 +221,7 @@ def _open_model(
             backend=backend,
             disk=None if directory is None else _disk_tier(directory, file, backend, chat, tails, config),
             kvflash=open_kvflash(opened, backend, config, scorers),
+            plan=placed.plan,
             drafter=drafter,
             compressor=_compressor(opened, scorers, config),
             feature_tails=tails,
@@ -191,10 +268,11 @@ def open_backend(
     *,
     ring: FeatureRing | None = None,
     claims: Sequence[Claim] = (),
+    layers: tuple[range, ...] = (),
 ) -> LayerSplitBackend:
     """The backend of a Config on `devices`. `opened` closes it; `on_progress` is as in open_model, `ring` and `claims`
-    are as in LayerSplitBackend."""
-    options = serving_options(config, spec, devices, claims)
+    are as in LayerSplitBackend, `layers` as in Placed."""
+    options = dataclasses.replace(serving_options(config, spec, devices, claims), layers=layers)
     backend = LayerSplitBackend(file, spec, devices, options, ring=ring, on_progress=on_progress)
     opened.callback(backend.close)
     return backend

@@ -14,6 +14,8 @@ one), placement and memory plans. Not here: what one shard does (luce.shard) and
     boundary_memory   memory for activations between shards
     kvflash_size      pure: number of resident tokens of a long sequence (KVFlash)
     model_work        what the layers of a file ask of devices, for predictions
+    fastest_placement  the fastest placement by predicted speed, held against the memory plan
+    prediction_facts  a prediction as facts for JSON, and as a line
     device_figures    what a measured device does for a file's types of weights, for predictions
     serving_options   ServingOptions: the settings of a whole model
     loading           loads the shards of a plan

@@ -27,9 +27,9 @@ from luce.runtime.step import PAGE
 from luce.runtime.transfer import DEPTH
 from luce.shard.sizes import activation_bytes, pages_for, state_bytes
 
-# Share of a device's free memory that is reserved for the arrays of a step and for other programs. On an H200 a model
-# of 27 B parameters with a context of 2 x 8192 tokens took 0.31 GB beside weights and state.
-_RESERVE = 0.06
+#: Share of a device's free memory that is reserved for the arrays of a step and for other programs. On an H200 a model
+#: of 27 B parameters with a context of 2 x 8192 tokens took 0.31 GB beside weights and state.
+RESERVE = 0.06
 # Default of --chunk: prompt rows in a step. Each step of a GPU unpacks all weights: on an H200 that takes 21 of the
 # 234 ms of 2048 rows of a 27B model in one step, 82 ms in four. A CPU has no such cost, and other sequences wait for a
 # step.
@@ -101,8 +101,9 @@ def group_pages(spec: ModelSpec, options: ServingOptions, max_resident_pages: in
 
 
 def usable_bytes(device: Device) -> int:
-    """Bytes of a device that weights and states may take now."""
-    return int(device.memory().free * (1 - _RESERVE))
+    """Bytes of a device that weights and states may take now: without the device's margin, or without 6 %."""
+    free = device.memory().free
+    return max(0, free - device.margin) if device.margin is not None else int(free * (1 - RESERVE))
 
 
 def plan_shards(
@@ -115,13 +116,16 @@ def plan_shards(
 ) -> tuple[ShardPlan, ...]:
     """The shards of a model, one for each device, whether they fit or not.
 
-    `options.layer_split` divides the layers (plan_layers). Without it, bytes and free memory do (fill_layers): the CPU
-    gets only the layers that the GPUs cannot hold, and the boundary of two devices is aligned if their layers still
-    fit. `max_resident_pages` as in group_pages. Claimed memory stays free. Raises UsageError if there are more devices
-    than layers, if the numbers of weights and devices differ, and if the heads do not support a type of `options.kv`.
+    `options.layers` are taken as they are; `options.layer_split` divides the layers (plan_layers). Without both, bytes
+    and free memory do (fill_layers): the CPU gets only the layers that the GPUs cannot hold, and the boundary of two
+    devices is aligned if their layers still fit. `max_resident_pages` as in group_pages. Claimed memory stays free.
+    Raises UsageError if there are more devices than layers, if the numbers of weights and devices differ, and if the
+    heads do not support a type of `options.kv`.
     """
     check_devices(len(spec.layers), len(devices))
     sizes = _Sizes(file, spec, devices, options, max_resident_pages)
+    if options.layers:
+        return sizes.shards(options.layers)
     if options.layer_split:
         return sizes.shards(plan_layers(spec, len(devices), options.layer_split))
     ranges = fill_layers(sizes.budgets(), [spec.donor(layer) for layer in range(len(spec.layers))])

@@ -31,6 +31,8 @@ class ServingOptions(ShardOptions):
     branch_pages: int = 0
     #: weights of --target-layer-split; empty: split by bytes
     layer_split: tuple[float, ...] = ()
+    #: the layers of each device, as the planner has chosen them; empty: `layer_split` or bytes say it
+    layers: tuple[range, ...] = ()
     #: memory of the devices that a drafter will take
     claims: tuple[Claim, ...] = ()
     #: whether GPUs store unpacked copies of matrices in free memory, which makes prompts faster

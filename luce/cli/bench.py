@@ -8,7 +8,7 @@ import dataclasses
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from luce import __version__
-from luce.assembly import Scorers, open_backend, open_kvflash
+from luce.assembly import Scorers, open_backend, open_kvflash, place
 from luce.bench.cost import Cost, ShardCost
 from luce.bench.limits import Limits, limits
 from luce.bench.measure import Run, Stepper, Workload, seconds
@@ -42,7 +42,7 @@ from luce.text.tokenizer import Tokenizer
 # Tokens that each sequence of a batch generates if -n is 0.
 _STEPS = 32
 #: groups of settings that this verb takes
-SETTINGS = ("placement", "peer copies", "daemons", "engine", "KVFlash", "KVFlash policy")
+SETTINGS = ("placement", "planning", "peer copies", "daemons", "engine", "KVFlash", "KVFlash policy")
 #: by flag, the default and the help text of a list of sizes
 _SIZES = {
     ("-p", "--prompt"): ("512", "prompt tokens to read"),
@@ -76,8 +76,9 @@ def run(arguments: argparse.Namespace) -> int:
             devices = [opened.enter_context(contextlib.closing(d)) for d in open_placement(config)]
             report = _facts(file, spec, devices)
             # The wire protocol has no request for a measurement.
-            reached = [None if device.remote else limits(device) for device in devices]
-        for device, limit in zip(report["devices"], reached, strict=True):
+            reached = {str(device.name): None if device.remote else limits(device) for device in devices}
+        for device in report["devices"]:
+            limit = reached[device["device"]]
             device["limits"] = None if limit is None else dataclasses.asdict(limit)
         # A batch needs slots and a long context needs pages: each has a load of its own.
         for tests in filter(None, (single, many)):
@@ -143,7 +144,7 @@ def _measure(
     spec: ModelSpec,
     config: Config,
     tests: Sequence[Workload],
-    reached: Sequence[Limits | None],
+    reached: Mapping[str, Limits | None],
     repeat: int,
     report: dict[str, Any],
     wait: Wait,
@@ -152,10 +153,9 @@ def _measure(
     wait.step(f"loading {Path(file.paths[0]).name} for {config.parallel} x {config.max_ctx} tokens")
     with contextlib.ExitStack() as opened:
         started = time.perf_counter()
-        devices = open_placement(config)
-        for device in devices:
-            opened.callback(device.close)
-        backend = open_backend(opened, file, spec, devices, config, wait.share)
+        placed = place(opened, config, file, spec, wait.step)
+        devices = placed.devices
+        backend = open_backend(opened, file, spec, devices, placed.config, wait.share, layers=placed.layers)
         loaded = time.perf_counter() - started
         kvflash = open_kvflash(
             opened, backend, config, Scorers(opened, config, devices, lambda: _tokenizer(file, spec))
@@ -167,6 +167,7 @@ def _measure(
             ShardCost(file, spec, part.layers, device, kv, max_resident)
             for part, device in zip(backend.devices, devices, strict=True)
         ]
+        limits_of = [reached[part.device] for part in backend.devices]
         stepper = Stepper(backend, backend.options.chunk, kvflash)
         stepper.move_to(0, 0)
         first = seconds(lambda: stepper.read(0, 1))
@@ -178,6 +179,7 @@ def _measure(
                 "first_token_seconds": first,
                 "max_resident_tokens": max_resident,
                 "policy": None if kvflash is None else kvflash.policy.name,
+                "plan": None if placed.plan is None else placed.plan.facts,
                 "shards": [
                     {"device": part.device, "layers": [part.layers.start, part.layers.stop - 1]}
                     for part in backend.devices
@@ -198,7 +200,7 @@ def _measure(
                 wait.update(number, repeat)
                 runs.append(stepper.run(test))
             shares = [sum((cost.step(*step) for step in test.plan(backend.options.chunk)), Cost()) for cost in costs]
-            result = _result(test, [run.seconds for run in runs], shares, reached)
+            result = _result(test, [run.seconds for run in runs], shares, limits_of)
             report["results"].append(result | _paging(max_resident, runs))
 
 

@@ -10,11 +10,12 @@ import sys
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, get_args
+from typing import Any
 
 from rich.table import Table
 
-from luce.assembly import serving_options
+from luce.assembly import place, serving_options
+from luce.backend.fastest_placement import Goal, ModelOnDevices
 from luce.backend.placement import default_context, plan_model
 from luce.backend.serving_options import ServingOptions
 from luce.cli import progress
@@ -31,7 +32,6 @@ from luce.gguf.reader import GGUFFile, open_gguf
 from luce.models.keys import Source
 from luce.models.registry import read_spec
 from luce.models.spec import ModelSpec
-from luce.planner.problem import Objective
 from luce.remote.open import open_placement
 from luce.runtime.cores import limit_threads
 from luce.runtime.device import Device
@@ -40,7 +40,7 @@ from luce.shard.sizes import state_bytes
 
 _MIB = 1 << 20
 #: groups of settings that `luce plan` takes
-SETTINGS = ("placement", "engine")
+SETTINGS = ("placement", "planning", "engine")
 
 
 @dataclass(frozen=True)
@@ -55,45 +55,56 @@ class Opened:
     draft: DraftPlan | None
     #: the small model that reads prompts first; None without one
     scorer: ScorerPlan | None = None
+    #: the layers of each device, as the planner has chosen them; empty: by shares or by free memory
+    layers: tuple[range, ...] = ()
 
     @cached_property
     def options(self) -> ServingOptions:
         """The options of the settings, with the memory and the features that the drafter needs."""
         claims, captured = ((), ()) if self.draft is None else (self.draft.claims(), self.draft.spec.layers)
         claims = claims if self.scorer is None else (*claims, self.scorer.claim)
-        return replace(serving_options(self.config, self.spec, self.devices, claims), captured=captured)
+        options = serving_options(self.config, self.spec, self.devices, claims)
+        return replace(options, captured=captured, layers=self.layers)
 
 
 @contextlib.contextmanager
-def opened(arguments: argparse.Namespace) -> Iterator[Opened]:
-    """Open the file and the devices of a command line; they are closed at the end of the block."""
+def opened(arguments: argparse.Namespace, *, planned: bool = False) -> Iterator[Opened]:
+    """Open the file and the devices of a command line; they are closed at the end of the block. `planned`: only the
+    devices that hold layers, in the order of the layers (luce.assembly.place)."""
     config = settings(arguments)
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(open_gguf(fetch(arguments.model, config)))
         spec = read_spec(Source(str(file.paths[0]), file.metadata, file.tensors))
-        devices = open_placement(config)
-        for device in devices:
-            stack.callback(device.close)
+        layers: tuple[range, ...] = ()
+        if planned:
+            placed = place(stack, config, file, spec)
+            devices, config, layers = placed.devices, placed.config, placed.layers
+        else:
+            devices = open_placement(config)
+            for device in devices:
+                stack.callback(device.close)
         context = default_context(spec, config.max_ctx)
         draft = plan_drafter(stack, config, file, spec, devices, context=context)
         scorer = None
         if config.prefill_drafter:
             scorer = plan_scorer(stack, config, config.prefill_drafter, devices, config.prefill_drafter_device)
-        yield Opened(config, file, spec, devices, draft, scorer)
+        yield Opened(config, file, spec, devices, draft, scorer, layers)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add MODEL, what to predict, --json and the flags of the settings."""
     add_model(parser)
-    parser.add_argument(
-        "--optimize",
-        choices=get_args(Objective),
-        default="balanced",
-        help="what is to be fast (default: balanced, a prompt with its reply)",
-    )
-    for name, default, text in (("--prompt", "2048", "tokens of a prompt"), ("--reply", "256", "tokens of a reply")):
-        parser.add_argument(name, metavar="N", default=default, help=f"{text} (default: {default})")
     parser.add_argument("--measure", action="store_true", help="measure the devices again")
+    parser.add_argument("--compare", action="store_true", help="predict the placements of all goals")
+    parser.add_argument(
+        "--what-if",
+        action="append",
+        default=[],
+        metavar="DEVICE@FREE[,LATENCY,BANDWIDTH]",
+        help="plan with one more device like DEVICE, with so much free memory, such as cuda:0@24GiB; on another "
+        "machine with seconds and bytes per second of its link (repeatable)",
+    )
+    parser.add_argument("--explain-layer", metavar="N", help="show what layer N takes on each device")
     add_json(parser)
     add_settings(parser, SETTINGS)
 
@@ -103,10 +114,16 @@ def run(arguments: argparse.Namespace) -> int:
     holds its part, else that of a ModelError."""
     if arguments.verb != "plan":
         return _dry_run(arguments)
-    asked = Asked(arguments.optimize, _tokens(arguments, "prompt"), _tokens(arguments, "reply"), arguments.measure)
-    limit_threads(settings(arguments).threads)
-    with opened(arguments) as model, progress.shown("measuring the devices", lines=True):
-        facts = predicted(model.file, model.spec, model.devices, model.options, asked)
+    config = settings(arguments)
+    goal = Goal.of(config) or Goal.default(config)
+    more = arguments.compare, tuple(arguments.what_if), _layer(arguments.explain_layer)
+    limit_threads(config.threads)
+    with opened(arguments) as model, progress.shown("looking for figures of the devices", lines=True) as wait:
+        facts = predicted(
+            ModelOnDevices(model.file, model.spec, model.devices, model.options),
+            Asked(goal, config.measure_budget, arguments.measure, *more),
+            wait.step,
+        )
     if arguments.json:
         print(json.dumps(facts))
     else:
@@ -114,12 +131,11 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _tokens(arguments: argparse.Namespace, name: str) -> int:
-    text = getattr(arguments, name)
+def _layer(text: str | None) -> int | None:
     try:
-        return int(values.tokens(1)(text))
+        return None if text is None else int(values.integer(0)(text))
     except ValueError as error:
-        raise UsageError(f"--{name}: {error}", param=name) from None
+        raise UsageError(f"--explain-layer {text}: {error}", param="explain_layer") from None
 
 
 def _dry_run(arguments: argparse.Namespace) -> int:
@@ -127,7 +143,7 @@ def _dry_run(arguments: argparse.Namespace) -> int:
         raise UsageError("--dry-run: not with --server, which has its own settings", param="dry_run")
     if arguments.model is None:
         raise UsageError("MODEL: missing", param="model")
-    with opened(arguments) as model:
+    with opened(arguments, planned=True) as model:
         facts = plan(model)
     if getattr(arguments, "json", False):
         print(json.dumps(facts))

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, get_args
 
 from rich.console import Console
 from rich.table import Table
 
-from luce.backend.device_figures import device_figures, weight_types
+from luce.backend.fastest_placement import (
+    Goal,
+    ModelOnDevices,
+    fastest_placement,
+    measured,
+    nothing_fits,
+    placement_problem,
+    predicted_placement,
+)
 from luce.backend.layer_assignment import plan_layers
-from luce.backend.model_work import model_work, weight_tensors
-from luce.backend.placement import plan_shards
-from luce.backend.serving_options import ServingOptions
-from luce.errors import DeviceError, OutOfMemoryError, UsageError
-from luce.gguf.reader import GGUFFile
-from luce.layers.tensors import tensor_bytes
-from luce.models.spec import ModelSpec
-from luce.planner.prediction import PlacedShard, Prediction, limit, predict
-from luce.planner.problem import Load, Objective, Problem
+from luce.backend.prediction_facts import load_facts, prediction_facts, profile_facts
+from luce.config.values import mebibytes
+from luce.errors import OutOfMemoryError, UsageError
+from luce.planner.figures import LinkFigures
+from luce.planner.layer_time import layer_time
+from luce.planner.problem import Objective, Problem
 from luce.planner.search import best_placement
-from luce.profiles.profile import DeviceProfile
-from luce.profiles.profile_cache import profile_of
-from luce.runtime.device import Device
+from luce.planner.shard_tables import passes
 
 _GIB = 1 << 30
 
@@ -33,120 +36,107 @@ _GIB = 1 << 30
 class Asked:
     """What `luce plan` is asked for."""
 
-    objective: Objective
-    #: tokens of a prompt and of a reply
-    prompt: int
-    reply: int
+    goal: Goal
+    #: seconds for devices that must be measured
+    seconds: float = math.inf
     #: whether to measure devices that have a profile
-    anew: bool
+    anew: bool = False
+    #: whether to predict the placements of all goals
+    compare: bool = False
+    #: devices that are not there, as --what-if names them
+    what_if: tuple[str, ...] = ()
+    #: the layer whose terms are wanted
+    layer: int | None = None
 
 
 def predicted(
-    file: GGUFFile, spec: ModelSpec, devices: Sequence[Device], options: ServingOptions, asked: Asked
+    model: ModelOnDevices, asked: Asked, on_figure: Callable[[str], None] = lambda figure: None
 ) -> dict[str, Any]:
     """The predictions for JSON. Times are in seconds, sizes in bytes.
 
     optimize   what is to be fast; load: sequences, context, prompt, reply
-    placement  the placement of `luce serve`, None if it does not fit: stages with device, layers (first, last), bytes,
-               decode_s of a decoding step, piece_s of a piece of a prompt, and what limits each (limit, piece_limit);
-               links between them with bytes per token, decode_s and piece_s; decode_tok_s, prompt_tok_s, and the pieces
-               of a prompt with their rows
+    placement  the placement by free memory, or by shares where they are given, None if it does not fit: see
+               prediction_facts
     fastest    the fastest placement of the devices, which may leave out some; near: it was searched coarsely
-    left_out   the devices that it leaves out
+    left_out   the devices that it leaves out, with the share by which a placement with them is worse, None if none fits
     split      the value of --layer-split for it, None if a split by weights cannot say it
     without    decode_tok_s and prompt_tok_s of the fastest placement without each of its devices, None if nothing fits
     with       the same with one more device like each of them
-    profiles   by device: seconds since the measurement, types of weights whose figures are noisy
+    what_if    devices that are not there
+    compare    with --compare, by goal the devices and layers of its placement, decode_tok_s and prompt_tok_s
+    layer      with --explain-layer, by device and phase the seconds of each term
+    profiles   by device: see profile_facts
 
-    Raises DeviceError for a daemon's device, OutOfMemoryError if no placement fits, and UsageError for --kvflash and
-    for a prompt that is longer than the context.
+    Raises DeviceError where a device cannot be measured, OutOfMemoryError if no placement fits, and UsageError for
+    --kvflash, a layer that does not exist, and a device of --what-if that cannot be.
     """
-    problem, profiles = _problem(file, spec, devices, options, asked)
-    found = best_placement(problem)
+    if model.options.kvflash is not None:
+        raise UsageError("--kvflash: luce plan predicts contexts that the devices hold", param="kvflash")
+    if asked.layer is not None and asked.layer >= len(model.spec.layers):
+        last = len(model.spec.layers) - 1
+        raise UsageError(f"--explain-layer {asked.layer}: the last layer is {last}", param="explain_layer")
+    profiles = measured(model, anew=asked.anew, seconds=asked.seconds, on_figure=on_figure)
+    own = placement_problem(model, profiles, asked.goal)
+    problem = with_devices(own, asked.what_if)
+    if asked.what_if:
+        found = best_placement(problem)
+    else:
+        fastest = fastest_placement(model, problem, profiles)
+        found = None if fastest is None else fastest.found
     if found is None:
-        free = ", ".join(f"{device.free} on {device.name}" for device in problem.devices)
-        raise OutOfMemoryError(
-            f"no placement fits: the weights take {_bytes(problem)} bytes beside the context, and {free} are free",
-            param="max_ctx",
-        )
-    planned = plan_shards(file, spec, devices, options)
-    current = predict(problem, [PlacedShard(shard.device, shard.layers) for shard in planned])
+        raise OutOfMemoryError(nothing_fits(problem), param="max_ctx")
+    current = predicted_placement(model, own)
     used = [shard.device for shard in found.placement]
     split = tuple(len(shard.layers) for shard in found.placement)
-    says_it = plan_layers(spec, len(split), split) == tuple(shard.layers for shard in found.placement)
-    load = problem.load
+    says_it = plan_layers(model.spec, len(split), split) == tuple(shard.layers for shard in found.placement)
     return {
-        "format": 1,
+        "format": 2,
         "optimize": problem.objective,
-        "load": {name: getattr(load, name) for name in ("sequences", "context", "prompt", "reply")},
-        "placement": None if current is None else _facts(current),
-        "fastest": {**_facts(found.prediction), "near": found.near},
-        "left_out": [device.name for device in problem.devices if device.name not in used],
-        "split": ",".join(map(str, split)) if says_it else None,
+        "load": load_facts(problem),
+        "placement": None if current is None else prediction_facts(current),
+        "fastest": {**prediction_facts(found.prediction), "near": found.near},
+        "left_out": [
+            {"device": device.name, "worse_by": _worse_by(problem, device.name, found.prediction.value)}
+            for device in problem.devices
+            if device.name not in used
+        ],
+        "split": ",".join(map(str, split)) if says_it and not asked.what_if else None,
         "without": [_without(problem, name) for name in used],
         "with": [_with(problem, name) for name in used],
-        "profiles": {name: _age(profile) for name, profile in profiles.items()},
+        "what_if": list(asked.what_if),
+        **({"compare": _compare(model, own, problem)} if asked.compare else {}),
+        **({} if asked.layer is None else {"layer": _layer(problem, asked.layer)}),
+        "profiles": {name: profile_facts(profile) for name, profile in profiles.items()},
     }
 
 
-def _problem(
-    file: GGUFFile, spec: ModelSpec, devices: Sequence[Device], options: ServingOptions, asked: Asked
-) -> tuple[Problem, dict[str, DeviceProfile]]:
-    if options.kvflash is not None:
-        raise UsageError("--kvflash: luce plan predicts contexts that the devices hold", param="kvflash")
-    if asked.prompt > options.context:
-        raise UsageError(f"--prompt {asked.prompt}: --max-ctx is {options.context}", param="prompt")
-    layers, first = range(len(spec.layers)), devices[0]
-    types = weight_types(weight_tensors(file, spec))
-    size = tensor_bytes(file, spec, layers, first, layers_only=True)
-    hosts = sum(device.host for device in devices)
-    figures, profiles = [], {}
-    for device in devices:
-        if device.remote:
-            raise DeviceError(f"{device.name}: a daemon's device, which luce plan does not measure")
-        profile = profile_of(device, types, anew=asked.anew)
-        # Devices of the host share its memory, and a claim on one is a claim on all.
-        claims = (c for c in options.claims if (c.device.host if device.host else c.device.name == device.name))
-        free = max(0, device.memory().free - sum(claim.bytes for claim in claims)) // (hosts if device.host else 1)
-        expand = tensor_bytes(file, spec, layers, device, layers_only=True) / size
-        figures.append(device_figures(device, profile, types, free=free, expand=expand))
-        profiles[str(device.name)] = profile
-    load = Load(options.slots, options.context, asked.prompt, asked.reply, chunk=options.chunk)
-    work = model_work(file, spec, first, options)
-    return Problem(work, load, tuple(figures), {}, asked.objective), profiles
+def with_devices(problem: Problem, texts: Sequence[str]) -> Problem:
+    """The problem with further devices, each `LIKE@FREE`: like one of the problem's, with so many bytes of free memory;
+    or `LIKE@FREE,LATENCY,BANDWIDTH`: on another machine, behind a link of so many seconds and bytes per second.
 
-
-def _bytes(problem: Problem) -> int:
-    model = problem.model
-    layers = sum(layer.bytes + (0 if layer.experts is None else layer.experts.bytes) for layer in model.layers)
-    return layers + model.embedding + model.head.bytes
-
-
-def _facts(prediction: Prediction) -> dict[str, Any]:
-    stages = [
-        {
-            "device": stage.shard.device,
-            "layers": [stage.shard.layers.start, stage.shard.layers.stop - 1],
-            "bytes": stage.bytes,
-            "decode_s": stage.decode.total,
-            "limit": limit(stage.decode),
-            "piece_s": stage.piece.total,
-            "piece_limit": limit(stage.piece),
-        }
-        for stage in prediction.shards
-    ]
-    links = [
-        {
-            "from": link.before,
-            "to": link.behind,
-            "bytes_per_token": link.row_bytes,
-            "decode_s": link.decode,
-            "piece_s": link.piece,
-        }
-        for link in prediction.links
-    ]
-    rates = {"decode_tok_s": prediction.decode_rate, "prompt_tok_s": prediction.prompt_rate}
-    return {"stages": stages, "links": links, **rates, "pieces": prediction.pieces, "rows": prediction.rows}
+    Raises UsageError naming --what-if, and the devices that can be named.
+    """
+    devices = {device.name: device for device in problem.devices}
+    added = []
+    for number, text in enumerate(texts, 1):
+        name, at, rest = text.partition("@")
+        size, *link = rest.split(",")
+        if name not in devices:
+            known = ", ".join(devices)
+            raise UsageError(f"--what-if {text}: expected DEVICE@FREE with one of {known}", param="what_if")
+        try:
+            free = mebibytes(size) << 20
+            latency, bandwidth = map(float, link) if link else (0.0, 1.0)
+            if not at or latency < 0 or not bandwidth > 0:
+                raise ValueError
+        except ValueError:
+            form = "DEVICE@FREE[,LATENCY,BANDWIDTH], such as cuda:0@24GiB,0.0005,117e6"
+            raise UsageError(f"--what-if {text}: expected {form}", param="what_if") from None
+        own = replace(devices[name], name=f"{name}+{number}", free=free, daemon="")
+        if link:
+            own = replace(own, machine=own.name, way=LinkFigures(latency, bandwidth))
+        added.append(own)
+    return replace(problem, devices=(*problem.devices, *added))
 
 
 def _rates(problem: Problem, name: str) -> dict[str, Any]:
@@ -164,9 +154,34 @@ def _with(problem: Problem, name: str) -> dict[str, Any]:
     return _rates(replace(problem, devices=(*problem.devices, replace(device, name=f"another {name}"))), name)
 
 
-def _age(profile: DeviceProfile) -> dict[str, Any]:
-    noisy = [name for name, figures in profile.formats.items() if figures.noisy]
-    return {"age_s": max(0.0, time.time() - profile.measured), "noisy": noisy}
+def _worse_by(problem: Problem, name: str, value: float) -> float | None:
+    """The share by which the best placement that uses a device is worse than the one that leaves it out."""
+    found = best_placement(replace(problem, required=name))
+    return None if found is None else found.prediction.value / value - 1
+
+
+def _compare(model: ModelOnDevices, own: Problem, problem: Problem) -> dict[str, Any]:
+    """By goal: devices, layers, and rates; `shares` where they are given."""
+    lines: dict[str, Any] = {}
+    memory = replace(model, options=replace(model.options, layer_split=()))
+    for name, current in (("memory", memory), ("shares", model)):
+        if name == "memory" or model.options.layer_split:
+            prediction = predicted_placement(current, own)
+            lines[name] = None if prediction is None else prediction_facts(prediction)
+    for objective in get_args(Objective):
+        found = best_placement(replace(problem, objective=objective))
+        lines[objective] = None if found is None else prediction_facts(found.prediction)
+    return lines
+
+
+def _layer(problem: Problem, number: int) -> dict[str, Any]:
+    """By device, the terms of a layer in a decoding step and in a piece of a prompt in one shard."""
+    rows = problem.piece_rows(1, with_cpu=False)
+    layer = problem.model.layers[number]
+    return {
+        device.name: {work.phase: asdict(layer_time(device, layer, work)) for work in passes(problem, rows)}
+        for device in problem.devices
+    }
 
 
 def show(console: Console, facts: Mapping[str, Any]) -> None:
@@ -176,11 +191,12 @@ def show(console: Console, facts: Mapping[str, Any]) -> None:
     console.print(
         f"{load['sequences']} sequence{'s' if load['sequences'] > 1 else ''} of {load['context']:,} tokens; "
         f"prompt {load['prompt']:,}, reply {load['reply']:,}; figures: {basis}"
+        + "".join(f"; {text} is not there" for text in facts["what_if"])
     )
     if placement is None:
-        console.print("the placement of luce serve does not fit")
+        console.print("the placement by free memory does not fit")
     else:
-        _show(console, "the placement of luce serve", placement)
+        _show(console, "the placement by free memory", placement)
     near = ", nearly" if fastest["near"] else ""
     if placement is not None and placement["stages"] == fastest["stages"]:
         console.print(f"it is the fastest one for {facts['optimize']}{near}")
@@ -189,20 +205,52 @@ def show(console: Console, facts: Mapping[str, Any]) -> None:
         names = ",".join(stage["device"] for stage in fastest["stages"])
         if facts["split"] is not None:
             split = f" --layer-split {facts['split']}" if len(fastest["stages"]) > 1 else ""
-            console.print(f"luce serve has it with --devices {names}{split}", soft_wrap=True)
+            console.print(f"luce serve has it with --optimize {facts['optimize']}, or with --devices {names}{split}")
     if facts["left_out"]:
-        console.print(f"left out: {', '.join(facts['left_out'])}")
+        console.print(f"left out: {', '.join(map(_left_out, facts['left_out']))}")
     changes = Table("device", "without it", "with one more like it")
     for less, more in zip(facts["without"], facts["with"], strict=True):
         changes.add_row(less["device"], _change(less, fastest), _change(more, fastest))
     console.print(changes)
+    if "compare" in facts:
+        _show_comparison(console, facts["compare"])
+    if "layer" in facts:
+        _show_layer(console, facts["layer"])
+
+
+def _left_out(device: Mapping[str, Any]) -> str:
+    worse = device["worse_by"]
+    return f"{device['device']} ({'does not fit' if worse is None else f'would take {worse:.0%} longer'})"
+
+
+def _show_comparison(console: Console, lines: Mapping[str, Any]) -> None:
+    shown = Table("goal", "placement", "decode", "prompts", title="goals", title_justify="left")
+    for name, facts in lines.items():
+        if facts is None:
+            shown.add_row(name, "does not fit", "", "")
+            continue
+        stages = (f"{stage['device']} {stage['layers'][0]}..{stage['layers'][1]}" for stage in facts["stages"])
+        rates = f"{facts['decode_tok_s']:,.1f} tok/s", f"{facts['prompt_tok_s']:,.0f} tok/s"
+        shown.add_row(name, ", ".join(stages), *rates)
+    console.print(shown)
+
+
+def _show_layer(console: Console, devices: Mapping[str, Any]) -> None:
+    terms = [name for name in next(iter(next(iter(devices.values())).values())) if name != "step"]
+    shown = Table("device", "phase", *(name.replace("_", " ") for name in terms), title="the layer, in microseconds")
+    shown.title_justify = "left"
+    for device, phases in devices.items():
+        for phase, seconds in phases.items():
+            shown.add_row(device, phase, *(f"{seconds[name] * 1e6:,.1f}" for name in terms))
+    console.print(shown)
 
 
 def _basis(item: tuple[str, Mapping[str, Any]]) -> str:
     name, profile = item
     days = int(profile["age_s"] // 86400)
     age = "today" if not days else f"{days} day{'s' if days > 1 else ''} ago"
-    return f"{name} measured {age}" + (" (noisy)" if profile["noisy"] else "")
+    observed = "" if profile["observed"] is None else f", times {profile['observed']:.2f} as observed"
+    return f"{name} measured {age}{observed}" + (" (noisy)" if profile["noisy"] else "")
 
 
 def _show(console: Console, title: str, facts: Mapping[str, Any]) -> None:

@@ -30,6 +30,23 @@ def _placement_problems(
         yield "target_layer_split", f"{given}: {len(weights)} weights for {len(devices)} devices"
 
 
+def _planning_problems(values: Mapping[str, Any], spelled: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Problems of settings of the planner that contradict others or have no effect, as in `problems`."""
+    goal, devices = values.get("optimize", "auto"), values.get("target_devices", ())
+    given = f"{spelled.get('optimize', flag('optimize'))} {goal}"
+    planned = goal not in ("auto", "memory")
+    if goal != "auto" and values.get("target_layer_split", ()):
+        yield "optimize", f"{given}: not with {spelled['target_layer_split']}, which sets the layers"
+    if planned and values.get("kvflash", "off") != "off":
+        yield "optimize", f"{given}: not with {spelled['kvflash']}: contexts must be on the devices"
+    automatic = goal == "auto" and devices == ("auto",) and not values.get("target_layer_split", ())
+    if values.get("pin_devices", False) and not (planned or automatic):
+        goals = "decode, prompt or balanced"
+        yield "pin_devices", f"{spelled['pin_devices']}: requires {flag('optimize')} with {goals}"
+    elif values.get("pin_devices", False) and len(devices) < 2 and devices != ("auto",):
+        yield "pin_devices", f"{spelled['pin_devices']}: requires {flag('target_devices')} with two or more devices"
+
+
 _STARTED, _DRAFTS, _NETWORK = flag("target_shard_ipc_bin"), flag("draft_ipc_bin"), "a device at tcp://HOST:PORT/"
 #: settings of daemons; each requires one of these: an interpreter that starts daemons, or a device of a network daemon
 _DAEMONS = {
@@ -179,6 +196,7 @@ def problems(
     which are reported already; settings that depend on them are not checked.
     """
     yield from _placement_problems(values, spelled, wrong)
+    yield from _planning_problems(values, spelled)
     yield from _daemon_problems(values, spelled, wrong)
     yield from _draft_problems(values, spelled, wrong)
     yield from _compression_problems(values, spelled, wrong)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from luce.config.field import setting
+from luce.config.planning_settings import PlanningSettings
 from luce.config.pool_settings import PoolSettings
 from luce.config.prefill_settings import PrefillSettings
 from luce.config.sampling import SamplingParams
@@ -35,6 +36,7 @@ from luce.config.values import (
 #: the groups in the order of the sample file; their names are headings in `--help`
 GROUPS = (
     "placement",
+    "planning",
     "peer copies",
     "daemons",
     "engine",
@@ -55,7 +57,7 @@ _CACHE_TYPES = ("auto", "f16", "bf16", "q8_0", "q4_0")
 
 
 @dataclass(frozen=True)
-class Config(ServerSettings, PoolSettings, PrefillSettings):
+class Config(ServerSettings, PoolSettings, PlanningSettings, PrefillSettings):
     """All settings. Sizes are in the unit that the help text names."""
 
     target_device: str = setting(

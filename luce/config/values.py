@@ -219,6 +219,18 @@ def variables(text: str) -> tuple[str, ...]:
     return tuple(parts)
 
 
+def margins(text: str) -> tuple[tuple[str, int], ...]:
+    """`SIZE` for all devices, as device "", and `DEVICE=SIZE`, separated by commas; in bytes. A later one replaces an
+    earlier one."""
+    found = {}
+    for part in text.split(","):
+        name, equals, size = part.rpartition("=")
+        if equals and not _is_device(name):
+            raise ValueError("expected SIZE or DEVICE=SIZE, such as 2GiB or cuda:0=2GiB")
+        found[name] = mebibytes(size) << 20
+    return tuple(found.items())
+
+
 _WEIGHT = re.compile(r"[0-9]+(\.[0-9]*)?([eE][+-]?[0-9]+)?|\.[0-9]+([eE][+-]?[0-9]+)?", re.ASCII)
 
 

@@ -115,6 +115,10 @@ class Problem:
     margin: float = 0.03
     #: share of free memory that stays free
     reserve: float = 0.06
+    #: whether all devices hold layers, in their order
+    pinned: bool = False
+    #: a device that must hold layers; empty: none must
+    required: str = ""
 
     @property
     def weights(self) -> tuple[float, float]:
@@ -123,7 +127,7 @@ class Problem:
 
     def room(self, device: DeviceFigures) -> float:
         """Bytes of a device that layers may take."""
-        return device.free * (1 - self.reserve)
+        return device.free * (1 - self.reserve) if device.margin is None else max(0.0, device.free - device.margin)
 
     @cached_property
     def pools(self) -> Mapping[str, float]:

@@ -7,12 +7,14 @@ another one beats it, or if it cannot lead to a placement within the margin of t
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from luce.planner.figures import DeviceFigures
+from luce.planner.figures import DeviceFigures, LinkFigures
 from luce.planner.labels import Labels, concatenate, ranks, undominated
 from luce.planner.layer_time import layer_times
 from luce.planner.prediction import PlacedShard, Prediction, predict
@@ -22,6 +24,9 @@ from luce.planner.shard_tables import Floats, ShardTables, expert_place, passes,
 # Values within this share of each other are a tie: fewer offloaded layers win, then devices in the order listed, then
 # more layers on the earlier ones.
 _TIE = 1e-9
+#: figures that are measured, and the share by which they vary from one measurement to the next
+_MEASURED = "free", "read", "rates", "launch", "step", "way", "unpack", "bus", "expand", "state_read", "gather"
+_SAME = 0.01
 #: labels of one length, beyond which they are compared coarsely
 MOST_LABELS = 300_000
 
@@ -120,6 +125,8 @@ class _Search:
     def usable(self, index: int, used: int, last: int | None) -> bool:
         """Whether a device may follow: devices of one daemon stand side by side, and of devices that differ only in
         their names the one listed first comes first."""
+        if self.problem.pinned:
+            return index == used.bit_count()
         if used >> index & 1 or any(not used >> twin & 1 for twin in self._twins[index]):
             return False
         daemon = self._devices[index].daemon
@@ -144,7 +151,20 @@ class _Search:
 
 
 def _same_figures(a: DeviceFigures, b: DeviceFigures) -> bool:
-    return replace(a, name=b.name) == b
+    """Whether devices differ in their names, and in figures that are measured by less than 1 %."""
+    return replace(b, **{name: getattr(a, name) for name in _MEASURED}, name=a.name) == a and all(
+        _alike(getattr(a, name), getattr(b, name)) for name in _MEASURED
+    )
+
+
+def _alike(a: Any, b: Any) -> bool:
+    if a is None or b is None:
+        return a is b
+    if isinstance(a, LinkFigures):
+        return _alike((a.latency, a.bandwidth), (b.latency, b.bandwidth))
+    if isinstance(a, tuple):
+        return len(a) == len(b) and all(map(_alike, a, b))
+    return math.isclose(a, b, rel_tol=_SAME)
 
 
 class _Programme:
@@ -166,6 +186,8 @@ class _Programme:
         self._pools, self._busy = self._scarce()
         self._links: dict[tuple[int, int], tuple[Floats, Floats]] = {}
         self._levels: list[Labels] = []
+        #: of devices that must hold layers, as bits
+        self._required = sum(1 << i for i, device in enumerate(problem.devices) if device.name == problem.required)
 
     def run(self, length: int) -> None:
         """Offer the candidates of up to `length` shards."""
@@ -289,6 +311,11 @@ class _Programme:
     def _finish(self, shards: int, members: np.ndarray) -> None:
         """Offer whole placements that have pieces of this number of rows."""
         problem, labels = self._problem, self._levels[-1]
+        if problem.pinned and shards < len(problem.devices):
+            return
+        members = members[labels.used[members] & self._required == self._required]
+        if not len(members):
+            return
         hosts = sum(1 << index for index, device in enumerate(problem.devices) if device.host)
         rows = [problem.piece_rows(shards, with_cpu=cpu) for cpu in (False, True)]
         members = members[np.where(labels.used[members] & hosts, rows[1], rows[0]) == self._rows]

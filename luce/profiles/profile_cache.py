@@ -66,6 +66,18 @@ def profile_of(
     return found
 
 
+def stored_profile(
+    device: Device, types: Iterable[GGMLQuantizationType], *, experts: bool = False
+) -> DeviceProfile | None:
+    """The stored profile of a device of this process; None if it lacks one of the types, or `experts`. Measures
+    nothing."""
+    how = dataclasses.replace(default_measuring(device), experts=experts)
+    known = read_profile(profile_path(device))
+    if known is None or not all(_measured(known.formats.get(type.name), how) for type in types):
+        return None
+    return dataclasses.replace(known, device=str(device.name))
+
+
 def default_measuring(device: Device) -> Measuring:
     """How a device is measured without experts, however long it takes."""
     return Measuring(HOST_PROFILE if device.host else GPU_PROFILE)

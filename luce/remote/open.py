@@ -24,6 +24,22 @@ from luce.runtime.open import VENDORS, named, open_all, open_devices
 
 
 def open_placement(config: Config) -> list[Device]:
+    """The devices of the settings, in order, with their margins. Raises as `_open`, and UsageError for a margin of a
+    device that is not one of them."""
+    devices = _open(config)
+    margins, names = dict(config.device_margin), {str(device.name) for device in devices}
+    unknown = margins.keys() - {"", *names}
+    if unknown:
+        for device in devices:
+            device.close()
+        name = min(unknown)
+        raise UsageError(f"{flag('device_margin')} {name}: the model is not placed on it", param="device_margin")
+    for device in devices:
+        device.margin = margins.get(str(device.name), margins.get(""))
+    return devices
+
+
+def _open(config: Config) -> list[Device]:
     """The devices of --target-devices, or of --target-device, in order; those of daemons as RemoteDevice.
 
     All daemons start at the same time, while this process opens its own devices. Raises UsageError for settings that

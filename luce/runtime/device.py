@@ -168,6 +168,8 @@ class Device(ABC):
     #: matrix instructions of the hardware that kernels/mma.h uses: F16 and BF16 (tiles of these types), WGMMA (products
     #: of four waves)
     products: frozenset[str]
+    #: bytes that are left to others, as --device-margin says; None: a share of what is free
+    margin: int | None = None
     #: most bytes of shared memory that a block may have
     shared_limit: int
 

@@ -342,6 +342,16 @@ class _ShardCollector:
                 copies.add_metric(labels, _buckets(shard.copies), shard.copies.total)
         yield work
         yield copies
+        if model.plan is not None:
+            predicted = GaugeMetricFamily(
+                "luce_predicted_seconds",
+                "Predicted seconds of a shard: for a decoding step of one row, and for a piece of a prompt.",
+                labels=("shard", "device", "phase"),
+            )
+            for number, stage in enumerate(model.plan.prediction.shards):
+                predicted.add_metric([str(number), stage.shard.device, "decode"], stage.decode.total)
+                predicted.add_metric([str(number), stage.shard.device, "piece"], stage.piece.total)
+            yield predicted
         memory = GaugeMetricFamily(
             "luce_device_memory_bytes", "Memory of a shard's device: free and total.", labels=["device", "kind"]
         )

@@ -77,6 +77,7 @@ def _props(model: Model, server: Server, endpoints: tuple[str, ...], *, paths: b
             "backend": first.rpartition("/")[2].partition(":")[0],
             "target_device": first,
             "target_sharding": _shards(model),
+            "plan": None if model.plan is None else model.plan.facts,
             "daemons": [_daemon(daemon) for daemon in model.daemons()],
             "kv_cache_k": config.cache_type_k,
             "kv_cache_v": config.cache_type_v,

@@ -18,6 +18,12 @@ CHECKS = {name: check for table in TABLES for name, check in table.items()}
 #: settings whose behaviour another file tests: on a split, or where a split cannot be seen (GPUs, the end of a server)
 ELSEWHERE = {
     "shard_env": "tests/process/test_shard_crash.py::test_variables_of_a_daemon",
+    "optimize": "tests/unit/test_assembly_placement.py::test_a_slow_device_is_left_out",
+    "pin_devices": "tests/unit/test_assembly_placement.py::test_pinned_devices_all_hold_layers",
+    "optimize_prompt": "tests/unit/test_assembly_placement.py::test_the_prediction_is_for_the_load_of_the_settings",
+    "optimize_reply": "tests/unit/test_assembly_placement.py::test_the_prediction_is_for_the_load_of_the_settings",
+    "device_margin": "tests/unit/test_assembly_placement.py::test_margins_are_left_free",
+    "measure_budget": "tests/unit/test_assembly_placement.py::test_layers_go_by_free_memory_where_nothing_is_measured",
     "prompt_weights": "tests/golden/test_split_gpu.py::test_unpacked_weights_change_no_bits",
     "think_max_tokens": "tests/http/test_reasoning_budgets.py::test_settings_of_the_server",
     "hard_limit_reply_budget": "tests/http/test_reasoning_budgets.py::test_settings_of_the_server",

@@ -17,7 +17,7 @@ from luce.runtime.device import Memory
 from luce.server import props
 from luce.shard.shard import DaemonState
 from tests.support.http_server import running
-from tests.support.scripted_model import REPLY, TEMPLATE, saying
+from tests.support.scripted_model import REPLY, TEMPLATE, plan, saying
 
 
 async def test_the_model_and_its_settings() -> None:
@@ -65,6 +65,7 @@ async def test_placement() -> None:
             "backend": "cpu",
             "target_device": "cpu:0",
             "target_sharding": [{**shard, "memory": None} for shard in here.model.placement],
+            "plan": plan().facts,
             "daemons": [],
             "kv_cache_k": "auto",
             "kv_cache_v": "bf16",
@@ -77,6 +78,8 @@ async def test_placement() -> None:
         assert (await here.get("/props"))[1]["runtime"]["daemons"] == [
             {"shard": 1, "device": "cpu:1", "up": True, "restarts": 3, "transport": "shared", "gpu_waits": False}
         ]
+        here.model.plan = None
+        assert (await here.get("/props"))[1]["runtime"]["plan"] is None
         here.model.placement[0]["device"] = "tcp://far:9/cuda:0"
         runtime = (await here.get("/props"))[1]["runtime"]
         assert (runtime["backend"], runtime["target_device"]) == ("cuda", "tcp://far:9/cuda:0")

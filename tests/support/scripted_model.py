@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from luce.backend.kvflash_size import KVFlashRequest
+from luce.backend.prediction_facts import PredictedPlan
 from luce.compress.compressor import Compressor
 from luce.config.settings import Config
 from luce.draft.drafter import Drafter
@@ -17,6 +19,9 @@ from luce.engine.loop import Engine
 from luce.kvcache.paging import KVFlash
 from luce.kvcache.policies import AgePolicy
 from luce.models.spec import CHATML, Dialect, Markers, ModelSpec
+from luce.planner.figures import DeviceFigures, LinkFigures
+from luce.planner.prediction import PlacedShard, predict
+from luce.planner.problem import HeadWork, LayerWork, Load, ModelWork, Problem
 from luce.runtime.device import Memory
 from luce.runtime.step import PAGE
 from luce.shard.shard import DaemonState
@@ -109,6 +114,17 @@ def saying(text: str | Sequence[int], *, marker: str = "<|im_start|>assistant\n"
     return after(Tokenizer.encode(tokenizer(), marker, specials=True), ids + [END] * end)
 
 
+def plan() -> PredictedPlan:
+    """The prediction of the placement of ScriptedModel."""
+    cpu = DeviceFigures("cpu:0", "here", True, 10**9, 1e9, ((1, 1e9),), 1e-6, 1e-5, LinkFigures(0, 1e9))
+    layers = (LayerWork(bytes=100, macs=100, launches=1, kv=8, attention=8),) * 4
+    work = ModelWork(64, (0, 256, 256, 256), 100, HeadWork(100, 100, 1), layers)
+    problem = Problem(work, Load(1, 512, 128), (cpu, replace(cpu, name="cpu:1")), {})
+    prediction = predict(problem, [PlacedShard("cpu:0", range(3)), PlacedShard("cpu:1", range(3, 4))])
+    assert prediction is not None
+    return PredictedPlan(problem, prediction, {})
+
+
 class ScriptedModel:
     """The attributes of luce.api.Model that the server uses. `backend` is for tests to look at; `drafter`,
     `no_drafter_reason` as for Engine; `vocabulary`: that of `chat`, if it is another one."""
@@ -144,6 +160,7 @@ class ScriptedModel:
             {"device": "cpu:0", "layers": [0, 2], "weights": 300, "state": 20, "activation_bytes_per_token": 256},
             {"device": "cpu:1", "layers": [3, 3], "weights": 100, "state": 10, "activation_bytes_per_token": 0},
         ]
+        self.plan: PredictedPlan | None = plan()
         pool = KVFlashRequest.parse(config.kvflash)
         self.backend = ScriptedBackend(
             bound=None if pool is None else pool.size // PAGE,

@@ -30,7 +30,7 @@ def test_rare_types_count_as_the_type_with_the_nearest_bits() -> None:
 
 
 def test_types_without_a_kernel_count_as_the_type_that_they_become() -> None:
-    assert types((T.IQ2_XXS, 500), (T.Q8_0, 500)) == {T.F16: 500, T.Q8_0: 500}
+    assert types((T.TQ2_0, 500), (T.Q8_0, 500)) == {T.F16: 500, T.Q8_0: 500}
 
 
 def test_rates_are_those_of_all_bytes_and_of_all_products() -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from luce.backend import fastest_placement
+from luce.backend.fastest_placement import Goal, ModelOnDevices
 from luce.backend.serving_options import ServingOptions
 from luce.cli import predicted_plan
 from luce.cli.main import main
 from luce.cli.predicted_plan import Asked, predicted
-from luce.errors import OutOfMemoryError
+from luce.errors import OutOfMemoryError, UsageError
 from luce.gguf.reader import open_gguf
 from luce.models.keys import Source
 from luce.models.registry import read_spec
@@ -24,7 +27,7 @@ from luce.runtime.host import HostDevice
 from tests.support.reference import Reference
 
 MODEL = Reference("qwen35-a-F32").path
-ASKED = Asked("balanced", 128, 64, anew=False)
+ASKED = Asked(Goal("balanced", 128, 64))
 
 
 class Gpu(HostDevice):
@@ -38,28 +41,34 @@ class Gpu(HostDevice):
         return Memory(self.free, self.free)
 
 
+def profile(device: Any) -> DeviceProfile:
+    speed = getattr(device, "speed", 1.0)
+    figures = FormatProfile(1e9 * speed, {1: 1e9 * speed, 512: 1e10 * speed}, None, 0.1, False)
+    return DeviceProfile(str(device.name), "x", 0.0, 1e-5, 1e-6, LinkProfile(1e-6, 1e9), {"F32": figures})
+
+
 @pytest.fixture(autouse=True)
 def invented(monkeypatch: pytest.MonkeyPatch) -> None:
-    def profile(device: Any, types: Any, *, anew: bool) -> DeviceProfile:
-        figures = FormatProfile(1e9 * device.speed, {1: 1e9 * device.speed, 512: 1e10 * device.speed}, None, 0.1, False)
-        return DeviceProfile(
-            str(device.name), "x", 0.0, 1e-5, 1e-6, LinkProfile(1e-6, 1e9), {type.name: figures for type in types}
-        )
+    def measured(model: ModelOnDevices, **how: Any) -> dict[str, DeviceProfile]:
+        return {str(device.name): profile(device) for device in model.devices}
 
-    monkeypatch.setattr(predicted_plan, "profile_of", profile)
+    monkeypatch.setattr(predicted_plan, "measured", measured)
 
 
 def facts(*devices: Device, asked: Asked = ASKED, **options: Any) -> dict[str, Any]:
     with open_gguf(MODEL) as file:
         spec = read_spec(Source(str(file.paths[0]), file.metadata, file.tensors))
-        return predicted(file, spec, devices, ServingOptions(context=256, chunk=64, **options), asked)
+        options = {"context": 256, "chunk": 64} | options
+        return predicted(ModelOnDevices(file, spec, devices, ServingOptions(**options)), asked)
 
 
 def test_a_slow_device_is_left_out_that_luce_serve_would_use() -> None:
     found = facts(Gpu(0, 1.0), Gpu(1, 0.01))
     assert [stage["device"] for stage in found["placement"]["stages"]] == ["cuda:0", "cuda:1"]
     assert [(stage["device"], stage["layers"]) for stage in found["fastest"]["stages"]] == [("cuda:0", [0, 7])]
-    assert found["left_out"] == ["cuda:1"]
+    (left,) = found["left_out"]
+    assert left["device"] == "cuda:1"
+    assert left["worse_by"] > 1
     assert found["split"] == "8"
     assert found["fastest"]["decode_tok_s"] > found["placement"]["decode_tok_s"]
 
@@ -75,7 +84,7 @@ def test_without_a_device_is_the_plan_of_the_others() -> None:
 
 
 def test_one_more_device_is_one_with_the_same_figures() -> None:
-    asked = Asked("prompt", 256, 1, anew=False)
+    asked = Asked(Goal("prompt", 256, 1))
     both, alone = facts(Gpu(0, 1.0), Gpu(1, 1.0), asked=asked), facts(Gpu(0, 1.0), asked=asked)
     assert alone["with"][0]["prompt_tok_s"] == pytest.approx(both["fastest"]["prompt_tok_s"])
 
@@ -95,9 +104,73 @@ def test_the_split_makes_the_placement() -> None:
     assert [stage["layers"] for stage in again["placement"]["stages"]] == layers
 
 
-def test_nothing_fits_is_an_error_with_the_bytes() -> None:
-    with pytest.raises(OutOfMemoryError, match=r"no placement fits: the weights take \d+ bytes .* 1000 on cuda:0"):
+def test_nothing_fits_is_an_error_with_what_would_help() -> None:
+    size = facts(Gpu(0, 1.0))["fastest"]["stages"][0]["bytes"]
+    room = int(size / 0.94) + (1 << 20)
+    assert facts(Gpu(0, 1.0, free=room))["fastest"]["stages"]
+    with pytest.raises(
+        OutOfMemoryError, match=r"1000 on cuda:0 are free; with \d+ MiB more on cuda:0 one .*not even one"
+    ):
         facts(Gpu(0, 1.0, free=1000))
+    with pytest.raises(OutOfMemoryError, match="would fit") as caught:
+        facts(Gpu(0, 1.0, free=room), context=4096, asked=Asked(Goal("balanced", 64, 64)))
+    (context,) = re.findall(r"--max-ctx (\d+)", str(caught.value))
+    assert 256 <= int(context) < 4096
+    assert facts(Gpu(0, 1.0, free=room), context=int(context), asked=Asked(Goal("balanced", 64, 64)))["fastest"]
+    with pytest.raises(OutOfMemoryError):
+        facts(Gpu(0, 1.0, free=room), context=int(context) + 64, asked=Asked(Goal("balanced", 64, 64)))
+
+
+def test_a_device_that_is_not_there_is_planned_like_one_that_is() -> None:
+    size = facts(Gpu(0, 1.0))["fastest"]["stages"][0]["bytes"]
+    small = Gpu(0, 1.0, free=int(size * 0.8))
+    there = facts(small, Gpu(1, 1.0))
+    found = facts(small, asked=Asked(ASKED.goal, what_if=("cuda:0@1GiB",)))
+    assert [stage["device"] for stage in there["fastest"]["stages"]] == ["cuda:1"]
+    assert [stage["device"] for stage in found["fastest"]["stages"]] == ["cuda:0+1"]
+    assert found["fastest"]["prompt_tok_s"] == pytest.approx(there["fastest"]["prompt_tok_s"])
+    assert (found["what_if"], found["split"]) == (["cuda:0@1GiB"], None)
+    # Behind a slow link it costs more than it brings.
+    far = facts(Gpu(0, 1.0), asked=Asked(ASKED.goal, what_if=("cuda:0@1GiB,1.5,1e9",)))
+    assert [device["device"] for device in far["left_out"]] == ["cuda:0+1"]
+    assert far["left_out"][0]["worse_by"] > 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("h999@1GiB", "expected DEVICE@FREE with one of cuda:0"),
+        ("cuda:0", "expected DEVICE@FREE"),
+        ("cuda:0@much", "expected DEVICE@FREE"),
+        ("cuda:0@1GiB,-1,5", "expected DEVICE@FREE"),
+        ("cuda:0@1GiB,1", "expected DEVICE@FREE"),
+        ("cuda:0@1GiB,1,0", "expected DEVICE@FREE"),
+    ],
+)
+def test_a_device_that_cannot_be(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=f"--what-if {text}: {message}"):
+        facts(Gpu(0, 1.0), asked=Asked(ASKED.goal, what_if=(text,)))
+
+
+def test_goals_are_compared() -> None:
+    devices = Gpu(0, 1.0), Gpu(1, 0.9)
+    found = facts(*devices, asked=Asked(ASKED.goal, compare=True), layer_split=(1.0, 3.0))["compare"]
+    assert list(found) == ["memory", "shares", "decode", "prompt", "balanced"]
+    assert [stage["layers"] for stage in found["shares"]["stages"]] == [[0, 1], [2, 7]]
+    assert [stage["device"] for stage in found["memory"]["stages"]] == ["cuda:0", "cuda:1"]
+    for goal in ("decode", "prompt", "balanced"):
+        alone = facts(*devices, asked=Asked(Goal(goal, 128, 64)))["fastest"]  # type: ignore[arg-type]
+        assert found[goal] == {name: alone[name] for name in found[goal]}
+    assert found["decode"]["decode_tok_s"] >= found["memory"]["decode_tok_s"]
+
+
+def test_the_terms_of_a_layer_add_up_to_the_stage() -> None:
+    found = [facts(Gpu(0, 1.0), asked=Asked(ASKED.goal, layer=layer)) for layer in range(8)]
+    decode = sum(sum(layer["layer"]["cuda:0"]["decode"].values()) for layer in found)
+    # Beside its layers, the stage has the head and 1e-5 s of the step.
+    assert 1e-5 < found[0]["fastest"]["stages"][0]["decode_s"] - decode < 1e-3
+    with pytest.raises(UsageError, match="--explain-layer 8: the last layer is 7"):
+        facts(Gpu(0, 1.0), asked=Asked(ASKED.goal, layer=8))
 
 
 def command(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, str, str]:
@@ -109,17 +182,18 @@ def command(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, str, 
 def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Devices of this machine, measured with little work."""
     monkeypatch.setenv("CACHE_DIRECTORY", str(tmp_path))
-    monkeypatch.setattr(predicted_plan, "profile_of", profile_cache.profile_of)
+    monkeypatch.setattr(predicted_plan, "measured", fastest_placement.measured)
     monkeypatch.setattr(profile_cache, "HOST_PROFILE", ProfileSizes(1 << 16, 256, 32, (1, 32), 4, 1 << 12, 0.0, 64))
     return tmp_path / "profiles"
 
 
 def test_the_command_prints_both_placements(measured: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = "--devices", "cpu:0,cpu:1", "--prompt", "128"
+    flags = "--devices", "cpu:0,cpu:1", "--optimize-prompt", "128"
     status, out, _ = command(capsys, *flags)
     assert status == 0
+    command(capsys, *flags, "--compare", "--explain-layer", "3")
     for expected in (
-        "the placement of luce serve",
+        "the placement by free memory",
         "0..",
         "cpu:1",
         "tok/s",
@@ -142,10 +216,10 @@ def test_the_command_prints_both_placements(measured: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--prompt", "257"], "--prompt 257: --max-ctx is 256"),
-        (["--prompt", "0"], "--prompt: expected an integer"),
-        (["--reply", "many"], "--reply: expected an integer"),
-        (["--optimize", "memory"], "--optimize"),
+        (["--optimize-prompt", "0"], "--optimize-prompt: expected an integer"),
+        (["--optimize", "speed"], "--optimize"),
+        (["--explain-layer", "first"], "--explain-layer first: expected an integer"),
+        (["--what-if", "x"], "--what-if x: expected DEVICE@FREE with one of cpu:0"),
     ],
 )
 def test_refused_flags(measured: Path, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,6 +232,6 @@ def test_kvflash_of_the_environment_is_refused(
     measured: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LUCE_KVFLASH", "512")
-    status, _, err = command(capsys, "--prompt", "128")
+    status, _, err = command(capsys)
     assert status == 2
     assert "--kvflash: luce plan" in err

@@ -186,3 +186,43 @@ def test_a_stronger_origin_that_names_devices_replaces_the_placement(tmp_path: P
     both = "LUCE_TARGET_DEVICE cpu:0 and LUCE_TARGET_DEVICES cpu:1,cpu:2: give only one of them"
     with pytest.raises(UsageError, match=f"^{both}$"):
         resolve({}, env={"LUCE_TARGET_DEVICE": "cpu:0", "LUCE_TARGET_DEVICES": "cpu:1,cpu:2"})
+
+
+TWO = {"target_devices": "cuda:0,cuda:1"}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {**TWO, "optimize": "decode", "target_layer_split": "1,2"},
+            "--optimize decode: not with --target-layer",
+        ),
+        (
+            {**TWO, "optimize": "memory", "target_layer_split": "1,2"},
+            "--optimize memory: not with --target-layer",
+        ),
+        ({**TWO, "optimize": "decode", "kvflash": "512"}, "--optimize decode: not with --kvflash"),
+        ({**TWO, "pin_devices": "true"}, "--pin-devices: requires --optimize"),
+        ({"pin_devices": "true", "optimize": "decode"}, "--pin-devices: requires --target-devices"),
+    ],
+)
+def test_goals_that_cannot_be(given: dict[str, str], message: str) -> None:
+    assert message in refusal(**given)
+
+
+@pytest.mark.parametrize(
+    ("text", "margins"),
+    [
+        ("2GiB", (("", 2 << 30),)),
+        ("cuda:0=1GiB,512", (("cuda:0", 1 << 30), ("", 512 << 20))),
+        ("1GiB,2GiB", (("", 2 << 30),)),
+    ],
+)
+def test_margins(text: str, margins: tuple[tuple[str, int], ...]) -> None:
+    assert settings(device_margin=text).device_margin == margins
+
+
+@pytest.mark.parametrize("text", ["", "cuda:0=", "=1GiB", "gpu=1GiB", "1GiB,", "cuda:0=-1"])
+def test_refused_margins(text: str) -> None:
+    assert "--device-margin" in refusal(device_margin=text)

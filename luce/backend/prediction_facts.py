@@ -1,0 +1,96 @@
+"""A prediction as facts for JSON and as a line for logs: `luce plan`, `GET /props` and metrics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from luce.planner.prediction import Prediction, limit
+from luce.planner.problem import Problem
+from luce.profiles.profile import DeviceProfile
+
+
+@dataclass(frozen=True)
+class PredictedPlan:
+    """How fast the placement of a model is."""
+
+    problem: Problem
+    prediction: Prediction
+    #: the figures that it rests on, by device
+    profiles: Mapping[str, DeviceProfile]
+    #: it is the fastest one by a coarse search
+    near: bool = False
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """See prediction_facts; and `optimize`, `load`, `left_out`, `near`, and `profiles` (see profile_facts)."""
+        used = {shard.shard.device for shard in self.prediction.shards}
+        return {
+            "optimize": self.problem.objective,
+            "load": load_facts(self.problem),
+            **prediction_facts(self.prediction),
+            "left_out": [device.name for device in self.problem.devices if device.name not in used],
+            "near": self.near,
+            "profiles": {name: profile_facts(profile) for name, profile in self.profiles.items()},
+        }
+
+    @property
+    def text(self) -> str:
+        """The placement with its speed."""
+        facts = self.facts
+        stages = (f"{stage['device']} layers {stage['layers'][0]}..{stage['layers'][1]}" for stage in facts["stages"])
+        left = f"; left out: {', '.join(facts['left_out'])}" if facts["left_out"] else ""
+        return (
+            f"placement for {facts['optimize']}: {', '.join(stages)}; predicted: decode {facts['decode_tok_s']:.1f} "
+            f"tok/s, prompts {facts['prompt_tok_s']:.0f} tok/s{left}"
+        )
+
+
+def load_facts(problem: Problem) -> dict[str, int]:
+    """What is predicted: sequences, and tokens of context, prompt and reply."""
+    return {name: getattr(problem.load, name) for name in ("sequences", "context", "prompt", "reply")}
+
+
+def prediction_facts(prediction: Prediction) -> dict[str, Any]:
+    """Times are in seconds, sizes in bytes.
+
+    stages  device, layers (first, last), bytes, decode_s of a decoding step, piece_s of a piece of a prompt, and what
+            limits each (limit, piece_limit)
+    links   between them, with bytes per token, decode_s and piece_s
+    decode_tok_s, prompt_tok_s, and the pieces of a prompt with their rows
+    """
+    stages = [
+        {
+            "device": stage.shard.device,
+            "layers": [stage.shard.layers.start, stage.shard.layers.stop - 1],
+            "offloaded": stage.shard.offloaded,
+            "bytes": stage.bytes,
+            "decode_s": stage.decode.total,
+            "limit": limit(stage.decode),
+            "piece_s": stage.piece.total,
+            "piece_limit": limit(stage.piece),
+        }
+        for stage in prediction.shards
+    ]
+    links = [
+        {
+            "from": link.before,
+            "to": link.behind,
+            "bytes_per_token": link.row_bytes,
+            "decode_s": link.decode,
+            "piece_s": link.piece,
+        }
+        for link in prediction.links
+    ]
+    rates = {"decode_tok_s": prediction.decode_rate, "prompt_tok_s": prediction.prompt_rate}
+    return {"stages": stages, "links": links, **rates, "pieces": prediction.pieces, "rows": prediction.rows}
+
+
+def profile_facts(profile: DeviceProfile) -> dict[str, Any]:
+    """Seconds since the measurement (age_s), types of weights whose figures are noisy, and the ratio by which servers'
+    own times correct it (observed, None without)."""
+    noisy = [name for name, figures in profile.formats.items() if figures.noisy]
+    observed = None if profile.observed is None else profile.observed.ratio
+    return {"age_s": max(0.0, time.time() - profile.measured), "noisy": noisy, "observed": observed}

@@ -1,0 +1,146 @@
+"""The fastest placement of a model: figures that are stored, measured, or missing, and what then fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from luce.backend import fastest_placement
+from luce.backend.fastest_placement import Goal, ModelOnDevices, choose, known_plan, measured
+from luce.backend.placement import plan_shards
+from luce.backend.serving_options import Claim, ServingOptions
+from luce.config.resolve import resolve
+from luce.errors import DeviceError, OutOfMemoryError
+from luce.gguf.reader import open_gguf
+from luce.models.keys import Source
+from luce.models.registry import read_spec
+from luce.profiles.profile import DeviceProfile, FormatProfile, LinkProfile
+from luce.runtime.device import Device
+from luce.runtime.host import HostDevice
+from tests.support.reference import Reference
+from tests.support.sized_device import GIB, Sized
+
+MODEL = Reference("qwen3-a-F32").path
+SPEEDS = {"cuda:0": 1.0, "cuda:1": 0.01, "cuda:2": 0.9}
+
+
+def profile(device: Device) -> DeviceProfile:
+    speed = SPEEDS.get(str(device.name), 0.1)
+    figures = FormatProfile(1e9 * speed, {1: 1e9 * speed, 512: 1e10 * speed}, None, 0.1, False)
+    return DeviceProfile(str(device.name), "x", 0.0, 1e-5, 1e-6, LinkProfile(1e-6, 1e9), {"F32": figures})
+
+
+@pytest.fixture
+def stored(monkeypatch: pytest.MonkeyPatch) -> dict[str, DeviceProfile]:
+    """The profiles that are stored, by device; measuring makes those of `profile`."""
+    known: dict[str, DeviceProfile] = {}
+
+    def measure(device: Device, types: Any, **how: Any) -> DeviceProfile:
+        how["how"].on_figure(str(device.name))
+        return profile(device)
+
+    monkeypatch.setattr(fastest_placement, "stored_profile", lambda device, types, **how: known.get(str(device.name)))
+    monkeypatch.setattr(fastest_placement, "profile_of", measure)
+    return known
+
+
+@pytest.fixture
+def model() -> Iterator[Any]:
+    with open_gguf(MODEL) as file:
+        spec = read_spec(Source(str(file.paths[0]), file.metadata, file.tensors))
+
+        def made(*devices: Device, **options: Any) -> ModelOnDevices:
+            return ModelOnDevices(file, spec, devices, ServingOptions(context=256, chunk=64, **options))
+
+        yield made
+
+
+def silent(figure: str) -> None:
+    """For callers that look at no progress."""
+
+
+def test_a_slow_device_is_left_out_and_the_order_is_changed(stored: dict[str, DeviceProfile], model: Any) -> None:
+    both = model(Sized("cuda:1", GIB), Sized("cuda:0", GIB))
+    found = choose(both, Goal("decode"), 10, silent)
+    assert (found.devices, found.layers) == (("cuda:0",), (range(len(both.spec.layers)),))
+    assert found.plan.facts["left_out"] == ["cuda:1"]
+    assert "left out: cuda:1" in found.plan.text
+    pinned = choose(both, Goal("decode", pinned=True), 10, silent)
+    assert pinned.devices == ("cuda:1", "cuda:0")
+    # As few layers as possible on the slow one.
+    assert pinned.layers[0] == range(1)
+
+
+def test_what_is_found_fits_as_it_is_loaded(stored: dict[str, DeviceProfile], model: Any) -> None:
+    whole = plan_shards(*vars(model(Sized("cuda:0", GIB))).values())[0].needed
+    # Within a few bytes, a device holds a layer less or more.
+    for free in range(int(whole * 0.6), int(whole * 0.7), 1009):
+        both = model(Sized("cuda:0", free), Sized("cuda:2", GIB))
+        found = choose(both, Goal("decode", pinned=True), 10, silent)
+        options = ServingOptions(context=256, chunk=64, layers=found.layers)
+        assert all(shard.fits for shard in plan_shards(both.file, both.spec, both.devices, options))
+
+
+def test_claims_and_margins_are_left_free(stored: dict[str, DeviceProfile], model: Any) -> None:
+    device = Sized("cuda:0", GIB)
+    assert choose(model(device), Goal("decode"), 10, silent).devices == ("cuda:0",)
+    with pytest.raises(OutOfMemoryError, match="no placement fits"):
+        choose(model(device, claims=(Claim(device, GIB - 1000),)), Goal("decode"), 10, silent)
+    device.margin = GIB - 1000
+    with pytest.raises(OutOfMemoryError, match="no placement fits"):
+        choose(model(device), Goal("decode"), 10, silent)
+
+
+def test_devices_without_figures_are_measured_in_turn(stored: dict[str, DeviceProfile], model: Any) -> None:
+    devices = Sized("cuda:0", GIB), Sized("cuda:1", GIB)
+    stored["cuda:1"] = profile(devices[1])
+    told: list[str] = []
+    assert set(measured(model(*devices), on_figure=told.append)) == {"cuda:0", "cuda:1"}
+    assert told == ["cuda:0"]
+    told.clear()
+    measured(model(*devices), anew=True, on_figure=told.append)
+    assert told == ["cuda:0", "cuda:1"]
+    with pytest.raises(DeviceError, match=r"cuda:0: not measured within 0 s \(--measure-budget\)"):
+        measured(model(*devices), seconds=0)
+    stored["cuda:0"] = profile(devices[0])
+    assert measured(model(*devices), seconds=0).keys() == {"cuda:0", "cuda:1"}
+
+
+def test_devices_of_daemons_are_not_measured(stored: dict[str, DeviceProfile], model: Any) -> None:
+    class Remote(HostDevice):
+        remote = True
+
+    with pytest.raises(DeviceError, match="cpu:0: a daemon's device"):
+        measured(model(Remote()))
+
+
+def test_a_placement_is_predicted_where_all_devices_have_figures(stored: dict[str, DeviceProfile], model: Any) -> None:
+    devices = Sized("cuda:0", GIB), Sized("cuda:1", GIB)
+    goal = Goal("balanced")
+    assert known_plan(model(*devices), goal) is None
+    stored.update({str(device.name): profile(device) for device in devices})
+    plan = known_plan(model(*devices), goal)
+    assert plan is not None
+    planned = plan_shards(*vars(model(*devices)).values())
+    assert [shard.shard.layers for shard in plan.prediction.shards] == [shard.layers for shard in planned]
+    assert plan.facts["profiles"]["cuda:0"]["noisy"] == []
+    assert known_plan(model(Sized("cuda:0", 1000)), goal) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "objective"),
+    [
+        ({}, None),
+        ({"target_devices": "auto"}, "balanced"),
+        ({"target_devices": "cuda:0,cuda:1"}, None),
+        ({"target_devices": "auto", "optimize": "memory"}, None),
+        ({"target_devices": "cuda:0,cuda:1", "optimize": "decode"}, "decode"),
+        ({"target_devices": "auto", "target_layer_split": "1,2"}, None),
+        ({"target_devices": "auto", "kvflash": "512"}, None),
+    ],
+)
+def test_the_goal_of_settings(given: dict[str, str], objective: str | None) -> None:
+    goal = Goal.of(resolve(given, env={}))
+    assert (None if goal is None else goal.objective) == objective
