@@ -30,7 +30,7 @@ from luce.kvcache.disk.stats import DiskStats
 from luce.models.registry import FAMILIES
 from luce.ops.weight import KERNEL_TYPES
 from luce.remote import messages
-from luce.server import messages_request, responses_request, schema
+from luce.server import messages_request, native_request, responses_request, schema
 from luce.server.native_request import InfillRequest, NativeRequest
 from tests.support.http_server import running
 from tests.support.scorers import ScriptedScorer
@@ -269,6 +269,38 @@ def test_fields_of_requests_are_in_the_section_of_their_endpoint(heading: str) -
     named = parts(found[heading] + shared + page("prefix-cache") + page("structured-output"))
     for kind in REQUESTS[heading]:
         assert nested(msgspec.inspect.type_info(kind), set()) - named == set()
+
+
+#: of a body in pieces: those that are checked one by one
+ITEMS = {
+    "Responses": (
+        responses_request.MessageItem,
+        responses_request.ReasoningItem,
+        responses_request.FunctionCallItem,
+        responses_request.CustomCallItem,
+        responses_request.LocalShellCallItem,
+        responses_request.OutputItem,
+        responses_request.FunctionTool,
+        responses_request.CustomTool,
+        responses_request.NamespaceTool,
+    )
+}
+
+
+def test_fields_of_items_and_tools_are_in_the_section_of_their_endpoint() -> None:
+    for heading, kinds in ITEMS.items():
+        for kind in kinds:
+            assert nested(msgspec.inspect.type_info(kind), set()) - parts(sections()[heading]) == set(), kind
+
+
+def test_no_body_of_a_request_is_left_out_of_the_page() -> None:
+    seen: set[type] = set()
+    for kind in (*sum((*REQUESTS.values(), *ITEMS.values()), ()), schema.TokenizeRequest, schema.NamedModel):
+        nested(msgspec.inspect.type_info(kind), seen)
+    reached = {base for kind in seen for base in kind.__mro__}
+    for module in (schema, responses_request, messages_request, native_request):
+        kinds = {kind for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, msgspec.Struct)}
+        assert kinds - reached == set(), module.__name__
 
 
 def test_tokenize_takes_what_the_page_says() -> None:
