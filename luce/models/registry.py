@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from luce.errors import UnsupportedError
 from luce.gguf.metadata import shown
@@ -77,18 +77,36 @@ FAMILIES: dict[str, Callable[[Source], ModelSpec]] = {
     "starcoder2": starcoder2.spec,
 }
 
+#: what Luce has no code for, of architectures whose files people have
+MISSING: Mapping[str, str] = {
+    "falcon-h1": "Mamba-2 states, and attention beside them in one layer",
+    "gemma3n": "AltUp, which keeps four streams, LAuReL, and activations of which only the largest count",
+    "granitehybrid": "Mamba-2 states",
+    "hunyuan-dense": "norms of query and key heads behind their rotation",
+    "hunyuan-moe": "norms of query and key heads behind their rotation",
+    "jamba": "Mamba states",
+    "kimi-linear": "Kimi Delta Attention",
+    "mamba": "Mamba states",
+    "mamba2": "Mamba-2 states",
+    "nemotron_h": "Mamba-2 states, and layers of one part",
+    "nemotron_h_moe": "Mamba-2 states, layers of one part, and experts without gates",
+    **dict.fromkeys(("bert", "jina-bert-v2", "modern-bert", "nomic-bert", "nomic-bert-moe"), "embedding models"),
+    **dict.fromkeys(("t5", "t5encoder"), "encoders"),
+    "clip": "projectors of images",
+}
+
 
 def read_spec(source: Source) -> ModelSpec:
-    """The spec of a file. Raises UnsupportedError naming the architecture if Luce does not support it, or for a file
-    without tensors."""
+    """The spec of a file. Raises UnsupportedError naming the architecture if Luce does not support it, with what is
+    missing where that is known, or for a file without tensors."""
     if not source.tensors:
         raise UnsupportedError(f"{source.path}: holds a vocabulary but no tensors: there is no model to run")
     family = FAMILIES.get(source.architecture)
     if family is None:
-        known = ", ".join(sorted(FAMILIES))
-        raise UnsupportedError(
-            f"{source.path}: general.architecture {shown(source.architecture)} is not supported; Luce runs {known}"
-        )
+        why = MISSING.get(source.architecture)
+        rest = f": Luce has no code for {why}" if why else f"; Luce runs {', '.join(sorted(FAMILIES))}"
+        name = shown(source.architecture)
+        raise UnsupportedError(f"{source.path}: general.architecture {name} is not supported{rest}")
     spec = family(source)
     check_shapes(source, spec)
     return spec
