@@ -9,7 +9,7 @@ their threads.
     kv_page         keys and values of a page to float32, and rows to the pools' types
     deltanet        gated DeltaNet between its products
     vectors         vectors of 16 lanes in compiled code; vector_rows: one for each of several rows of x; narrow:
-                    numbers of 8 and 16 bits
+                    numbers of 8 and 16 bits; gather: elements of a table
     lowering        the LLVM instructions behind vectors
     thread_pool     threads that share a kernel's parts
     jit             decorators of compiled functions, and the folder that keeps their machine code

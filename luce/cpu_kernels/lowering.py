@@ -53,16 +53,6 @@ def save(builder: Any, value: Any, address: Any, align: int = 4) -> None:
     builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=align)
 
 
-def gathered(builder: Any, table: Any, places: Any, kind: Any) -> Any:
-    """16 elements of a table. Load by load, which every CPU has: a gathering instruction is one on few."""
-    found = ir.Constant(ir.VectorType(kind, LANES), ir.Undefined)
-    for lane in range(LANES):
-        place = builder.zext(builder.extract_element(places, ir.Constant(I32, lane)), I64)
-        address = builder.add(table, builder.mul(place, ir.Constant(I64, kind.width // 8)))
-        found = builder.insert_element(found, load(builder, address, kind, align=4), ir.Constant(I32, lane))
-    return found
-
-
 def call(builder: Any, name: str, result: Any, *args: Any) -> Any:
     kind = ir.FunctionType(result, [arg.type for arg in args])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)

@@ -11,8 +11,9 @@ import numpy as np
 from gguf import GGMLQuantizationType, quants
 
 from luce.cpu_kernels.dimensions import SCALES
+from luce.cpu_kernels.gather import gather_pairs, gather_two
 from luce.cpu_kernels.jit import compiled, inlined
-from luce.cpu_kernels.vectors import column, gather, gather_pairs, halves, splat, splat_float, store, to_floats
+from luce.cpu_kernels.vectors import column, halves, splat, splat_float, store, to_floats
 
 _T = GGMLQuantizationType
 IQ1_S, IQ1_M, IQ3_XXS, IQ3_S = (int(t) for t in (_T.IQ1_S, _T.IQ1_M, _T.IQ3_XXS, _T.IQ3_S))
@@ -125,7 +126,7 @@ def unpack_iq3_xxs(weights, stride, to):
             indices = column(weights + 2 + group * 8 + half * 4, stride)
             for i in range(2):
                 own = indices >> (i * 16)
-                pair = gather(grid, own & 255), gather(grid, (own >> 8) & 255)
+                pair = gather_two(grid, own & 255, (own >> 8) & 255)
                 into = to + group * 512 + half * 256 + i * 128
                 _store_signed(pair, _even(signs >> (half * 14 + i * 7)), into)
         store(to + SCALES + group * 64, scale * _odd(signs >> 28))
@@ -144,7 +145,7 @@ def unpack_iq3_s(weights, stride, to):
                 first = (own & 255) | ((ninths & 1) << 8)
                 second = ((own >> 8) & 255) | ((ninths & 2) << 7)
                 into = to + group * 512 + half * 256 + i * 128
-                _store_signed((gather(grid, first), gather(grid, second)), signs >> (half * 16 + i * 8), into)
+                _store_signed(gather_two(grid, first, second), signs >> (half * 16 + i * 8), into)
         store(to + SCALES + group * 64, scale * _odd((scales >> (group * 4)) & 15))
 
 

@@ -27,7 +27,6 @@ from luce.cpu_kernels.lowering import (
     all_lanes,
     call,
     fused,
-    gathered,
     join,
     load,
     save,
@@ -221,29 +220,6 @@ def look_up(typing: Any, nibbles: Any, low: Any, high: Any) -> Any:
         return builder.bitcast(join(builder, low, high), INT_LANES)
 
     return INTS(INTS, types.int64, types.int64), make
-
-
-@intrinsic
-def gather(typing: Any, table: Any, places: Any) -> Any:
-    """The int32 at these places of a table at an address."""
-
-    def make(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return gathered(builder, args[0], args[1], I32)
-
-    return INTS(types.int64, INTS), make
-
-
-@intrinsic
-def gather_pairs(typing: Any, table: Any, places: Any) -> Any:
-    """The pairs of int32 at these places of a table at an address: the first of each, and the second."""
-    kind = types.containers.UniTuple(INTS, 2)
-
-    def make(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pairs = builder.bitcast(gathered(builder, args[0], args[1], I64), ir.VectorType(I32, 2 * LANES))
-        halves = [shuffle(builder, pairs, pairs, list(range(half, 2 * LANES, 2))) for half in (0, 1)]
-        return context.make_tuple(builder, kind, halves)
-
-    return kind(types.int64, INTS), make
 
 
 @intrinsic
