@@ -22,6 +22,7 @@ from luce.engine.events import FinishReason
 from luce.errors import BackendError, DeviceError, OutOfMemoryError
 from luce.gguf.reader import GGUFFile, open_gguf
 from luce.models.spec import ModelSpec
+from luce.runtime.cpu import CpuDevice
 from luce.runtime.device import Array, CopyStream, Device, DeviceName, Event, Memory
 from luce.runtime.host import HostCopyStream, HostDevice, HostEvent
 from luce.shard.pipeline import Pipeline
@@ -217,10 +218,9 @@ def test_a_step_that_fails_without_a_waiting_call(
 class Meeting(HostDevice):
     """A host on which the work on one step begins only when another device's on another step does."""
 
-    def __init__(self, index: int, barrier: threading.Barrier, step: int) -> None:
-        super().__init__(index)
-        self._barrier = barrier
-        self._left = step
+    def meet(self, barrier: threading.Barrier, step: int) -> Meeting:
+        self._barrier, self._left = barrier, step
+        return self
 
     def record(self, *, timing: bool = False) -> Event:
         # Once before a step's work and once after it.
@@ -230,13 +230,20 @@ class Meeting(HostDevice):
         return super().record(timing=timing)
 
 
+class CompiledMeeting(Meeting, CpuDevice):
+    """The same with compiled kernels, whose threads all such devices share."""
+
+
 @pytest.mark.parametrize("step", [1, 2])
-def test_shards_work_side_by_side(file: GGUFFile, spec: ModelSpec, step: int) -> None:
+@pytest.mark.parametrize(("plain", "kind"), [(HostDevice, Meeting), (CpuDevice, CompiledMeeting)])
+def test_shards_work_side_by_side(
+    file: GGUFFile, spec: ModelSpec, plain: type[HostDevice], kind: type[Meeting], step: int
+) -> None:
     with ExitStack() as stack:
-        alone = LayerSplitBackend(file, spec, [HostDevice()], ServingOptions(context=256, microbatch=64))
+        alone = LayerSplitBackend(file, spec, [plain()], ServingOptions(context=256, microbatch=64))
         stack.callback(alone.close)
         barrier = threading.Barrier(2)
-        devices = [Meeting(0, barrier, 2 * step), Meeting(1, barrier, 0)]
+        devices = [kind(0).meet(barrier, 2 * step), kind(1).meet(barrier, 0)]
         backend = LayerSplitBackend(file, spec, devices, ServingOptions(context=256, microbatch=64))
         stack.callback(backend.close)
         one, two = Driver(alone), Driver(backend)
@@ -252,7 +259,7 @@ def test_steps_of_a_prompt_go_side_by_side(file: GGUFFile, spec: ModelSpec) -> N
         alone = LayerSplitBackend(file, spec, [HostDevice()], ServingOptions(context=256))
         stack.callback(alone.close)
         barrier = threading.Barrier(2)
-        devices = [Meeting(0, barrier, 2), Meeting(1, barrier, 0)]
+        devices = [Meeting(0).meet(barrier, 2), Meeting(1).meet(barrier, 0)]
         backend = LayerSplitBackend(file, spec, devices, ServingOptions(context=256))
         stack.callback(backend.close)
         replies = []
