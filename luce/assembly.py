@@ -51,6 +51,7 @@ from luce.runtime.host import host_memory
 from luce.runtime.open import total_memory
 from luce.text.call_check import call_mismatch
 from luce.text.chat import ChatFormat
+from luce.text.collector import COLLECTOR_OFF
 from luce.text.effort import check_default
 from luce.text.retokenize import Retokenizer
 from luce.text.template import ChatTemplate
@@ -160,14 +161,16 @@ def open_model(path: Path, config: Config, on_progress: Callable[[float], None] 
     The model has no drafter if the file of --draft is missing or refused, or if there is no memory for it;
     EngineStats.draft has the reason.
     """
-    try:
-        return _open_model(path, config, on_progress)
-    except _DrafterError as error:
-        reason = str(error)
-    _warn_without_drafter(reason)
-    scorer = config.kvflash_drafter or config.draft
-    without = dataclasses.replace(config, draft="", ddtree=False, kvflash_drafter=scorer)
-    return _open_model(path, without, on_progress, no_drafter_reason=reason)
+    # A vocabulary is hundreds of thousands of objects, of which none is garbage.
+    with COLLECTOR_OFF:
+        try:
+            return _open_model(path, config, on_progress)
+        except _DrafterError as error:
+            reason = str(error)
+        _warn_without_drafter(reason)
+        scorer = config.kvflash_drafter or config.draft
+        without = dataclasses.replace(config, draft="", ddtree=False, kvflash_drafter=scorer)
+        return _open_model(path, without, on_progress, no_drafter_reason=reason)
 
 
 def _warn_without_drafter(reason: str) -> None:

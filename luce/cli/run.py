@@ -15,8 +15,7 @@ from luce.cli import options, progress
 from luce.cli.arguments import LOADED, add_json, add_model, add_reply, add_settings, settings
 from luce.cli.markdown import MarkdownWriter, PlainThoughts, PlainWriter, ThoughtWriter
 from luce.cli.pull import fetch
-from luce.cli.repl.attachments import path_of
-from luce.cli.repl.commands import schema_format
+from luce.cli.repl.attachments import path_of, schema_format
 from luce.cli.repl.model_replier import ModelReply, reasoning_request, template_variables
 from luce.cli.repl.replier import Request, Thinking
 from luce.config.environment import environment

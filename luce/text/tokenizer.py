@@ -173,6 +173,8 @@ def _unspelled() -> dict[str, int]:
 
 
 _UNSPELLED = _unspelled()
+# For str.translate: each character as the one of its byte in Latin-1. Latin-1 has none for U+FFFF.
+_UNSPELL = dict.fromkeys(range(256), "\uffff") | {ord(c): chr(byte) for c, byte in _UNSPELLED.items()}
 
 
 class Cutter:
@@ -348,7 +350,10 @@ class Tokenizer:
         if kind == USER_DEFINED:
             return text.encode()
         if self._spelled:
-            return b"".join(bytes([_UNSPELLED[c]]) if c in _UNSPELLED else c.encode() for c in text)
+            try:
+                return text.translate(_UNSPELL).encode("latin-1")
+            except UnicodeEncodeError:
+                return b"".join(bytes([_UNSPELLED[c]]) if c in _UNSPELLED else c.encode() for c in text)
         return text.replace(_SPACE, " ").encode()
 
     def token_text(self, token: int) -> str:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import glob
 import stat
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from luce.cli.repl.turn import Interrupt
 from luce.config import values
@@ -94,3 +97,14 @@ def run_command(command: str, show: Callable[[str], None]) -> tuple[Attachment, 
             status = None
     text = b"".join(lines).decode(errors="replace")
     return Attachment(f"!{command}", f"$ {command}\n{text}"), None if interrupt.pressed else status
+
+
+def schema_format(path: Path, origin: str) -> Mapping[str, Any]:
+    """OpenAI's `response_format` for a file that holds a JSON schema. Raises UsageError that begins with `origin`."""
+    try:
+        schema = msgspec.json.decode(read_file(path, origin).text)
+    except msgspec.DecodeError as error:
+        raise UsageError(f"{origin} {path}: {error}") from None
+    if not isinstance(schema, dict):
+        raise UsageError(f"{origin} {path}: expected a JSON schema, which is an object")
+    return {"type": "json_schema", "json_schema": {"name": "reply", "strict": True, "schema": schema}}

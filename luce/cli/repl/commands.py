@@ -10,14 +10,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from rich.table import Table
 
 from luce.cli import options
 from luce.cli.markdown import printable
 from luce.cli.repl import conversation as files
 from luce.cli.repl import show
-from luce.cli.repl.attachments import ASK_BYTES, MOST_BYTES, file_size, matches, path_of, read_file, run_command
+from luce.cli.repl.attachments import (
+    ASK_BYTES,
+    MOST_BYTES,
+    file_size,
+    matches,
+    path_of,
+    read_file,
+    run_command,
+    schema_format,
+)
 from luce.cli.repl.input import CommandCompleter
 from luce.cli.repl.replier import THINK, Request
 from luce.cli.repl.session import Session
@@ -148,17 +156,6 @@ def response_format(value: str, origin: str) -> Mapping[str, Any] | None:
     if value == "json":
         return {"type": "json_object"}
     return schema_format(path_of(value, origin), origin)
-
-
-def schema_format(path: Path, origin: str) -> Mapping[str, Any]:
-    """OpenAI's `response_format` for a file that holds a JSON schema. Raises UsageError that begins with `origin`."""
-    try:
-        schema = msgspec.json.decode(read_file(path, origin).text)
-    except msgspec.DecodeError as error:
-        raise UsageError(f"{origin} {path}: {error}") from None
-    if not isinstance(schema, dict):
-        raise UsageError(f"{origin} {path}: expected a JSON schema, which is an object")
-    return {"type": "json_schema", "json_schema": {"name": "reply", "strict": True, "schema": schema}}
 
 
 def _switch(session: Session, name: str, value: str) -> None:
