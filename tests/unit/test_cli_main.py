@@ -357,6 +357,17 @@ def test_inspect_against_the_gguf_package(capsys: pytest.CaptureFixture[str]) ->
     assert facts["tokenizer"]["pre"] == reader.fields["tokenizer.ggml.pre"].contents()
     assert facts["chat_template"] is True
     assert facts["dialect"]["reasoning"] == {"open": "<think>", "close": "</think>"} and facts["dialect"]["notes"]
+    assert facts["dialect"]["calls"]["mismatch"] is None
+
+
+def test_inspect_says_that_a_call_is_not_read_back(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    why = "of one call that the chat template writes, 0 are found"
+    monkeypatch.setattr("luce.cli.inspect.call_mismatch", lambda chat: why if chat.template is not None else None)
+    assert inspected(capsys, str(MODEL))["dialect"]["calls"]["mismatch"] == why
+    assert main(["inspect", str(MODEL)]) == 0
+    assert why in " ".join(capsys.readouterr().out.split())
 
 
 def test_inspect_plan(capsys: pytest.CaptureFixture[str]) -> None:
