@@ -78,24 +78,21 @@ def _dot_avx512(builder: Any, total: Any, weight: Any, x: Any) -> Any:
     return call(builder, "llvm.x86.avx512.vpdpbusd.512", INT_LANES, total, weight, x)
 
 
-def _dot_halves(name: str) -> Callable[..., Any]:
+def _dot_parts(name: str, ints: int) -> Callable[..., Any]:
+    """By an instruction for registers of `ints` lanes."""
+
     def dot(builder: Any, total: Any, weight: Any, x: Any) -> Any:
         parts = []
-        for first in (0, 8):
-            ints, data = range(first, first + 8), range(first * 4, first * 4 + 32)
-            own = shuffle(builder, total, total, list(ints))
-            a, b = (shuffle(builder, each, each, list(data)) for each in (weight, x))
+        for first in range(0, LANES, ints):
+            places, bytes_of = (list(range(first * size, (first + ints) * size)) for size in (1, 4))
+            own = shuffle(builder, total, total, places)
+            a, b = (shuffle(builder, each, each, bytes_of) for each in (weight, x))
             parts.append(call(builder, name, own.type, own, a, b))
-        return join(builder, parts[0], parts[1])
+        while len(parts) > 1:
+            parts = [join(builder, low, high) for low, high in zip(parts[::2], parts[1::2], strict=True)]
+        return parts[0]
 
     return dot
-
-
-def _dot_arm(builder: Any, total: Any, weight: Any, x: Any) -> Any:
-    # Bytes of weights are below 128 but for the types whose bytes use all bits, which usdot takes as unsigned.
-    wide = ir.VectorType(I32, 4 * LANES)
-    products = builder.mul(builder.zext(weight, wide), builder.sext(x, wide))
-    return call(builder, "llvm.vector.partial.reduce.add.v16i32.v64i32", INT_LANES, total, products)
 
 
 def _dot_words(builder: Any, total: Any, weight: Any, x: Any) -> Any:
@@ -123,17 +120,16 @@ def _dot_plain(builder: Any, total: Any, weight: Any, x: Any) -> Any:
     return total
 
 
-def _choose_dot() -> tuple[str, Callable[..., Any]]:
-    if FEATURES.get("avx512vnni"):
-        return "AVX-512 VNNI", _dot_avx512
-    if FEATURES.get("avxvnni"):
-        return "AVX-VNNI", _dot_halves("llvm.x86.avx512.vpdpbusd.256")
-    if FEATURES.get("avx2"):
-        return "AVX2", _dot_words
-    if FEATURES.get("i8mm"):
-        return "Arm i8mm", _dot_arm
-    return "no byte products", _dot_plain
+#: the ways to sum four products of bytes, by the instructions that do it: the CPU's feature (empty: none is needed) and
+#: the function of (builder, total, weight, x)
+DOTS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "AVX-512 VNNI": ("avx512vnni", _dot_avx512),
+    "AVX-VNNI": ("avxvnni", _dot_parts("llvm.x86.avx512.vpdpbusd.256", 8)),
+    "AVX2": ("avx2", _dot_words),
+    "Arm i8mm": ("i8mm", _dot_parts("llvm.aarch64.neon.usdot.v4i32.v16i8", 4)),
+    "no byte products": ("", _dot_plain),
+}
 
-
-#: the instructions that sum four products of bytes
-INSTRUCTIONS, dot = _choose_dot()
+#: the instructions that sum four products of bytes here
+INSTRUCTIONS = next(name for name, (feature, _) in DOTS.items() if not feature or FEATURES.get(feature))
+dot = DOTS[INSTRUCTIONS][1]
