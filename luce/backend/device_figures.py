@@ -86,6 +86,7 @@ def device_figures(
         expand=expand,
         state_read=None if profile.state_read is None else profile.state_read / slower,
         gather=gather,
+        routing=profile.routing * slower,
     )
 
 

@@ -52,6 +52,8 @@ class DeviceFigures:
     expand: float = 1.0
     #: bytes of keys, values and recurrent states per second; None: as `read`
     state_read: float | None = None
+    #: seconds of choosing a layer's experts and adding their results, beside launches
+    routing: float = 0.0
     #: bytes that are left to others; None: the problem's share of what is free
     margin: int | None = None
     #: by the number of rows, rising, the share of `read` and `rates` that routed experts reach; empty: all of it

@@ -96,7 +96,7 @@ def expert_time(device: DeviceFigures, experts: ExpertWork, rows: int) -> Second
     touched = 1 - (1 - experts.used / experts.count) ** rows
     slower = 1 / at_rows(device.gather, rows) if device.gather else 1.0
     product = product_time(device, rows, touched * experts.bytes * slower, experts.used * experts.macs * slower)
-    return product + Seconds(launches=device.launch * experts.launches)
+    return product + Seconds(launches=device.launch * experts.launches + device.routing)
 
 
 def layer_time(device: DeviceFigures, layer: LayerWork, work: Pass, away: ExpertPlace | None = None) -> Seconds:

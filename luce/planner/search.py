@@ -25,7 +25,20 @@ from luce.planner.shard_tables import Floats, ShardTables, expert_place, passes,
 # more layers on the earlier ones.
 _TIE = 1e-9
 #: figures that are measured, and the share by which they vary from one measurement to the next
-_MEASURED = "free", "read", "rates", "launch", "step", "way", "unpack", "bus", "expand", "state_read", "gather"
+_MEASURED = (
+    "free",
+    "read",
+    "rates",
+    "launch",
+    "routing",
+    "step",
+    "way",
+    "unpack",
+    "bus",
+    "expand",
+    "state_read",
+    "gather",
+)
 _SAME = 0.01
 #: labels of one length, beyond which they are compared coarsely
 MOST_LABELS = 300_000

@@ -18,7 +18,7 @@ from luce.ops.fp16 import dequantise
 from luce.ops.kvtype import AUTO
 from luce.ops.matmul import matmul
 from luce.ops.matmul_prefill import store_fp16
-from luce.ops.moe import Routing, expert_matmul, group
+from luce.ops.moe import Routing, combine, expert_matmul, group, route
 from luce.ops.norm import rms_norm
 from luce.ops.weight import RawTensor, Weight, upload_experts, upload_weight
 from luce.profiles.profile import DeviceProfile, FormatProfile, LinkProfile
@@ -123,9 +123,10 @@ def profile_device(device: Device, types: Iterable[GGMLQuantizationType], how: M
     way = _host_link(timer)
     timer.tell("attention")
     state_read = _state_read(timer)
+    routing = _routing(timer) if how.experts and device.host else 0.0
     formats = {name: product.profile() for name, product in products.items()}
-    facts = device.describe()
-    return DeviceProfile(str(device.name), str(facts["name"]), time.time(), step, launch, way, formats, state_read)
+    name = str(device.describe()["name"])
+    return DeviceProfile(str(device.name), name, time.time(), step, launch, way, formats, state_read, routing=routing)
 
 
 def _launch_all(timer: _Timer, products: Sequence[_Products]) -> None:
@@ -394,6 +395,28 @@ def _link(timer: _Timer, copy: Callable[[int], Callable[[], float]]) -> LinkProf
     latency = timer.repeated(copy(_ROW)).median
     seconds = timer.repeated(copy(timer.sizes.copied)).median
     return LinkProfile(latency, timer.sizes.copied / max(seconds - latency, 1e-9))
+
+
+def _routing(timer: _Timer) -> float:
+    """Seconds of choosing a row's experts and adding their results."""
+    device, sizes = timer.device, timer.sizes.experts
+    logits = device.upload(np.random.default_rng(5).standard_normal((1, sizes.count), np.float32))
+    results = device.zeros((1, sizes.used, 64))
+
+    def work() -> None:
+        routing = route(
+            device,
+            logits,
+            top_k=sizes.used,
+            gating="softmax",
+            bias=None,
+            normalise=True,
+            scale=1.0,
+            expert_scale=None,
+        )
+        combine(device, results, routing.weights)
+
+    return timer.runs(work).median
 
 
 def _state_read(timer: _Timer) -> float:

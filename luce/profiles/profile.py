@@ -67,6 +67,9 @@ class DeviceProfile:
     formats: dict[str, FormatProfile] = field(default_factory=dict)
     #: bytes of keys and values per second in attention of one row; None: not measured
     state_read: float | None = None
+    #: seconds of choosing the experts of a row and adding their results on a device of the host, where that is no
+    #: launch but Python; 0 on others, and where no experts are measured
+    routing: float = 0.0
     #: of servers that ran since the measurement
     observed: Observed | None = None
 
@@ -76,7 +79,8 @@ class DeviceProfile:
         return self.way.sound and all(self._figures())
 
     def _figures(self) -> Iterator[bool]:
-        yield from (math.isfinite(seconds) and seconds >= 0 for seconds in (self.measured, self.step, self.launch))
+        times = self.measured, self.step, self.launch, self.routing
+        yield from (math.isfinite(seconds) and seconds >= 0 for seconds in times)
         rates = [] if self.state_read is None else [self.state_read]
         for found in self.formats.values():
             yield bool(found.rates) and min(found.rates) > 0

@@ -61,7 +61,8 @@ def profile_of(
         return dataclasses.replace(known, device=str(device.name))
     found = profile_device(device, wanted, how)
     if known is not None:
-        found = dataclasses.replace(found, formats=formats | found.formats, observed=known.observed)
+        routing = found.routing or known.routing
+        found = dataclasses.replace(found, formats=formats | found.formats, routing=routing, observed=known.observed)
     _write(path, found)
     return found
 

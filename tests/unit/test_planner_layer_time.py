@@ -54,6 +54,7 @@ def test_experts_are_read_as_far_as_rows_touch_them() -> None:
     # Two rows touch 1 - (3/4)^2 of the bytes.
     assert expert_time(DEVICE, experts, 2).memory == pytest.approx(1600 * 7 / 16 / 100)
     assert expert_time(DEVICE, experts, 2).launches == 1.0
+    assert expert_time(replace(DEVICE, routing=3.0), experts, 2).launches == 4.0
 
 
 def test_experts_that_reach_a_share_of_the_speed_take_longer() -> None:

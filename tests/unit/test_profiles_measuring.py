@@ -109,6 +109,11 @@ def test_experts_reach_a_share_of_the_speed_of_a_matrix() -> None:
     assert measure(Clocked([2.0])).formats["Q8_0"].gather == {}
 
 
+def test_routing_is_measured_with_experts_alone() -> None:
+    assert measure(Clocked([2.0]), experts=True).routing == 2.0
+    assert measure(Clocked([2.0])).routing == 0.0
+
+
 def test_attention_reads_keys_and_values() -> None:
     # 64 positions, 8 heads of 128 keys and values, 4 bytes each.
     assert measure(Clocked([2.0])).state_read == pytest.approx(64 * 8 * 128 * 2 * 4 / 2)

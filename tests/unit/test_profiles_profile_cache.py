@@ -104,6 +104,7 @@ def test_a_stored_profile_is_read(tmp_path: Path) -> None:
         {"profile__formats__Q8_0__gather": {"1": 0.0}},
         {"profile__formats__Q8_0__spread": float("inf")},
         {"profile__state_read": 0.0},
+        {"profile__routing": -1.0},
         {"profile__observed": {"ratio": -1.0, "steps": 3}},
     ],
 )
@@ -140,6 +141,9 @@ def test_experts_are_measured_where_they_are_missing(tmp_path: Path) -> None:
     assert plain.formats["Q8_0"].gather == {}
     experts = profile_of(HostDevice(), [Q8_0], folder=tmp_path, how=replace(SMALL, experts=True))
     assert set(experts.formats["Q8_0"].gather) == {1}
+    assert experts.routing > 0
+    assert profile_of(HostDevice(), [Q4_0], folder=tmp_path, how=SMALL).routing == experts.routing
+    experts = profile_of(HostDevice(), [Q8_0], folder=tmp_path, how=SMALL)
     # Models without experts are predicted from it as well.
     assert profile_of(HostDevice(), [Q8_0], folder=tmp_path, how=SMALL) == experts
 
