@@ -3,6 +3,7 @@
 
     tools/bench_draft.py acceptance TARGET --draft DRAFT    by task, with models/tiny/prompts.json or --prompts FILE
     tools/bench_draft.py steps TARGET --draft DRAFT         by rows of a verification, and a plain step
+    tools/bench_draft.py load TARGET --draft DRAFT          tokens a second of several sequences, with acceptance given
     tools/bench_draft.py make TARGET OUT                    writes a DFlash draft of the published size, random weights
 
 TARGET, and DRAFT as --draft takes it. Further flags are those of `luce serve`: --target-devices cuda:0,cuda:1,
@@ -15,6 +16,10 @@ steps       time from one token to the next in the engine, with drafting, verifi
             Medians of one sequence. A plain step is a step of the target without a drafter. `draft` is the time from
             the call of the drafter to its proposals, `messages` counts messages to daemons in a step. `pays from`: the
             tokens that a step must commit to be as fast as plain steps.
+load        tokens a second of --sequences greedy replies at once, while all of them run, plain and drafted. The draft
+            computes its blocks, and each token of them is then right with the chance of --acceptance, whatever its
+            weights are. The engine chooses the rows, and who rests. `gain`: drafted by plain; `equal`: whether the
+            replies are those without drafts, token for token.
 """
 
 from __future__ import annotations
@@ -35,6 +40,7 @@ from typing import Any
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
+from numpy.typing import NDArray
 
 import luce
 from luce.assembly import open_backend
@@ -275,6 +281,106 @@ def step_times(target: str, rows: Sequence[int], depth: int, steps: int, **field
     return report
 
 
+class GivenDrafter:
+    """A drafter that outlives its engines, whose tokens are right with a given chance: it replaces the tokens of its
+    proposals. `texts`: prompts and their greedy replies, by the bytes of the prompts' `depth` tokens."""
+
+    def __init__(self, drafter: Drafter, texts: dict[bytes, list[int]], depth: int, chance: float) -> None:
+        self._drafter = drafter
+        self._texts, self._depth, self._chance = texts, depth, chance
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._drafter, name)
+
+    def propose(self, asked: Sequence[Draftable]) -> PendingProposals:
+        """As the drafter, with other tokens."""
+        begun = self._drafter.propose(asked)
+
+        def wait() -> list[Proposal]:
+            begun()
+            return [self._given(one) for one in asked]
+
+        return wait
+
+    def close(self) -> None:
+        """The drafter stays open."""
+
+    def _given(self, one: Draftable) -> Proposal:
+        text, at = self._texts[one.tokens[: self._depth].tobytes()], len(one.tokens)
+        right = text[at : at + one.max_tokens]
+        # A place is right or wrong whenever it is proposed.
+        wrong = [np.random.default_rng((one.slot, at + i)).random() >= self._chance for i in range(len(right))]
+        return Proposal([token ^ 1 if bad else token for token, bad in zip(right, wrong, strict=True)])
+
+
+def together(engine: Engine, prompts: Sequence[NDArray[np.int32]], tokens: int) -> tuple[float, list[list[int]]]:
+    """Tokens a second of greedy replies at once, from where the last of them begins to where the first one ends, and
+    their tokens."""
+    events: list[list[tuple[float, Event]]] = [[] for _ in prompts]
+
+    def sink(own: list[tuple[float, Event]]) -> Callable[[Event], None]:
+        return lambda event: own.append((time.perf_counter(), event))
+
+    for prompt, own in zip(prompts, events, strict=True):
+        engine.submit(
+            prompt.tolist(),
+            SamplingParams(max_tokens=tokens),
+            output=_Silent(),
+            on_event=sink(own),
+        )
+    if not engine.wait_idle(_REPLY_TIMEOUT):
+        raise TimeoutError(f"{len(prompts)} replies take longer than {_REPLY_TIMEOUT} s")
+    for own in events:
+        if isinstance(own[-1][1], Failed):
+            raise own[-1][1].error
+    found = [[(at, [t.id for t in e.tokens]) for at, e in own if isinstance(e, Tokens)] for own in events]
+    begin, end = max(own[0][0] for own in found), min(own[-1][0] for own in found)
+    count = sum(len(ids) for own in found for at, ids in own if begin < at <= end)
+    if not count:
+        raise LuceError(f"replies of {tokens} tokens are too short to run at once")
+    return count / (end - begin), [[token for _, ids in own for token in ids] for own in found]
+
+
+def load_table(
+    target: str, sequences: Sequence[int], chances: Sequence[float], depth: int, tokens: int, **fields: Any
+) -> dict[str, Any]:
+    """Load a target with its drafter, and report tokens a second by sequences at once and by acceptance."""
+    fields = {"max_ctx": depth + tokens + 64, "parallel": max(sequences), **fields}
+    report: dict[str, Any] = {"target": Path(target).name, "draft": fields["draft"], "depth": depth, "load": []}
+    with (
+        progress.shown(f"loading {report['target']}", lines=True) as wait,
+        opened(target, **fields) as (backend, drafter),
+    ):
+        assert drafter is not None
+        report["devices"] = [shard.info.device for shard in backend.shards]
+        options = EngineOptions(eos=frozenset(), max_queue=max(sequences), chunk=backend.options.chunk)
+        random = np.random.default_rng(0)
+        for count in sequences:
+            prompts = [random.integers(0, backend.capacity.vocab, depth, np.int32) for _ in range(count)]
+            plain = 0.0
+            texts: dict[bytes, list[int]] = {}
+            for chance in (None, *chances):
+                wait.step(f"{count} sequences, {'plain' if chance is None else f'acceptance {chance:g}'}")
+                given = None if chance is None else GivenDrafter(drafter, texts, depth, chance)
+                engine = Engine(backend, options, drafter=given)
+                try:
+                    # The first replies build kernels, capture graphs and measure for the engine.
+                    together(engine, prompts, tokens)
+                    speed, replies = together(engine, prompts, tokens)
+                    stats = engine.stats().draft
+                finally:
+                    engine.close()
+                if chance is None or stats is None:
+                    texts = {p.tobytes(): [*p.tolist(), *own] for p, own in zip(prompts, replies, strict=True)}
+                    plain = speed
+                    continue
+                same = all(texts[p.tobytes()][depth:] == reply for p, reply in zip(prompts, replies, strict=True))
+                row: dict[str, Any] = {"sequences": count, "acceptance": chance, "plain": plain, "drafted": speed}
+                row |= {"gain": speed / plain, "tokens_per_step": stats.tokens_per_step, "equal": same}
+                report["load"].append(row | {"state": stats.state})
+    return report
+
+
 def make(target: Path, out: Path, kind: Type, layers: int, heads: Sequence[int], block: int) -> None:
     """Write a draft of the published size for a target with random weights: windows of 2048 in all layers but the last,
     up to five captures spread as in the paper's code, quant blocks repeated from a few thousand random ones."""
@@ -348,6 +454,13 @@ def show(report: dict[str, Any]) -> None:
     for task, found in report.get("tasks", {}).items():
         shares = " ".join(f"{count}:{steps}" for count, steps in found["histogram"].items())
         print(f"{task:12}{found['tokens_per_step']:7.3f} tokens per step in {found['steps']} steps; {shares}")
+    if "load" in report:
+        heads = f"{'sequences':>9}{'acceptance':>12}{'plain tok/s':>13}{'drafted':>11}{'gain':>8}"
+        print(f"{heads}{'tokens a step':>15}{'equal':>7}")
+    for found in report.get("load", ()):
+        speeds = f"{found['plain']:13.1f}{found['drafted']:11.1f}{found['gain']:8.3f}"
+        rest = f"{found['tokens_per_step']:15.2f}{'yes' if found['equal'] else 'no':>7}"
+        print(f"{found['sequences']:9}{found['acceptance']:12g}{speeds}{rest}")
     if "plain" in report:
         plain = report["plain"]
         print(f"plain step {1e3 * plain['step']:8.3f} ms, {plain['messages']:g} messages")
@@ -382,11 +495,18 @@ def _numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
+def _chances(text: str) -> list[float]:
+    found = [float(part) for part in text.split(",")]
+    if not all(0 <= chance <= 1 for chance in found):
+        raise ValueError(text)
+    return found
+
+
 def main() -> int:
     """Print one report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(dest="verb", required=True)
-    both = {name: verbs.add_parser(name) for name in ("acceptance", "steps")}
+    both = {name: verbs.add_parser(name) for name in ("acceptance", "steps", "load")}
     for verb in both.values():
         verb.add_argument("target")
         verb.add_argument("--draft", required=True)
@@ -397,6 +517,10 @@ def main() -> int:
     both["steps"].add_argument("--rows", type=_numbers, default=[2, 4, 8, 16])
     both["steps"].add_argument("-d", "--depth", type=int, default=600, help="tokens of the prompt")
     both["steps"].add_argument("-n", "--steps", type=int, default=64)
+    both["load"].add_argument("--sequences", type=_numbers, default=[1, 2, 4, 8, 16, 32, 64])
+    both["load"].add_argument("--acceptance", type=_chances, default=[0.0, 0.3, 0.6, 0.8])
+    both["load"].add_argument("-d", "--depth", type=int, default=600, help="tokens of the prompts")
+    both["load"].add_argument("-n", "--tokens", type=int, default=256, help="tokens of a reply")
     maker = verbs.add_parser("make")
     maker.add_argument("target", type=Path)
     maker.add_argument("out", type=Path)
@@ -417,6 +541,9 @@ def main() -> int:
         if options.verb == "acceptance":
             prompts = _prompts(options.prompts)
             report = acceptance(options.target, prompts, options.tokens, options.count, **fields)
+        elif options.verb == "load":
+            sizes = options.depth, options.tokens
+            report = load_table(options.target, options.sequences, options.acceptance, *sizes, **fields)
         else:
             report = step_times(options.target, options.rows, options.depth, options.steps, **fields)
     except (LuceError, OSError) as error:

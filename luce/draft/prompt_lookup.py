@@ -49,7 +49,7 @@ class Lookup:
         The text's own places come before those of recent texts with as long a suffix.
         """
         self._texts[slot] = session, text
-        place, matched = _behind(text, text[-self.longest :], self.shortest, own=True)
+        place, matched = _behind(text, text[-self.longest :], self.shortest)
         source = text
         for name, recent in reversed(self._recent):
             if name == session and matched < self.longest:
@@ -72,13 +72,13 @@ class Lookup:
             self._recent.append((session, text[-_RECENT_TOKENS:].copy()))
 
 
-def _behind(text: Int32, suffix: Int32, shortest: int, *, own: bool = False) -> tuple[int, int]:
+def _behind(text: Int32, suffix: Int32, shortest: int) -> tuple[int, int]:
     """The place behind the latest occurrence of the longest part of `suffix` that has one with a token behind it, and
-    that part's length; (0, 0) without one. `own`: the suffix is the text's end, which is no occurrence."""
+    that part's length; (0, 0) without one."""
     # Places behind occurrences of a suffix that grows; a token follows each.
     places = np.flatnonzero(text[:-1] == suffix[-1]) + 1
     found = 0, 0
-    for size in range(1, min(len(suffix), len(text) - own) + 1):
+    for size in range(1, len(suffix) + 1):
         places = places[places >= size]
         places = places[text[places - size] == suffix[-size]]
         if not len(places):

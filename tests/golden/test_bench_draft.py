@@ -76,6 +76,25 @@ def test_steps_of_a_made_draft(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert counts == [0, 0, 0] if place is PLACES[0] else 1 <= counts[0] < counts[1] == counts[2]
 
 
+def test_several_sequences_with_acceptance_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    draft = tmp_path / "draft.gguf"
+    bench_draft.make(TARGET, draft, Type.Q8_0, 2, (4, 2, 32), 8)
+    found = bench_draft.load_table(
+        str(TARGET), (1, 2), (0.0, 1.0), 20, 64, draft=str(draft), target_devices="cpu:0", max_ctx=200
+    )
+    rows = found["load"]
+    assert [(row["sequences"], row["acceptance"]) for row in rows] == [(1, 0.0), (1, 1.0), (2, 0.0), (2, 1.0)]
+    for row in rows:
+        assert row["equal"] and row["state"] == "on"
+        assert row["gain"] == row["drafted"] / row["plain"] > 0
+        # What is verified depends on times; nothing is accepted at 0, and everything at 1.
+        assert 1 <= row["tokens_per_step"] <= (1 if row["acceptance"] == 0 else 8)
+    bench_draft.show(found)
+    assert capsys.readouterr().out.count("yes") == 4
+    with pytest.raises(LuceError, match="too short to run at once"):
+        bench_draft.load_table(str(TARGET), (1,), (0.0,), 20, 1, draft=str(draft), target_devices="cpu:0")
+
+
 def test_bad_calls(tmp_path: Path) -> None:
     with pytest.raises(LuceError, match="too short"):
         bench_draft.step_times(str(TARGET), (8,), 20, 0, draft="ngram", target_devices="cpu:0", max_ctx=28)
