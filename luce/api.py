@@ -7,7 +7,7 @@ import hashlib
 import queue
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
@@ -121,8 +121,8 @@ class ModelParts:
     #: compresses prompts; None without --prefill-drafter
     compressor: Compressor | None = None
     feature_tails: FeatureTails | None = None
-    #: the device of a drafter in a daemon
-    draft_device: RemoteDevice | None = None
+    #: the devices in daemons of their own, by what they hold: draft, prefill_drafter
+    draft_devices: Mapping[str, RemoteDevice] = field(default_factory=dict)
     #: why there is no drafter although one is wanted; empty otherwise
     no_drafter_reason: str = ""
 
@@ -136,7 +136,7 @@ class Model:
         self.backend = backend
         #: how fast the placement is; None without figures of its devices
         self.plan = parts.plan
-        self._draft_device = parts.draft_device
+        self._draft_devices = parts.draft_devices
         self._resources = resources
         self.spec = parts.spec
         self.tokenizer = parts.tokenizer
@@ -189,19 +189,17 @@ class Model:
         return self.backend.down()
 
     def memory(self) -> dict[str, Memory]:
-        """Memory of each shard's device and of a drafter's daemon at the last measurement, by the device's name.
+        """Memory of each shard's device and of drafters' daemons at the last measurement, by the device's name.
 
         Devices without a measurement are left out.
         """
-        draft = self._draft_device
-        memory = None if draft is None else draft.reported_memory()
-        return ({} if draft is None or memory is None else {str(draft.name): memory}) | self.backend.memory()
+        seen = {str(device.name): device.reported_memory() for device in self._draft_devices.values()}
+        return {name: memory for name, memory in seen.items() if memory is not None} | self.backend.memory()
 
     def daemons(self) -> tuple[DaemonState, ...]:
-        """The daemons of shards, and the drafter's if it has one."""
-        draft = self._draft_device
-        drafting = () if draft is None else (daemon_state("draft", str(draft.name), draft.daemon),)
-        return *self.backend.daemons(), *drafting
+        """The daemons of shards, and those of drafters."""
+        drafts = self._draft_devices.items()
+        return *self.backend.daemons(), *(daemon_state(what, str(each.name), each.daemon) for what, each in drafts)
 
     def times(self) -> tuple[ShardTimes, ...]:
         """Seconds of the shards' work and of the copies between them since the load."""

@@ -44,6 +44,7 @@ from luce.models.keys import Source
 from luce.models.registry import read_spec
 from luce.models.spec import Dialect, ModelSpec
 from luce.ops.kvtype import KVTypes
+from luce.remote.device import RemoteDevice, is_remote
 from luce.remote.open import open_placement
 from luce.runtime.cores import limit_threads
 from luce.runtime.device import Device
@@ -144,7 +145,7 @@ def claimed(
     with contextlib.suppress(LuceError):
         if config.prefill_drafter:
             scorer = plan_scorer(planning, config, config.prefill_drafter, devices, config.prefill_drafter_device)
-            claims.append(scorer.claim)
+            claims += scorer.claims
     # Without the CPU, steps are longer, and windows keep more positions.
     chunk = default_chunk([device for device in devices if not device.host] or devices, config.chunk)
     options = dataclasses.replace(serving_options(config, spec, devices, claims), captured=captured, chunk=chunk)
@@ -208,7 +209,7 @@ def _open_model(
         ring, claims, tails = (None, (), None) if prepared is None else (prepared.ring, prepared.claims, prepared.tails)
         reserved = claims
         if config.prefill_drafter:
-            reserved = (*claims, scorers.find(config.prefill_drafter, config.prefill_drafter_device)[0].claim)
+            reserved = (*claims, *scorers.find(config.prefill_drafter, config.prefill_drafter_device)[0].claims)
         with _as_drafter_error(*[OutOfMemoryError] if claims else []):
             backend = open_backend(
                 opened, file, spec, devices, config, on_progress, ring=ring, claims=reserved, layers=placed.layers
@@ -228,7 +229,7 @@ def _open_model(
             drafter=drafter,
             compressor=_compressor(opened, scorers, config),
             feature_tails=tails,
-            draft_device=drafter.device if isinstance(drafter, RemoteDrafter) else None,
+            draft_devices=_draft_devices(drafter, scorers),
             no_drafter_reason=no_drafter_reason,
         )
         resources = contextlib.ExitStack()
@@ -394,10 +395,20 @@ class Scorers:
             self._shared[place] = plan, SharedScorer(lambda: plan.load(retokenize))
         return self._shared[place]
 
+    def daemon(self) -> RemoteDevice | None:
+        """The device of the small model of --prefill-drafter if it is in a daemon; no other one is."""
+        return next((plan.device for plan, _ in self._shared.values() if is_remote(plan.device)), None)
+
     def for_pages(self) -> Callable[[], DraftScorer]:
         """A function that loads the scorer of KVFlash's policy. Raises as `find`."""
         _, shared = self.find(self._config.kvflash_drafter or self._config.draft, longest=SEGMENT)
         return lambda: DraftScorer(shared.open())
+
+
+def _draft_devices(drafter: Drafter | None, scorers: Scorers) -> dict[str, RemoteDevice]:
+    """The devices in daemons of the drafter and of the small model that compresses prompts, by what they hold."""
+    found = {"draft": drafter.device} if isinstance(drafter, RemoteDrafter) else {}
+    return found | {"prefill_drafter": device} if (device := scorers.daemon()) is not None else found
 
 
 def _compressor(opened: contextlib.ExitStack, scorers: Scorers, config: Config) -> Compressor | None:

@@ -62,7 +62,7 @@ class Opened:
     def options(self) -> ServingOptions:
         """The options of the settings, with the memory and the features that the drafter needs."""
         claims, captured = ((), ()) if self.draft is None else (self.draft.claims(), self.draft.spec.layers)
-        claims = claims if self.scorer is None else (*claims, self.scorer.claim)
+        claims = claims if self.scorer is None else (*claims, *self.scorer.claims)
         options = serving_options(self.config, self.spec, self.devices, claims)
         return replace(options, captured=captured, layers=self.layers)
 

@@ -1,4 +1,4 @@
-"""`luce shard`: a daemon that holds layers, or a drafter, for a server in another process.
+"""`luce shard`: a daemon that holds layers, a drafter, or a scorer of prompts for a server in another process.
 
 The server starts the daemon (`--fds`) or connects to it (`--listen`).
 """
@@ -11,6 +11,7 @@ import socket
 from pathlib import Path
 
 from luce import log
+from luce.compress.daemon import scorer_loader
 from luce.draft.daemon import draft_loader
 from luce.errors import UsageError
 from luce.ipc.accept import accept_servers
@@ -28,6 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--key-file", metavar="FILE", help="file with private key and certificate, the same as the server's"
     )
     parser.add_argument("--draft", metavar="PATH", help="this machine's copy of the server's draft")
+    parser.add_argument(
+        "--prefill-drafter", metavar="PATH", help="this machine's copy of the server's small model that reads prompts"
+    )
     parser.add_argument("--fds", metavar="N,N", help=argparse.SUPPRESS)
 
 
@@ -52,7 +56,7 @@ def _serve_parent(fds: str) -> None:
         requests, heartbeat = (socket.socket(fileno=fd) for fd in descriptors(fds))
     except (ValueError, OSError):
         raise UsageError(f"--fds {fds}: expected the descriptors of two sockets", param="fds") from None
-    serve(requests, heartbeat, can_share=True, loaders=[draft_loader()])
+    serve(requests, heartbeat, can_share=True, loaders=[draft_loader(), scorer_loader()])
 
 
 def _serve_network(arguments: argparse.Namespace) -> None:
@@ -62,11 +66,11 @@ def _serve_network(arguments: argparse.Namespace) -> None:
     from luce.cli.pull import fetch
 
     path = fetch(arguments.model, None)
-    draft = None if arguments.draft is None else Path(arguments.draft)
+    draft, scorer = (None if it is None else Path(it) for it in (arguments.draft, arguments.prefill_drafter))
     tls = open_key_file(Path(arguments.key_file), "--key-file", server=True)
     with listen(arguments.listen) as listener:
         print(f"listening on {format_address(*listener.getsockname()[:2])}", flush=True)
         with accept_servers(listener, tls) as servers:
             for requests, heartbeat in servers:
-                loaders = [draft_loader(path, draft)]
+                loaders = [draft_loader(path, draft), scorer_loader(scorer)]
                 serve(requests, heartbeat, can_share=False, server_timeout=SERVER_TIMEOUT, path=path, loaders=loaders)

@@ -2,6 +2,8 @@
 
     open                 small models beside a target, each loaded once
     scorer               a small model reads a text: how much its end attends to each token
+    daemon, remote       the same in a daemon: the daemon's side, and the server's
+    messages             the messages between both
     selection            scores to kept tokens
     anchors              places where n-grams of a text's end occur before
     compression_options  mode, threshold, and the keep ratio of each length

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 from luce.backend.placement import default_chunk, usable_bytes
 from luce.backend.serving_options import Claim
+from luce.compress.messages import Response
+from luce.compress.remote import RemoteScorer
 from luce.compress.scorer import LONGEST, Retokenize, Scorer, TextScorer, no_check, scorer_bytes
 from luce.config.settings import Config
 from luce.errors import UsageError
@@ -21,9 +23,13 @@ from luce.gguf.reader import GGUFFile, open_gguf
 from luce.models.keys import Source
 from luce.models.registry import read_spec
 from luce.models.spec import ModelSpec
+from luce.remote.device import is_remote
+from luce.remote.open import open_draft_daemon
 from luce.runtime.device import Device, DeviceName
 from luce.runtime.open import named, open_all
 from luce.runtime.step import Int32
+
+_DEVICE = "prefill_drafter_device"
 
 
 @dataclass(frozen=True)
@@ -44,9 +50,9 @@ class ScorerPlan:
         return scorer_bytes(self.file, self.spec, self.device, self.longest)
 
     @property
-    def claim(self) -> Claim:
-        """The memory to reserve for it."""
-        return Claim(self.device, self.bytes)
+    def claims(self) -> tuple[Claim, ...]:
+        """The memory of this machine to reserve for it."""
+        return () if self.device.name.place else (Claim(self.device, self.bytes),)
 
     @property
     def free(self) -> int:
@@ -58,8 +64,10 @@ class ScorerPlan:
         """Its file, device and size, for users."""
         return {"file": str(self.path), "device": str(self.device.name), "bytes": self.bytes}
 
-    def load(self, retokenize: Retokenize | None) -> TextScorer:
+    def load(self, retokenize: Retokenize | None) -> Scorer:
         """Load it."""
+        if is_remote(self.device):
+            return RemoteScorer(self.device, self.file, retokenize, rows=self.rows, longest=self.longest)
         return TextScorer(self.file, self.spec, self.device, retokenize, rows=self.rows, longest=self.longest)
 
 
@@ -75,14 +83,20 @@ def plan_scorer(
     """The small model of a file beside a target on `devices`. `opened` closes its file and its device.
 
     `device`: the value of --prefill-drafter-device. `longest`: most tokens of a segment. The small model gets a device
-    object of its own: threads of the server run it beside those of the target's shards. Raises UsageError, ModelError
-    or DeviceError if the file or the device cannot be used.
+    object of its own: threads of the server run it beside those of the target's shards. The device is in a daemon
+    where luce.remote.open.open_draft_daemon says so. Raises UsageError, ModelError or DeviceError if the file or the
+    device cannot be used.
     """
     place = Path(path).expanduser()
     file = opened.enter_context(open_gguf(place))
     spec = read_spec(Source(str(place), file.metadata, file.tensors))
     here = [each.name for each in devices if not each.remote]
-    (found,) = open_all([_name(device, here)], "prefill_drafter_device", config.cpu_weights, beside=here)
+    name = _name(device, here)
+    found: Device | None = None
+    if device != "auto":
+        found = open_draft_daemon(config, name, devices, Response, _DEVICE)
+    if found is None:
+        (found,) = open_all([name], _DEVICE, config.cpu_weights, beside=here)
     opened.enter_context(contextlib.closing(found))
     plan = ScorerPlan(place, file, spec, found, default_chunk([found], config.chunk), longest)
     # Refuses models that cannot score before anything large is loaded.
@@ -95,7 +109,7 @@ def _name(device: str, here: Sequence[DeviceName]) -> DeviceName:
         return here[-1] if here else named(["cpu:0"])[0]
     name, *more = named([device])
     if more:
-        raise UsageError(f"--prefill-drafter-device {device}: expected one device", param="prefill_drafter_device")
+        raise UsageError(f"--prefill-drafter-device {device}: expected one device", param=_DEVICE)
     return name
 
 

@@ -47,7 +47,7 @@ def no_check() -> None:
 
 
 class Scorer(Protocol):
-    """Scores the tokens of texts: TextScorer, or one that several users share."""
+    """Scores the tokens of texts: TextScorer, one in a daemon, or one that several users share."""
 
     def __call__(
         self,
@@ -99,10 +99,7 @@ class TextScorer:
         rotated: bool = False,
         check: Callable[[], None] = no_check,
     ) -> NDArray[np.float64]:
-        if self._retokenize is None:
-            return self._attention(tokens, segment, rotated, check)
-        text = self._retokenize(tokens)
-        return spread(text, self._attention(text.tokens, segment, rotated, check), len(tokens))
+        return in_own_vocabulary(self._retokenize, tokens, lambda own: self._attention(own, segment, rotated, check))
 
     def close(self) -> None:
         with self._lock:
@@ -123,6 +120,16 @@ class TextScorer:
                 attention = self._model.tail_attention(read, min(QUERIES, len(read)), rotated=rotated, check=check)
                 scores.append(smoothed(attention.mean(axis=0, dtype=np.float64))[: end - begin])
         return np.concatenate(scores)
+
+
+def in_own_vocabulary(
+    retokenize: Retokenize | None, tokens: Int32, scores: Callable[[Int32], NDArray[np.float64]]
+) -> NDArray[np.float64]:
+    """The scores of known tokens by a function that scores those of the model's vocabulary."""
+    if retokenize is None:
+        return scores(tokens)
+    text = retokenize(tokens)
+    return spread(text, scores(text.tokens), len(tokens))
 
 
 def segment_tokens(file: GGUFFile, spec: ModelSpec, longest: int = LONGEST) -> int:

@@ -62,9 +62,10 @@ def _daemon_problems(
 ) -> Iterator[tuple[str, str]]:
     """Problems of settings of daemons where no device is in a daemon, as in `problems`."""
     met = {flag(name) for name in ("target_shard_ipc_bin", "draft_ipc_bin") if values.get(name) or name in wrong}
-    named = (*values.get("target_devices", ()), values.get("target_device", ""), values.get("draft_device", ""))
+    single = (values.get(name, "") for name in ("target_device", "draft_device", "prefill_drafter_device"))
+    named = (*values.get("target_devices", ()), *single)
     network = [device for device in named if "/" in device]
-    if network or {"target_device", "target_devices", "draft_device"} & set(wrong):
+    if network or {"target_device", "target_devices", "draft_device", "prefill_drafter_device"} & set(wrong):
         met.add(_NETWORK)
     if network and values.get("shard_transport") == "shared":
         yield "shard_transport", f"{spelled['shard_transport']} shared: {network[0]} is on another machine"
@@ -141,12 +142,7 @@ def _compression_problems(
     values: Mapping[str, Any], spelled: Mapping[str, str], wrong: Collection[str]
 ) -> Iterator[tuple[str, str]]:
     """Problems of settings of prompt compression without effect, or that lack another, as in `problems`."""
-    mode, device = values.get("prefill_compression", "off"), values.get("prefill_drafter_device", "")
-    if "/" in device:
-        yield (
-            "prefill_drafter_device",
-            f"{spelled['prefill_drafter_device']} {device}: the small model runs in this process",
-        )
+    mode = values.get("prefill_compression", "off")
     if values.get("prefill_curve", ()) and "prefill_keep_ratio" in values:
         yield "prefill_keep_ratio", f"{spelled['prefill_keep_ratio']}: not with {flag('prefill_curve')}"
     if values.get("prefill_drafter", "") or "prefill_drafter" in wrong:

@@ -34,7 +34,8 @@ class PrefillSettings(SamplingDefaults):
     prefill_drafter_device: str = setting(
         "auto",
         device,
-        "device of this process that runs it: auto (that of the model's last layers, or cpu:0), cuda:N, hip:N, cpu:N",
+        "device that runs it: auto (that of the model's last layers in this process, or cpu:0), cuda:N, hip:N, cpu:N, "
+        "tcp://HOST:PORT/BACKEND:N",
         metavar="DEVICE",
         group="prompt compression",
     )

@@ -1,4 +1,4 @@
-"""A daemon: holds layers, or a drafter, on the devices of this process for a server in another process.
+"""A daemon: holds layers, a drafter or a scorer of texts for a server in another process, on this process's devices.
 
 Steps are queued on the devices as they arrive, and their responses are sent in the same order when the work is done, so
 the next step arrives while one runs. No message ends the daemon; only the end of the connection does.

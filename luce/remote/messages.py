@@ -16,7 +16,7 @@
 
 Every request may have the response Failed instead. A Step and an Output travel field by field as they are declared, so
 a new field needs no new message. luce.ipc.lifecycle has the messages that come before these, and the heartbeat;
-luce.draft.messages has those of drafters.
+luce.draft.messages has those of drafters, luce.compress.messages those of scorers.
 """
 
 from __future__ import annotations

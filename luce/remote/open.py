@@ -90,24 +90,27 @@ def _check_groups(config: Config, field: str, names: Sequence[DeviceName], group
 
 
 def open_draft_daemon(
-    config: Config, name: DeviceName, targets: Sequence[Device], responses: Any
+    config: Config, name: DeviceName, targets: Sequence[Device], responses: Any, field: str = "draft_device"
 ) -> RemoteDevice | None:
-    """The device of the draft in a daemon of its own; None if this process opens the device itself.
+    """The device of a draft in a daemon of its own; None if this process opens the device itself.
 
-    A draft has a daemon if its device is on another machine, with --draft-ipc-bin, and where layers on the same device
-    would have one: if a daemon holds the device for the target, or if --target-shard-ipc-bin names an interpreter for
-    its backend. `responses` is the union of the messages that the daemon sends. Raises UsageError for a network daemon
-    that holds layers, and DeviceError if the daemon does not start.
+    `field`: the setting of the device, draft_device or prefill_drafter_device. A draft has a daemon if its device is on
+    another machine, with --draft-ipc-bin if it drafts, and where layers on the same device would have one: if a daemon
+    holds the device for the target, or if --target-shard-ipc-bin names an interpreter for its backend. `responses` is
+    the union of the messages that the daemon sends. Raises UsageError for a network daemon that holds layers, and
+    DeviceError if the daemon does not start.
     """
-    interpreter = None if name.place else draft_interpreter(config, name, targets)
+    drafts = field == "draft_device"
+    interpreter = None if name.place else (draft_interpreter if drafts else layer_interpreter)(config, name, targets)
     if name.place and any(device.name.place == name.place for device in targets):
         raise UsageError(
-            f"--draft-device {name}: this daemon holds layers; a draft needs a luce shard of its own, on another port",
-            param="draft_device",
+            f"{flag(field)} {name}: this daemon holds layers; a draft needs a luce shard of its own, on another port",
+            param=field,
         )
     if interpreter is None and not name.place:
         return None
-    daemon = _supervise([name], interpreter, config, responses, f"draft on {name}")
+    label = f"{'draft' if drafts else 'prefill drafter'} on {name}"
+    daemon = _supervise([name], interpreter, config, responses, label)
     try:
         return RemoteDevice(name, daemon)
     except BaseException:
@@ -117,8 +120,11 @@ def open_draft_daemon(
 
 def draft_interpreter(config: Config, name: DeviceName, targets: Sequence[Device]) -> Path | None:
     """The interpreter of the daemon that holds the draft on a device of this machine; None if there is no daemon."""
-    if config.draft_ipc_bin is not None:
-        return config.draft_ipc_bin
+    return config.draft_ipc_bin or layer_interpreter(config, name, targets)
+
+
+def layer_interpreter(config: Config, name: DeviceName, targets: Sequence[Device]) -> Path | None:
+    """The interpreter of the daemon that layers on a device of this machine would have; None if there is no daemon."""
     interpreters = dict(config.target_shard_ipc_bin)
     if name.kind in interpreters:
         return interpreters[name.kind]
@@ -180,7 +186,8 @@ def _check_variables(config: Config, kinds: Collection[str]) -> None:
     drafting = "" if config.draft in ("", "ngram") else config.draft_device.partition(":")[0]
     if drafting == "auto":
         return
-    for kind in sorted({text.partition(":")[0] for text in config.shard_env} - {*kinds, drafting}):
+    scoring = config.prefill_drafter_device.partition(":")[0] if config.prefill_drafter else ""
+    for kind in sorted({text.partition(":")[0] for text in config.shard_env} - {*kinds, drafting, scoring}):
         raise UsageError(f"{flag('shard_env')} {kind}: no {kind} daemon is started", param="shard_env")
 
 

@@ -1,4 +1,4 @@
-"""What a daemon holds for its server, layers or a drafter, as the daemon's session sees it."""
+"""What a daemon holds for its server, layers, a drafter or a scorer of texts, as the daemon's session sees it."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ _DAEMONS = {
     "target_device": "target_shard_ipc_bin",
     "target_devices": "target_shard_ipc_bin",
     "draft_device": "draft_ipc_bin",
+    "prefill_drafter_device": "target_shard_ipc_bin",
 }
 VENDORS: tuple[Vendor, ...] = ("cuda", "hip")
 

@@ -59,6 +59,11 @@ def test_numbers_come_back_at_all_depths(replies: list[tuple[bool, list[int]]]) 
 PLACES: dict[str, dict[str, Any]] = {
     "three shards": {"target_devices": "cpu:0,cpu:1,cpu:2"},
     "daemon": {"target_devices": "cpu:0,cpu:1", "target_shard_ipc_bin": f"cpu={WARM}", "isolate_shards": True},
+    "small model in a daemon": {
+        "target_devices": "cpu:0,cpu:1",
+        "target_shard_ipc_bin": f"cpu={WARM}",
+        "prefill_drafter_device": "cpu:2",
+    },
     "drafting": {"draft": str(TINY / "draft.gguf"), "verify_width": 16},
     "trees": {"draft": str(TINY / "draft.gguf"), "verify_width": 16, "ddtree": True},
     "weights for each prompt": {"draft_residency": "request-scoped"},

@@ -41,11 +41,17 @@ def devices(names: str, **settings: object) -> Iterator[list[Device]]:
 
 @contextmanager
 def listener(
-    path: Path, key: Path, port: int = 0, draft: Path | None = None, python: Path = HERE
+    path: Path,
+    key: Path,
+    port: int = 0,
+    draft: Path | None = None,
+    python: Path = HERE,
+    prefill_drafter: Path | None = None,
 ) -> Iterator[tuple[int, subprocess.Popen[str]]]:
-    """A `luce shard` that listens with a model, or its draft too, and its port."""
+    """A `luce shard` that listens with a model, or its drafts too, and its port."""
     command = [str(python), "-P", "-m", "luce", "shard", str(path), "--listen", f"127.0.0.1:{port}"]
     command += [] if draft is None else ["--draft", str(draft)]
+    command += [] if prefill_drafter is None else ["--prefill-drafter", str(prefill_drafter)]
     process = subprocess.Popen([*command, "--key-file", str(key)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:

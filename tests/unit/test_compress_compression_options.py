@@ -45,7 +45,6 @@ def test_a_curve_is_linear_between_its_points(tokens: int, share: float) -> None
         ({"prefill_freeze_threshold": "9"}, "prefill-freeze-threshold: requires --prefill-freeze"),
         ({"prefill_compression": "on"}, "prefill-compression: expected off or auto or always"),
         ({"prefill_threshold": "0"}, "prefill-threshold: expected an integer in 1.."),
-        ({"prefill_drafter_device": "tcp://b:1/cuda:0"}, "the small model runs in this process"),
     ],
 )
 def test_values_that_are_refused(given: dict[str, str | bool], problem: str) -> None:

@@ -28,14 +28,16 @@ def test_its_device(device: str, devices: tuple[int, ...], name: str) -> None:
     with contextlib.ExitStack() as opened:
         plan = plan_scorer(opened, HOST, SMALL, targets, device)
         assert str(plan.device.name) == name and plan.device not in targets
-        assert plan.facts == {"file": SMALL, "device": name, "bytes": plan.claim.bytes}
-        assert plan.claim.device is plan.device and 0 < plan.claim.bytes < plan.free
+        assert plan.facts == {"file": SMALL, "device": name, "bytes": plan.bytes}
+        (claim,) = plan.claims
+        assert claim.device is plan.device and 0 < claim.bytes == plan.bytes < plan.free
 
 
 @pytest.mark.parametrize(
     ("path", "device", "problem"),
     [
         (SMALL, "cuda:7", "--prefill-drafter-device cuda:7: "),
+        (SMALL, "tcp://far:1/cpu:0", "prefill drafter on tcp://far:1/cpu:0: network daemons require --shard-key-file"),
         ("/nowhere/a.gguf", "auto", "/nowhere/a.gguf"),
         (__file__, "auto", Path(__file__).name),
     ],

@@ -64,6 +64,7 @@ DAEMONS: list[tuple[dict[str, str], str]] = [
     ({"target_devices": "cpu:0,tcp://far:9/cpu:0"}, NETWORK),
     ({"target_device": "tcp://far:9/cpu:0"}, NETWORK),
     ({"draft": "x.gguf", "draft_device": "tcp://far:9/cpu:0"}, NETWORK),
+    ({"prefill_drafter": "x.gguf", "prefill_drafter_device": "tcp://far:9/cpu:0"}, NETWORK),
 ]
 
 

@@ -234,5 +234,7 @@ def test_a_network_daemon_holds_one_thing() -> None:
     target.name = name
     with pytest.raises(UsageError, match="--draft-device tcp://far:1/cpu:0: this daemon holds layers"):
         opening.open_draft_daemon(Config(), name, [target], Proposed)
+    with pytest.raises(UsageError, match="--prefill-drafter-device tcp://far:1/cpu:0: this daemon holds layers"):
+        opening.open_draft_daemon(Config(), name, [target], Proposed, "prefill_drafter_device")
     with pytest.raises(UsageError, match="require --shard-key-file"):
         opening.open_draft_daemon(Config(), name, [], Proposed)
