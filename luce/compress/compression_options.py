@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
 
+from luce.compress.selection import Keep
 from luce.config.settings import Config
 
 
@@ -41,6 +42,8 @@ class CompressionOptions:
     threshold: int = 32000
     #: kept chunks by chunks, in (0, 1]
     keep_ratio: float = 0.05
+    #: share of the sum of all scores that is kept, in (0, 1], instead of a share of the chunks; 0: off
+    keep_mass: float = 0.0
     #: tokens and keep ratios, ascending: linear in between, constant outside; empty: `keep_ratio` for every length
     curve: tuple[tuple[int, float], ...] = ()
     #: whether older messages of a conversation are compressed, and fewest tokens of such a message
@@ -54,10 +57,17 @@ class CompressionOptions:
             config.prefill_compression,
             config.prefill_threshold,
             config.prefill_keep_ratio,
+            float(config.prefill_keep.removeprefix("mass:")) if config.prefill_keep != "ratio" else 0.0,
             config.prefill_curve,
             config.prefill_freeze,
             config.prefill_freeze_threshold,
         )
+
+    def keep_for(self, tokens: int, keep_ratio: float | None = None) -> Keep:
+        """How much of a prompt of so many tokens is kept. `keep_ratio`: a request's, which comes first."""
+        if keep_ratio is None and self.keep_mass:
+            return Keep(self.keep_mass, mass=True)
+        return Keep(self.ratio_for(tokens) if keep_ratio is None else keep_ratio)
 
     def ratio_for(self, tokens: int) -> float:
         """The keep ratio of a prompt of so many tokens."""

@@ -16,10 +16,10 @@ from luce.compress.reading_time import ReadingTime
 from luce.compress.scorer import Scorer, no_check
 from luce.compress.selection import (
     SHORTEST,
+    Keep,
     PromptTokens,
     Selection,
     Spans,
-    chunks_to_keep,
     count_tokens,
     gather,
     spans_of,
@@ -127,6 +127,8 @@ class Compressor:
         self._scorer_time, self._target_time = ReadingTime(), ReadingTime()
         #: whether the loaded small model has read a text: the first one waits for kernel builds and page faults
         self._warm = False
+        #: share of the tokens that was kept of the last text
+        self._kept_share = 1.0
         #: verdicts SLOWER since the small model last read a prompt
         self._slower_verdicts = 0
         if keep_loaded:
@@ -167,12 +169,12 @@ class Compressor:
         failed and the whole prompt does not fit.
         """
         tokens = prompt.ids
-        ratio = self.options.ratio_for(len(tokens)) if keep_ratio is None else keep_ratio
-        if len(tokens) < SHORTEST or (ratio == 1 and len(tokens) <= bounds.most):
+        keep = self.options.keep_for(len(tokens), keep_ratio)
+        if len(tokens) < SHORTEST or (keep.share == 1 and len(tokens) <= bounds.most):
             return CompressedPrompt.whole(tokens.tolist(), Verdict.UNCHANGED)
         with self._lock:
             try:
-                spans, seconds = self._spans(prompt, ratio, bounds.most, check)
+                spans, seconds = self._spans(prompt, keep, bounds.most, check)
             except RequestError:
                 raise
             except Exception as error:
@@ -205,10 +207,10 @@ class Compressor:
         kept, seconds, reason = np.ones(len(prompt), np.bool_), 0.0, ""
         for begin, end in messages:
             part = prompt.part(begin, end)
-            ratio = self.options.ratio_for(len(part)) if keep_ratio is None else keep_ratio
+            keep = self.options.keep_for(len(part), keep_ratio)
             with self._lock:
                 try:
-                    spans, took = self._spans(part, ratio, len(part), check)
+                    spans, took = self._spans(part, keep, len(part), check)
                 except RequestError:
                     raise
                 except Exception as error:
@@ -256,8 +258,10 @@ class Compressor:
 
     def _slower(self, tokens: int, keep_ratio: float | None) -> bool:
         """Whether the target alone reads a prompt at least as soon, by the measured times; False without them."""
-        ratio = self.options.ratio_for(tokens) if keep_ratio is None else keep_ratio
+        keep = self.options.keep_for(tokens, keep_ratio)
         with self._times_lock:
+            # What a share of the scores leaves is known only afterwards: as much as of the last prompt.
+            ratio = self._kept_share if keep.mass else keep.share
             scorer, whole = self._scorer_time.predict(tokens), self._target_time.predict(tokens)
             kept = self._target_time.predict(round(ratio * tokens))
             if scorer is None or whole is None or kept is None or scorer + kept < whole:
@@ -265,25 +269,25 @@ class Compressor:
             self._slower_verdicts = (self._slower_verdicts + 1) % RETRY
             return self._slower_verdicts != 0
 
-    def _spans(
-        self, prompt: PromptTokens, keep_ratio: float, most: int, check: Callable[[], None]
-    ) -> tuple[Spans, float]:
+    def _spans(self, prompt: PromptTokens, keep: Keep, most: int, check: Callable[[], None]) -> tuple[Spans, float]:
         """The kept tokens of a prompt, and the seconds that they took: 0 for cached ones. The lock is held."""
         check()
-        key = self._cache.key(prompt, keep_ratio, most)
+        key = self._cache.key(prompt, keep, most)
         began, spans = time.monotonic(), self._cache.get(key)
         if spans is not None:
             return spans, 0.0
-        spans = self._select(prompt, keep_ratio, most, check)
+        spans = self._select(prompt, keep, most, check)
         self._cache.put(key, spans)
+        with self._times_lock:
+            self._kept_share = count_tokens(spans) / len(prompt)
         self._failures = 0
         return spans, max(time.monotonic() - began, 1e-9)
 
-    def _select(self, prompt: PromptTokens, keep_ratio: float, most: int, check: Callable[[], None]) -> Spans:
+    def _select(self, prompt: PromptTokens, keep: Keep, most: int, check: Callable[[], None]) -> Spans:
         if self._failures >= MOST_FAILURES:
             raise ModelError(self._stats.state)
         selection = Selection(prompt, self._scores(prompt.ids, check))
-        spans = selection.spans(chunks_to_keep(selection.chunks, keep_ratio))
+        spans = selection.spans(selection.count(keep))
         return spans if count_tokens(spans) <= most else selection.largest(most)
 
     def _scores(self, tokens: NDArray[np.int32], check: Callable[[], None]) -> NDArray[np.float64]:

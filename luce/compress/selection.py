@@ -25,6 +25,16 @@ REACH = 8
 Spans = tuple[tuple[int, int], ...]
 
 
+@dataclass(frozen=True)
+class Keep:
+    """How much of a text is kept."""
+
+    #: in (0, 1]
+    share: float
+    #: whether it is a share of the sum of all scores, instead of a share of the chunks
+    mass: bool = False
+
+
 def chunks_to_keep(chunks: int, keep_ratio: float) -> int:
     """The keep ratio's share of a number of chunks, rounded down, at least one."""
     return max(1, chunks * round(keep_ratio * RATIO_UNIT) // RATIO_UNIT)
@@ -79,20 +89,43 @@ class Selection:
         self._n = len(prompt)
         self.chunks = -(-self._n // CHUNK)
         self._anchors = anchored(prompt.ids, CHUNK)
+        means = chunk_scores(scores) if self._n else np.empty(0)
         # Descending; among equals the lower number comes first.
-        self._best = np.argsort(-chunk_scores(scores), kind="stable") if self._n else np.empty(0, np.intp)
+        self._best = np.argsort(-means, kind="stable")
+        # The sum of each chunk's scores.
+        self._mass = means * np.minimum(CHUNK, self._n - CHUNK * np.arange(self.chunks))
+
+    def count(self, keep: Keep) -> int:
+        """The number of chunks for `spans`: with `mass` the smallest one whose chunks have that share of the scores.
+
+        Head, tail and anchors count as well. If head and tail still grow with the number, a smaller one may do.
+        """
+        if not keep.mass:
+            return chunks_to_keep(self.chunks, keep.share)
+        wanted = keep.share * self._mass.sum()
+        low, high = 1, max(1, self.chunks)
+        while low < high:
+            middle = (low + high) // 2
+            covers = self._mass[self._kept(middle, anchors=True)].sum() >= wanted
+            low, high = (low, middle) if covers else (middle + 1, high)
+        return low
 
     def spans(self, count: int, *, anchors: bool = True) -> Spans:
         """The kept tokens with `count` chunks. `anchors`: anchors are kept even beyond `count` chunks."""
         if self._n < SHORTEST or count >= self.chunks:
             return ((0, self._n),) if self._n else ()
+        kept = self._kept(count, anchors=anchors)
+        return self._cut(np.repeat(kept, CHUNK)[: self._n] | self._prompt.protected)
+
+    def _kept(self, count: int, *, anchors: bool) -> NDArray[np.bool_]:
+        """Whether each chunk is kept: head, tail, anchors, and the best ones up to `count`."""
         head, tail = head_and_tail(count)
         kept = self._anchors.copy() if anchors else np.zeros(self.chunks, np.bool_)
         kept[:head] = True
         kept[self.chunks - tail :] = True
         rest = self._best[~kept[self._best]]
         kept[rest[: max(0, count - int(kept.sum()))]] = True
-        return self._cut(np.repeat(kept, CHUNK)[: self._n] | self._prompt.protected)
+        return kept
 
     def _cut(self, kept: NDArray[np.bool_]) -> Spans:
         """The spans of kept tokens bool [n], each grown at both ends by at most REACH tokens to the best place.

@@ -7,7 +7,7 @@ from collections import OrderedDict
 
 import numpy as np
 
-from luce.compress.selection import RATIO_UNIT, PromptTokens, Spans
+from luce.compress.selection import RATIO_UNIT, Keep, PromptTokens, Spans
 
 # Bytes of a span in memory, with its tuple and integers, and of an entry without its spans.
 _SPAN_BYTES = 128
@@ -26,10 +26,10 @@ class SpanCache:
         self._spans: OrderedDict[bytes, Spans] = OrderedDict()
         self._bytes = 0
 
-    def key(self, prompt: PromptTokens, keep_ratio: float, most: int) -> bytes:
-        """The key of a prompt with a keep ratio, and with at most `most` kept tokens."""
+    def key(self, prompt: PromptTokens, keep: Keep, most: int) -> bytes:
+        """The key of a prompt of which so much is kept, with at most `most` kept tokens."""
         digest = hashlib.blake2b(self._identity, digest_size=16)
-        digest.update(np.array([len(prompt), round(keep_ratio * RATIO_UNIT), most], np.int64).tobytes())
+        digest.update(np.array([len(prompt), round(keep.share * RATIO_UNIT), keep.mass, most], np.int64).tobytes())
         digest.update(prompt.ids.tobytes())
         digest.update(np.packbits(prompt.protected).tobytes())
         digest.update(prompt.cut_ranks.tobytes())

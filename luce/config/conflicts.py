@@ -132,6 +132,7 @@ _COMPRESSION = (
     "prefill_drafter_device",
     "prefill_threshold",
     "prefill_keep_ratio",
+    "prefill_keep",
     "prefill_curve",
     "prefill_freeze",
     "prefill_freeze_threshold",
@@ -145,6 +146,10 @@ def _compression_problems(
     mode = values.get("prefill_compression", "off")
     if values.get("prefill_curve", ()) and "prefill_keep_ratio" in values:
         yield "prefill_keep_ratio", f"{spelled['prefill_keep_ratio']}: not with {flag('prefill_curve')}"
+    if values.get("prefill_keep", "ratio") != "ratio":
+        for name in ("prefill_keep_ratio", "prefill_curve"):
+            if name in values and values[name] != FIELDS[name].default:
+                yield name, f"{spelled[name]}: not with {flag('prefill_keep')} {values['prefill_keep']}"
     if values.get("prefill_drafter", "") or "prefill_drafter" in wrong:
         if "prefill_freeze_threshold" in values and not values.get("prefill_freeze", False):
             yield (

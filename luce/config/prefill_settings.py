@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from luce.config.field import SamplingDefaults, setting
-from luce.config.values import choice, device, number, path_or_name, shares, text, tokens
+from luce.config.values import choice, device, number, path_or_name, ratio_or_mass, shares, text, tokens
 
 #: how prompts are compressed unless a request says otherwise, and what a request may say
 MODES = ("off", "auto", "always")
@@ -51,6 +51,14 @@ class PrefillSettings(SamplingDefaults):
         number(0, 1, above=True),
         "share of a prompt that is kept, above 0 and at most 1",
         metavar="SHARE",
+        group="prompt compression",
+    )
+    prefill_keep: str = setting(
+        "ratio",
+        ratio_or_mass,
+        "ratio: keep a share of a prompt, as --prefill-keep-ratio or --prefill-curve says. mass:SHARE: keep the parts "
+        "that have together this share of the small model's attention, above 0 and at most 1",
+        metavar="ratio|mass:SHARE",
         group="prompt compression",
     )
     prefill_freeze: bool = setting(

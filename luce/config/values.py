@@ -60,6 +60,16 @@ def number(low: float, high: float, *, above: bool = False) -> Parser:
     return parse
 
 
+def ratio_or_mass(text: str) -> str:
+    """A value of --prefill-keep: `ratio`, or `mass:SHARE` with a share in (0, 1]."""
+    kind, colon, share = text.partition(":")
+    if kind == "mass" and colon:
+        return f"mass:{number(0, 1, above=True)(share)}"
+    if text != "ratio":
+        raise ValueError("expected ratio or mass:SHARE")
+    return text
+
+
 _SUFFIXES = {"mib": 1, "gib": 1 << 10, "tib": 1 << 20}
 
 

@@ -134,6 +134,7 @@ def compression_props(compressor: Compressor | None, *, paths: bool) -> dict[str
         "mode": options.mode,
         "threshold": options.threshold,
         "keep_ratio": options.keep_ratio,
+        "keep_mass": options.keep_mass,
         "freeze": options.freeze,
         "freeze_threshold": options.freeze_threshold,
         "curve": [list(point) for point in options.curve],

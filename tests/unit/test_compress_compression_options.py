@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from luce.compress.compression_options import CompressionOptions
+from luce.compress.selection import Keep
 from luce.config.resolve import resolve
 from luce.errors import UsageError
 
@@ -21,6 +22,12 @@ def test_without_a_curve_all_lengths_have_one_share() -> None:
 def test_a_curve_is_linear_between_its_points(tokens: int, share: float) -> None:
     curve = {"prefill_drafter": "a.gguf", "prefill_curve": "4000:0.05,1000:0.2,2000:0.1"}
     assert CompressionOptions.of(resolve(curve, env={})).ratio_for(tokens) == pytest.approx(share)
+
+
+def test_a_share_of_the_scores_gives_way_to_a_requests_ratio() -> None:
+    options = CompressionOptions.of(resolve({"prefill_drafter": "a.gguf", "prefill_keep": "mass:0.95"}, env={}))
+    assert options.keep_for(1000) == Keep(0.95, mass=True) and options.keep_for(1000, 0.3) == Keep(0.3)
+    assert CompressionOptions(keep_ratio=0.2).keep_for(1000) == Keep(0.2)
 
 
 @pytest.mark.parametrize(
@@ -43,6 +50,13 @@ def test_a_curve_is_linear_between_its_points(tokens: int, share: float) -> None
             "prefill-freeze-threshold: expected an integer in 1..",
         ),
         ({"prefill_freeze_threshold": "9"}, "prefill-freeze-threshold: requires --prefill-freeze"),
+        ({"prefill_keep": "mass:0"}, r"prefill-keep: expected a number in \(0, 1\]"),
+        ({"prefill_keep": "mass:1.5"}, r"prefill-keep: expected a number in \(0, 1\]"),
+        ({"prefill_keep": "mass:nan"}, r"prefill-keep: expected a number in \(0, 1\]"),
+        ({"prefill_keep": "mass"}, "prefill-keep: expected ratio or mass:SHARE"),
+        ({"prefill_keep": "0.5"}, "prefill-keep: expected ratio or mass:SHARE"),
+        ({"prefill_keep": "mass:0.9", "prefill_keep_ratio": "0.2"}, "keep-ratio: not with --prefill-keep mass:0.9"),
+        ({"prefill_keep": "mass:0.9", "prefill_curve": "9:0.2"}, "prefill-curve: not with --prefill-keep mass:0.9"),
         ({"prefill_compression": "on"}, "prefill-compression: expected off or auto or always"),
         ({"prefill_threshold": "0"}, "prefill-threshold: expected an integer in 1.."),
     ],
@@ -60,6 +74,7 @@ def test_values_that_are_refused(given: dict[str, str | bool], problem: str) -> 
         ("prefill_threshold", "5"),
         ("prefill_keep_ratio", "0.5"),
         ("prefill_curve", "9:0.5"),
+        ("prefill_keep", "mass:0.5"),
         ("prefill_freeze", True),
     ],
 )

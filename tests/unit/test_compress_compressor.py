@@ -44,6 +44,30 @@ def test_the_kept_tokens_are_those_of_the_spans() -> None:
     assert list(found.ids) == [int(token) for begin, end in found.spans for token in TOKENS[begin:end]]
 
 
+def test_a_share_of_the_scores_decides() -> None:
+    """Token t has the score t, so that half of the scores is a third of the tokens, and some at the
+    beginning."""
+    ordered = np.arange(N, dtype=np.int32)
+    compressor = made(keep_mass=0.5)
+    found = compressed(compressor, ordered)
+    assert 0.5 <= sum(found.ids) / ordered.sum() < 0.52 and len(found.ids) < 0.4 * N
+    assert len(compressed(compressor, ordered, keep_ratio=0.5).ids) == N // 2
+    frozen = compressor.freeze(PromptTokens.plain(ordered), ((0, N),))
+    assert frozen.ids == found.ids
+
+
+def test_auto_predicts_by_what_a_share_of_the_scores_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    ordered = np.arange(N, dtype=np.int32)
+    for mass, verdict in ((0.5, Verdict.COMPRESS), (0.9, Verdict.SLOWER)):
+        compressor = made(clock.scorer(), threshold=100, keep_mass=mass)
+        for tokens in (ordered, ordered + 1):
+            compressed(compressor, tokens)
+        # 0.37 of the tokens: 1 + 0.3 * 1.9 < 1.9; 0.7 of them: 1 + 0.7 * 1.9 > 1.9
+        compressor.observe(N, 1.9 * N / 1000)
+        assert compressor.verdict(N, "auto", None, continues=False, fits=True) is verdict
+
+
 def test_a_prompt_is_read_once() -> None:
     scorer = ScriptedScorer()
     compressor = made(scorer)

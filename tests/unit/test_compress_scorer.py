@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from luce.compress.scorer import Retokenized, TextScorer, scorer_bytes, smoothed, spread
+from luce.compress.scorer import Retokenized, TextScorer, scorer_bytes, segment_tokens, smoothed, spread
 from luce.errors import LuceError, ModelError
 from luce.gguf.reader import GGUFFile, open_gguf
 from luce.models.keys import Source
 from luce.models.registry import read_spec
 from luce.models.spec import ModelSpec
 from luce.runtime.host import HostDevice
+from luce.shard.layerwise import layerwise_bytes
 from luce.text.tokenizer import Tokenizer
 from tests.support.reference import Reference
 
@@ -228,3 +229,20 @@ def test_one_layer_of_keys_and_values_takes_memory(file: GGUFFile) -> None:
     # A tied head counts as well.
     table = file.tensors["token_embd.weight"].nbytes
     assert weights == pytest.approx(sum(tensor.nbytes for tensor in file.tensors.values()) + table, rel=0.01)
+
+
+def test_131072_tokens_of_a_small_qwen3_take_less_than_3_gb_beside_its_weights(file: GGUFFile) -> None:
+    """The shapes of Qwen3-0.6B: 28 layers of 16 heads and 8 key heads of 128, hidden states of 1024."""
+    some = SMALL.spec.layers[0]
+    mixer = replace(some.mixer, heads=16, kv_heads=8, head_dim=128)  # type: ignore[type-var]
+    rope = replace(mixer.rope, dims=128)  # type: ignore[union-attr]
+    layer = replace(some, mixer=replace(mixer, rope=rope))  # type: ignore[type-var]
+    spec = replace(SMALL.spec, layers=(layer,) * 28, hidden=1024, context_length=1 << 19)
+    _, peak = layerwise_bytes(file, spec, HostDevice(), 131072, 8)
+    n = 131072
+    kv, hidden = 2 * n * 8 * 128 * 4, n * 1024 * 4
+    scores, angles = n * 8 * (16 + 1) * 4, n * 128 * 4
+    assert peak == pytest.approx(kv + hidden + scores + angles, rel=0.01)
+    assert peak < 3e9
+    # One pass covers twice that.
+    assert segment_tokens(file, spec) == 2 * n

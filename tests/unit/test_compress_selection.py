@@ -12,6 +12,7 @@ import pytest
 from luce.compress.selection import (
     CHUNK,
     REACH,
+    Keep,
     PromptTokens,
     Selection,
     Spans,
@@ -171,3 +172,33 @@ def test_anchors_go_where_they_do_not_fit() -> None:
     assert count_tokens(selection.spans(1)) > 1000
     assert count_tokens(selection.largest(1000)) == 992
     assert count_tokens(selection.largest(2000)) == 1984 and count_tokens(selection.spans(1)) < 2000
+
+
+@pytest.mark.parametrize("share", [1e-9, 0.1, 0.5, 0.8, 0.95, 1.0])
+@pytest.mark.parametrize("n", [40, 3200, 3217])
+def test_a_share_of_the_scores_takes_the_fewest_chunks(n: int, share: float) -> None:
+    """By trying every number of chunks, with the sums of the tokens' scores."""
+    tokens, scores = text(n, seed=n)
+    scores **= 8
+    selection = Selection(PromptTokens.plain(tokens), scores)
+
+    def covered(count: int) -> float:
+        return sum(float(scores[begin:end].sum()) for begin, end in selection.spans(count)) / float(scores.sum())
+
+    found = selection.count(Keep(share, mass=True))
+    assert covered(found) >= share - 1e-12
+    assert all(covered(count) < share for count in range(1, found))
+
+
+def test_few_tokens_with_all_of_the_attention_are_enough() -> None:
+    tokens, scores = text(6400)[0], np.zeros(6400)
+    scores[3000:3010] = 1
+    selection = Selection(PromptTokens.plain(tokens), scores)
+    count = selection.count(Keep(0.99, mass=True))
+    # Head and tail, and the two chunks that hold them.
+    assert count == 8 + 24 + 2 and {93, 94} <= chunks_of(selection.spans(count), 6400)
+    assert selection.count(Keep(0.5)) == 100
+
+
+def test_no_attention_at_all_keeps_one_chunk() -> None:
+    assert Selection(PromptTokens.plain(text(640)[0]), np.zeros(640)).count(Keep(0.9, mass=True)) == 1

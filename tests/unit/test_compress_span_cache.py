@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from luce.compress.selection import PromptTokens
+from luce.compress.selection import Keep, PromptTokens
 from luce.compress.span_cache import SpanCache
 
 
@@ -16,18 +16,19 @@ def test_a_key_changes_with_all_that_what_is_kept_depends_on() -> None:
     cut.cut_ranks[50] = 1
     cache = SpanCache("1 a.gguf", 1 << 20)
     keys = [
-        cache.key(prompt, 0.05, 1000),
-        cache.key(prompt, 0.050001, 1000),
-        cache.key(prompt, 0.05, 1001),
-        cache.key(some, 0.05, 1000),
-        cache.key(other, 0.05, 1000),
-        cache.key(cut, 0.05, 1000),
-        cache.key(PromptTokens.plain(prompt.ids[:99]), 0.05, 1000),
-        SpanCache("1 b.gguf", 1 << 20).key(prompt, 0.05, 1000),
-        SpanCache("2 a.gguf", 1 << 20).key(prompt, 0.05, 1000),
+        cache.key(prompt, Keep(0.05), 1000),
+        cache.key(prompt, Keep(0.050001), 1000),
+        cache.key(prompt, Keep(0.05, mass=True), 1000),
+        cache.key(prompt, Keep(0.05), 1001),
+        cache.key(some, Keep(0.05), 1000),
+        cache.key(other, Keep(0.05), 1000),
+        cache.key(cut, Keep(0.05), 1000),
+        cache.key(PromptTokens.plain(prompt.ids[:99]), Keep(0.05), 1000),
+        SpanCache("1 b.gguf", 1 << 20).key(prompt, Keep(0.05), 1000),
+        SpanCache("2 a.gguf", 1 << 20).key(prompt, Keep(0.05), 1000),
     ]
     assert len({*keys}) == len(keys)
-    assert SpanCache("1 a.gguf", 1).key(prompt, 0.05, 1000) == keys[0]
+    assert SpanCache("1 a.gguf", 1).key(prompt, Keep(0.05), 1000) == keys[0]
 
 
 def test_the_least_recently_used_goes_first() -> None:
