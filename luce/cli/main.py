@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from luce import __version__
 from luce.cli import streams
 from luce.cli.streams import OutputError
 from luce.config.suggest import nearest
@@ -99,6 +98,19 @@ class _Help(argparse.Action):
         parser.exit()
 
 
+class _Version(argparse.Action):
+    """--version."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: object, values: object, option_string: str | None = None
+    ) -> NoReturn:
+        # What the line needs takes longer than a whole start of another command.
+        from luce.cli.version import version_line
+
+        print(version_line())
+        parser.exit()
+
+
 class _Parser(argparse.ArgumentParser):
     #: a command line for the help
     example = ""
@@ -141,7 +153,7 @@ def _parsers(verb: str) -> tuple[_Parser, _Parser]:
         epilog="example: luce chat smollm2. `luce VERB --help` shows its common flags, `luce VERB --help all` all; "
         "`luce --help all` shows all of every verb.",
     )
-    top.add_argument("--version", action="version", version=f"luce {__version__}")
+    top.add_argument("--version", action=_Version, nargs=0, help="show version, commit and extras, and exit")
     found = top
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name, text in VERBS.items():

@@ -200,6 +200,7 @@ class _Service:
                 STOPPING=1, STATUS="saving", **_extended(self._config.kv_cache_flush_timeout + _CLOSE_SECONDS)
             )
             await self._pool.close()
+            await server.send_traces()
             server.close()
             for task in self._tasks:
                 task.cancel()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from luce.config.field import setting
-from luce.config.values import choice, choices, integer, names, number, path, text
+from luce.config.values import choice, choices, http_url, integer, names, number, path, text
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,14 @@ class ServerSettings:
     )
     webui: bool = setting(True, text, "serve the web UI at / to browsers", group="server")
     metrics_public: bool = setting(False, text, "serve /metrics without a key", group="server")
+    otlp_traces_endpoint: str = setting(
+        "",
+        http_url,
+        "URL of an OpenTelemetry receiver (OTLP over HTTP) that gets a trace of each request, such as "
+        "http://localhost:4318/v1/traces; needs the extra otel",
+        metavar="URL",
+        group="server",
+    )
     max_body_mib: int = setting(64, integer(1, 4096), "largest request body", metavar="MIB", group="server")
     max_n: int = setting(8, integer(1, 64), "largest `n` of a request", metavar="N", group="server")
     max_batch_prompts: int = setting(

@@ -112,6 +112,13 @@ def text(text: str) -> str:
     return text
 
 
+def http_url(text: str) -> str:
+    """A URL of http or https, or nothing."""
+    if text and not re.fullmatch(r"https?://[^\s/]+(/\S*)?", text):
+        raise ValueError("expected http://HOST[:PORT]/PATH or https://...")
+    return text
+
+
 def path_or_name(text: str) -> str:
     """A path, a name or nothing, unchanged."""
     user = text.partition("/")[0]

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import logging
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
 
@@ -17,6 +18,7 @@ from luce.api import Model
 from luce.engine.events import Event, Failed, Finished, FinishReason, Progress, PromptScores, Tokens
 from luce.errors import DeadlineError, LuceError, RequestError
 from luce.server.body import read_body
+from luce.server.genai_span import genai_span
 from luce.server.metrics import Metrics
 from luce.server.prepare import Job
 from luce.server.replies import Replies
@@ -81,6 +83,8 @@ async def _answer(
             parsers = [choice.parser for choice in builder.choices]
             server.metrics.bad_tool_calls.inc(sum(parser.bad_calls + parser.cut_calls for parser in parsers))
             call.log_fields |= builder.log_fields(call.arrived)
+            if server.tracing is not None:
+                call.span = genai_span(job, builder, call.arrived, time.monotonic())
 
 
 async def _with_grammar(job: Job, model: Model, metrics: Metrics) -> Job:

@@ -271,6 +271,11 @@ def _record(request: web.Request, call: Call, server: Server, code: int, level: 
     seconds = time.monotonic() - call.arrived
     server.metrics.requests.labels(call.route, str(code)).inc()
     server.metrics.request_seconds.labels(call.route).observe(seconds)
+    if server.tracing is not None and call.span is not None:
+        error = str(call.log_fields.get("error", "" if code < 400 else code))
+        server.tracing.record(
+            call.span, request.headers, arrived=call.arrived, route=call.route, status=code, error=error
+        )
     log.event(
         _log,
         "request",

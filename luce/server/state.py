@@ -8,16 +8,21 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiohttp import web
 
 from luce.api import Model
-from luce.config.settings import Config
-from luce.errors import UnavailableError
+from luce.config.settings import Config, flag
+from luce.errors import UnavailableError, UsageError
 from luce.server.auth import Cors, HostCheck, Keys
 from luce.server.metrics import Metrics
 from luce.server.model_pool import ModelEntry, ModelPool
+
+if TYPE_CHECKING:
+    # OpenTelemetry, and what imports this module.
+    from luce.server.genai_span import GenAISpan
+    from luce.server.tracing import Tracing
 
 Result = TypeVar("Result")
 
@@ -38,6 +43,8 @@ class Call:
     client_gone: bool = False
     #: pattern of the route
     route: str = "other"
+    #: what its trace says, for a request that has a job
+    span: GenAISpan | None = None
 
 
 class Server:
@@ -51,6 +58,8 @@ class Server:
         self.host_check = HostCheck(config)
         self.cors = Cors(config, keyed=self.keys.required)
         self.metrics = Metrics(self._measured)
+        #: where traces go; None: there are none
+        self.tracing = _tracing(config)
         self.draining = False
         self.started = int(time.time())
         #: requests whose handler has not returned; `idle` is set while there are none
@@ -144,10 +153,27 @@ class Server:
         seconds."""
         return await _on_thread(self._text_pool, function, *args)
 
+    async def send_traces(self) -> None:
+        """Send the last traces. Takes some seconds if their receiver does not answer."""
+        if self.tracing is not None:
+            await asyncio.to_thread(self.tracing.close)
+
     def close(self) -> None:
         """Release the worker threads without waiting for the calls that still run."""
         for pool in (self._pool, self._chat_pool, self._text_pool):
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _tracing(config: Config) -> Tracing | None:
+    """What sends traces. Raises UsageError without the extra."""
+    if not config.otlp_traces_endpoint:
+        return None
+    try:
+        from luce.server.tracing import open_tracing
+    except ModuleNotFoundError as error:
+        what = f"{flag('otlp_traces_endpoint')}: needs {error.name}; install luce-llm[otel]"
+        raise UsageError(what, param="otlp_traces_endpoint") from None
+    return open_tracing(config.otlp_traces_endpoint)
 
 
 def admins_server(request: web.Request) -> Server:

@@ -38,6 +38,7 @@ ELSEWHERE = {
     "models_dir": "tests/process/test_several_models.py::test_a_directory_of_models",
     "max_loaded_models": "tests/unit/test_server_model_pool.py::test_the_least_recently_used_makes_room",
     "load_wait": "tests/http/test_several_models.py::test_a_load_takes_too_long",
+    "otlp_traces_endpoint": "tests/http/test_traces.py::test_a_receiver_gets_the_spans_at_the_latest_at_the_end",
     "idle_exit": "tests/process/test_serve.py::test_an_idle_server_ends",
     "drain_seconds": "tests/process/test_serve.py::test_requests_beyond_the_drain_time_end_with_their_text",
     "prefill_compression": "tests/http/test_prompt_compression.py::test_which_requests_are_compressed",

@@ -124,6 +124,7 @@ async def running(
         if pool is not None:
             await pool.close()
         await asyncio.to_thread(scripted.close)
+        await server.send_traces()
         server.close()
     left = {task for task in asyncio.all_tasks() if not task.done()} - before - {asyncio.current_task()}
     if left:

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from luce.config.file import RENAMED
 from luce.config.model_tables import ModelTable, read_tables
 from luce.config.resolve import config_file, resolve
+from luce.config.settings import FIELDS
 from luce.errors import UsageError
 
 TEXT = """
@@ -94,3 +96,19 @@ def test_the_file_of_the_settings() -> None:
     assert config_file({"config": "a.toml"}, {"LUCE_CONFIG": "b.toml"}) == Path("a.toml")
     assert config_file({}, {"LUCE_CONFIG": "b.toml"}) == Path("b.toml")
     assert config_file({}, {}) is None
+
+
+def test_keys_of_earlier_versions(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "luce.toml"
+    path.write_text('draft = "mtp"\ndraft-tail = 5\n[models.a]\nmodel = "a.gguf"\ndraft_tail = 7\n')
+    assert resolve({"config": str(path)}, env={}).draft_feature_tail == 5
+    (table,) = read_tables(path)
+    assert table.settings["draft_feature_tail"] == 7
+    # One line each, however often the file is read.
+    resolve({"config": str(path)}, env={})
+    told = [f"{path}: {key} is called draft_feature_tail now" for key in ("draft-tail", "draft_tail")]
+    assert caplog.messages == told
+    path.write_text("draft_tail = 5\ndraft_feature_tail = 5\n")
+    with pytest.raises(UsageError, match="draft_tail and draft_feature_tail are the same setting"):
+        resolve({"config": str(path)}, env={})
+    assert set(RENAMED.values()) <= set(FIELDS) and not set(RENAMED) & set(FIELDS)

@@ -7,6 +7,7 @@ import argparse
 import ast
 import dataclasses
 import importlib
+import json
 import re
 import shlex
 from pathlib import Path
@@ -114,7 +115,7 @@ def test_every_flag_that_is_shown_exists(path: Path) -> None:
         r"^ *(?:openssl|sudo|tools/|curl|echo|git|\.venv/bin/pip).*", path.read_text(), re.MULTILINE
     ):
         shown -= set(re.findall(r"--[a-z][a-z-]+", line))
-    assert shown <= all_flags() | FOREIGN
+    assert shown <= all_flags() | FOREIGN | {"--version"}
 
 
 def commands(path: Path) -> list[str]:
@@ -184,6 +185,26 @@ async def test_metrics_are_those_of_the_server() -> None:
         # Without daemons and GPUs some metrics have no values.
         assert not labels or shown[name][1] == labels, name
     assert sum(bool(labels) for _, labels in served.values()) > 10
+    check_dashboard(shown)
+
+
+def check_dashboard(metrics: dict[str, tuple[str, set[str]]]) -> None:
+    """Every query of the dashboard for Grafana is of samples that these metrics have, and of their labels."""
+    endings = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
+    labels = {name + ending: found for name, (kind, found) in metrics.items() for ending in endings[kind]}
+    dashboard = json.loads((ROOT / "docs/guide/grafana.json").read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    assert len(queries) > 15 and len(dashboard["panels"]) == len({panel["id"] for panel in dashboard["panels"]})
+    for query in queries:
+        named = re.findall(r"luce_\w+", query)
+        assert named and set(named) <= labels.keys(), query
+        known = set.union(*(labels[name] for name in named)) | {"instance", "le"}
+        by = re.findall(r"\b(?:by|ignoring) \(([^)]+)\)", query)
+        assert {label for group in by for label in group.split(", ")} <= known | {"kind"}, query
+        assert set(re.findall(r"(\w+)=~?\"", query)) <= known, query
+        assert query.count("(") == query.count(")") and query.count("{") == query.count("}"), query
+    (variable,) = [v for v in dashboard["templating"]["list"] if v["type"] == "query"]
+    assert set(re.findall(r"luce_\w+", variable["query"]["query"])) <= labels.keys()
 
 
 async def test_endpoints_are_those_of_the_server() -> None:

@@ -190,7 +190,8 @@ def test_a_snapshot_larger_than_expected_evicts_others_or_fails(tmp_path: Path) 
     assert store.nbytes <= store.budget and not list((store.root / "tmp").iterdir())
 
 
-def test_earlier_formats_count_and_are_removed_first(tmp_path: Path) -> None:
+def test_earlier_formats_count_and_are_removed_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     old = tmp_path / "luce-v1" / MODEL / "some"
     old.mkdir(parents=True)
     (old / "part").write_bytes(bytes(5000))
@@ -198,6 +199,7 @@ def test_earlier_formats_count_and_are_removed_first(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     store, conversation = Store(tmp_path, MODEL, 0), conversation_of(2)
     assert store.nbytes == 5000
+    assert caplog.messages == ["luce-v1 of an earlier version (0.0 MiB) is not read, and makes room first"]
     write(store, conversation[0])
     store.budget = store.nbytes + 2500
     write(store, conversation[1])

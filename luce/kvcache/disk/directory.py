@@ -46,6 +46,11 @@ class Directory:
         self._sweep()
 
     @property
+    def outdated(self) -> tuple[str, ...]:
+        """What earlier formats left behind."""
+        return tuple(sorted(self._outdated))
+
+    @property
     def outdated_bytes(self) -> int:
         """Bytes that earlier formats left behind."""
         return sum(self._outdated.values())

@@ -75,6 +75,9 @@ class Store(Index):
         self.evictions = self.quarantines = 0
         self.rescan()
         self.tidy()
+        if names := self._directory.outdated:
+            mib = self._directory.outdated_bytes / 2**20
+            _log.info("%s of an earlier version (%.1f MiB) is not read, and makes room first", ", ".join(names), mib)
 
     @property
     def nbytes(self) -> int:
