@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the findings, as JSON with --json. Exit status 0 if at least one device works, else that of DeviceError."""
     seconds = _seconds(args)
-    with progress.shown("examining the devices", lines=True) as wait:
+    with progress.shown("examining the devices", lines=seconds is not None) as wait:
         report = examine(Examination(wait, seconds))
     if args.json:
         print(json.dumps(report, indent=2))

@@ -34,6 +34,13 @@ ELSEWHERE = {
     "grammar_seconds": "tests/http/test_structured_output_load.py::"
     "test_a_schema_that_takes_too_long_is_refused_and_those_behind_it_are_told",
     "tools_none": "tests/http/test_tool_calls.py::test_tools_that_may_not_be_called_are_hidden_or_kept",
+    "json_spacing": "tests/unit/test_text_grammar_options.py::"
+    "test_compact_json_is_that_of_json_dumps_and_more_of_it_is_forced",
+    "schema_max_kib": "tests/unit/test_text_grammar_options.py::test_schemas_and_tools_have_the_limits_of_the_settings",
+    "tools_max_kib": "tests/unit/test_text_grammar_options.py::test_schemas_and_tools_have_the_limits_of_the_settings",
+    "reasoning_format": "tests/http/test_reasoning_format.py::test_a_setting_or_a_field_says_where_reasoning_is",
+    "reasoning_details": "tests/http/test_reasoning_format.py::test_details_are_added_where_a_setting_asks_for_them",
+    "compat": "tests/http/test_reasoning_format.py::test_a_named_function_ends_as_openai_has_it",
     "strict_schemas": "tests/http/test_structured_output_load.py::test_details_say_what_was_left_out",
     "models_dir": "tests/process/test_several_models.py::test_a_directory_of_models",
     "max_loaded_models": "tests/unit/test_server_model_pool.py::test_the_least_recently_used_makes_room",
