@@ -99,6 +99,9 @@ class ServerSettings:
     )
     webui: bool = setting(True, text, "serve the web UI at / to browsers", group="server")
     metrics_public: bool = setting(False, text, "serve /metrics without a key", group="server")
+    metrics_compat: bool = setting(
+        False, text, "give metrics also by the names that other dashboards read, llamacpp:...", group="server"
+    )
     otlp_traces_endpoint: str = setting(
         "",
         http_url,

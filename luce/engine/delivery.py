@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from luce.engine.admission import SequenceHandle
-from luce.engine.events import Failed, Finished, FinishReason
+from luce.engine.events import Failed, Finished, FinishReason, Timings
 from luce.engine.failures import Failures
 from luce.engine.parts import EngineParts
 from luce.engine.reply import Reply
@@ -29,6 +29,8 @@ class Delivery:
         self._replies: dict[Sequence, Reply] = {}
         self._by_handle: dict[SequenceHandle, Reply] = {}
         self._pending: list[tuple[Reply, Callable[[], None]]] = []
+        #: seconds and tokens of the replies that ended in order, together
+        self.finished = Timings()
 
     def __len__(self) -> int:
         return len(self._replies)
@@ -90,6 +92,7 @@ class Delivery:
             if checkpoints is not None:
                 checkpoints.reply_finished(reply.sequence, reply.output.texts)
             timings = reply.timings(time.monotonic())
+            self.finished = self.finished.plus_times(timings)
             self._end(reply, Finished(reason, text, timings, reply.seed, stop, reply.close_kind))
 
     def fail(self, reply: Reply, error: LuceError) -> None:

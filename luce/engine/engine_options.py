@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from luce.config.settings import Config
 from luce.engine.drafted import DraftStats, SequenceDrafts
+from luce.engine.events import Timings
 from luce.engine.masks import MaskStats
 from luce.kvcache.paging import PagingStats
 from luce.kvcache.prefix_cache import CacheStats
@@ -92,6 +93,8 @@ class EngineStats:
     masks: MaskStats | None = None
     #: draft rows that grammars forced, and how many of them were accepted
     forced: tuple[int, int] = (0, 0)
+    #: seconds and tokens of the sequences that finished, together
+    finished: Timings = field(default_factory=Timings)
 
 
 @dataclass(frozen=True)

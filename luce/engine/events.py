@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -87,6 +87,11 @@ class Timings(DraftCounts):
     #: whether the drafter was asked for the sequence at last, or why not (luce.engine.sequence.DraftState); empty
     #: without a drafter
     draft_state: str = ""
+
+    def plus_times(self, other: Timings) -> Timings:
+        """These with the seconds, and the tokens of prompts and replies, of another sequence added."""
+        names = ("queued", "prompt", "predicted", "prompt_tokens", "predicted_tokens", "cached_tokens")
+        return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in names})
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from luce.engine.commit import Committer
 from luce.engine.delivery import Delivery
 from luce.engine.drafted import DraftStats
 from luce.engine.engine_options import EngineOptions, EngineStats, SlotStats
-from luce.engine.events import EventSink, FinishReason, Started, TextOutput
+from luce.engine.events import EventSink, FinishReason, Started, TextOutput, Timings
 from luce.engine.failures import Failures
 from luce.engine.parts import EngineParts
 from luce.engine.reasoning_limit import ReasoningLimit
@@ -145,6 +145,7 @@ class Engine:
             forced=(0, 0) if parts.speculator is None else parts.speculator.forced(),
             paging=None if parts.pager is None else parts.pager.stats(),
             masks=parts.masker.stats(),
+            finished=self._delivery.finished,
         )
 
     def slots(self) -> tuple[SlotStats, ...]:
@@ -174,6 +175,7 @@ class Engine:
 
         def reset() -> None:
             self._steps = self._committer.prompt_tokens = self._committer.predicted_tokens = 0
+            self._delivery.finished = Timings()
             done.set()
 
         if self._admission.post(reset):

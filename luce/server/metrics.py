@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.exposition import generate_latest
@@ -18,6 +18,7 @@ from luce.engine.sequence import DraftState
 from luce.kvcache.disk.stats import DiskStats
 from luce.kvcache.paging import PagingStats
 from luce.kvcache.prefix_cache import CacheStats
+from luce.server.llamacpp_metrics import llamacpp_metrics
 from luce.shard.timing import BOUNDS, Durations
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
@@ -26,9 +27,9 @@ _TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0
 
 class Metrics:
     """The server's counters, and a collector that reads those of the engines and of the shards of the loaded models:
-    (name, or None where there is only one; model)."""
+    (name, or None where there is only one; model). `compat`: with those that llama.cpp has too, by its names."""
 
-    def __init__(self, models: Callable[[], Sequence[tuple[str | None, Model]]]) -> None:
+    def __init__(self, models: Callable[[], Sequence[tuple[str | None, Model]]], *, compat: bool = False) -> None:
         registry = self._registry = CollectorRegistry()
         self.requests = Counter(
             "luce_requests", "Requests answered, by route and status.", ("endpoint", "status"), registry=registry
@@ -83,7 +84,7 @@ class Metrics:
             "Tool calls of replies that were malformed: text in the response, or cut.",
             registry=registry,
         )
-        registry.register(_ModelsCollector(models))
+        registry.register(_ModelsCollector(models, compat=compat))
 
     def text(self) -> bytes:
         """All metrics in the Prometheus text format. Any thread may call it."""
@@ -93,23 +94,29 @@ class Metrics:
 class _ModelsCollector(Collector):
     """The metrics of each model; with the label `model` where there are several."""
 
-    def __init__(self, models: Callable[[], Sequence[tuple[str | None, Model]]]) -> None:
+    def __init__(self, models: Callable[[], Sequence[tuple[str | None, Model]]], *, compat: bool) -> None:
         self._models = models
+        self._compat = compat
 
     def collect(self) -> Iterator[Metric]:
         families: dict[str, Metric] = {}
         for name, model in self._models():
-            for part in (
-                _EngineCollector(model),
-                _CompilerCollector(model),
-                _CompressionCollector(model),
-                _ShardCollector(model),
-            ):
-                for metric in part.collect():
-                    family = families.setdefault(metric.name, metric)
-                    if name is not None:
-                        own = [sample._replace(labels={**sample.labels, "model": name}) for sample in metric.samples]
-                        family.samples = own if family is metric else [*family.samples, *own]
+            parts = [
+                part.collect()
+                for part in (
+                    _EngineCollector(model),
+                    _CompilerCollector(model),
+                    _CompressionCollector(model),
+                    _ShardCollector(model),
+                )
+            ]
+            if self._compat:
+                parts.append(llamacpp_metrics(model.engine.stats()))
+            for metric in chain(*parts):
+                family = families.setdefault(metric.name, metric)
+                if name is not None:
+                    own = [sample._replace(labels={**sample.labels, "model": name}) for sample in metric.samples]
+                    family.samples = own if family is metric else [*family.samples, *own]
         yield from families.values()
 
 

@@ -57,7 +57,7 @@ class Server:
         self.keys = Keys(config)
         self.host_check = HostCheck(config)
         self.cors = Cors(config, keyed=self.keys.required)
-        self.metrics = Metrics(self._measured)
+        self.metrics = Metrics(self._measured, compat=config.metrics_compat)
         #: where traces go; None: there are none
         self.tracing = _tracing(config)
         self.draining = False
