@@ -23,6 +23,9 @@ class Json:
     fields: tuple[str, str] | None = None
     #: key of the id that the model writes behind the arguments
     id: str | None = None
+    #: key of the call's number in the conversation, from 0, a string that the model writes in front of the name.
+    #: Clients do not see it: templates count the calls themselves
+    number: str | None = None
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from luce.models.keys import Source, model, read_attention, read_mlp, read_rope, sliding_layers
 from luce.models.spec import Dialect, Layer, Markers, MessageMarkers, ModelSpec
+from luce.models.tool_formats import COHERE2
 
 
 def spec(source: Source) -> ModelSpec:
@@ -24,7 +25,7 @@ def spec(source: Source) -> ModelSpec:
         eos=("<|END_OF_TURN_TOKEN|>",),
         dialect=Dialect(
             reasoning=Markers("<|START_THINKING|>", "<|END_THINKING|>"),
-            notes=("tool calls stand between <|START_ACTION|> and <|END_ACTION|>",),
+            calls=COHERE2,
             message=MessageMarkers(starts=("<|START_OF_TURN_TOKEN|>",), ends=("<|END_OF_TURN_TOKEN|>",)),
         ),
     )

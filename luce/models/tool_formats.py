@@ -191,6 +191,25 @@ SEED_OSS = Calls(
     template=("<seed:tool_call>", "<function="),
 )
 
+# A model that goes on counting writes the number that the template writes into later prompts.
+COHERE2 = Calls(
+    format="cohere2",
+    trigger="<|START_ACTION|>",
+    section=("<|START_ACTION|>[\n    ", "\n]<|END_ACTION|>"),
+    between=",\n    ",
+    arguments=Json(fields=("tool_name", "parameters"), number="tool_call_id"),
+    accepts=(
+        Calls(
+            format="cohere2",
+            trigger="<|START_ACTION|>",
+            section=("<|START_ACTION|> [", "] <|END_ACTION|>"),
+            between=",",
+            arguments=Json(fields=("tool_name", "parameters"), number="tool_call_id"),
+        ),
+    ),
+    template=("<|START_ACTION|>", "tool_name"),
+)
+
 
 def _addressed(trigger: str, header: str, *, written: bool = False) -> Calls:
     """A call in another order of the header, or with other words in it: all are read up to the body."""
@@ -241,6 +260,7 @@ TOOL_FORMATS = (
     MISTRAL_V7,
     MINIMAX_M2,
     SEED_OSS,
+    COHERE2,
     QWEN_XML,
     GLM47,
     GLM45,

@@ -309,8 +309,10 @@ def _object(rules: Rules, tool: _Tool, kind: Json, fields: tuple[str, str], *, r
     space, gap = rules.space(), rules.space(gap=True)
     name = text_rule(json.dumps(tool.tool.name, ensure_ascii=False))
     pairs = [(fields[0], name), (fields[1], rules.json(tool.plain.schema))]
+    if kind.number is not None:
+        pairs.insert(0, (kind.number, rules.terminal('"\\"" /(0|[1-9][0-9]{0,3})/ "\\""')))
     if kind.id is not None:
         pairs.append((kind.id, rules.terminal('"\\"" /[a-zA-Z0-9]{9}/ "\\""')))
     parts = [_joined(text_rule(json.dumps(key)), space, '":"', gap, value, space) for key, value in pairs]
     whole = '"{" ' + f'"," {gap} '.join(parts) + ' "}"'
-    return whole.removeprefix('"{" ' + text_rule(json.dumps(fields[0]))) if read else whole
+    return whole.removeprefix('"{" ' + text_rule(json.dumps(pairs[0][0]))) if read else whole

@@ -1,6 +1,7 @@
 """Remembers the ids of calls of tools by their meaning: clients and templates write a call in another way than a model.
 
-What counts is the dialect, and for each call the tool's name, the model's id, and the JSON value of the arguments.
+What counts is the dialect, and for each call the tool's name, the model's id or number, and the JSON value of the
+arguments. Results name a number: a call with one that the template does not write is another call.
 
 A conversation may hold the same call twice, written in two ways. So behind the ids of its prompt a reply is known up to
 its last call, by its texts without the white space around them and by what its calls mean. Behind other ids, as where
@@ -67,7 +68,7 @@ class _Written(NamedTuple):
     """Calls in a marked text."""
 
     stretch: Stretch
-    #: of each call the tool's name, the model's id, and the arguments as JSON
+    #: of each call the tool's name, the model's id or number, and the arguments as JSON
     calls: list[tuple[str, str, str]]
 
 
@@ -220,7 +221,7 @@ class CallMemory:
         arguments: dict[int, str] = {}
         for part in [*parser.push(text), *parser.flush()]:
             if isinstance(part, CallStarted):
-                names[part.call] = part.name, part.id or ""
+                names[part.call] = part.name, part.id or part.number or ""
             elif isinstance(part, CallArguments):
                 arguments[part.call] = arguments.get(part.call, "") + part.fragment
         found = (

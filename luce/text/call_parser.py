@@ -232,7 +232,7 @@ class CallParser:
         cursor = self._cursor
         yield from cursor.expect(calls.call[0])
         if isinstance(calls.arguments, Json) and calls.arguments.fields is not None:
-            yield from self._object(calls.arguments.fields)
+            yield from self._object(calls.arguments, calls.arguments.fields)
         else:
             yield from self._named(calls)
         # The arguments are whole, so the call stands, also without its end.
@@ -280,16 +280,16 @@ class CallParser:
         else:
             yield from BareReader(cursor, calls, self._marks, writer, schema).read()
 
-    def _object(self, fields: tuple[str, str]) -> Reads[None]:
+    def _object(self, kind: Json, fields: tuple[str, str]) -> Reads[None]:
         """A call that is one object, its members in any order."""
         cursor = self._cursor
-        held: str | None = None
+        held = number = None
         yield from cursor.expect("{")
         while (yield from cursor.peek()) != "}":
             key = yield from self._member()
             if key == fields[0] and not self._started:
                 name = yield from self._name()
-                self._start(name)
+                self._start(name, number=number)
                 if held is not None:
                     self._give(self._object_text(held))
             elif key in (fields[1], *_ARGUMENTS) and not self._whole and held is None:
@@ -297,8 +297,9 @@ class CallParser:
                     yield from self._json_arguments()
                 else:
                     held = yield from cursor.json_value()
-            elif self._started or key in _BESIDE:
-                yield from cursor.json_value()
+            elif self._started or key in (*_BESIDE, kind.number):
+                value = yield from cursor.json_value()
+                number = value.strip('"') if key == kind.number else number
             else:
                 raise MalformedCallError
             if not (yield from cursor.accept(",")):
@@ -368,10 +369,10 @@ class CallParser:
         if not name or (self._tools is not None and name not in self._tools):
             raise MalformedCallError
 
-    def _start(self, name: str, id: str | None = None) -> None:
+    def _start(self, name: str, id: str | None = None, number: str | None = None) -> None:
         self._started, self._whole, self._gap = True, False, ""
         self._finish = self._give_empty
-        self._parts.append(CallStarted(self.calls, name, id))
+        self._parts.append(CallStarted(self.calls, name, id, number))
         self._cursor.commit()
 
     def _give(self, fragment: str) -> None:

@@ -33,6 +33,8 @@ class CallStarted(NamedTuple):
     name: str
     #: the id that the model wrote
     id: str | None = None
+    #: the number in the conversation that the model wrote
+    number: str | None = None
 
 
 class CallArguments(NamedTuple):

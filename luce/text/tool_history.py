@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
 import string
@@ -30,16 +31,20 @@ def for_template(
     """The messages and the tools that a template gets. `calls`: how the model writes calls; `source`: the template's.
 
     Results stand in the order of the calls that they answer. The reasoning is `thinking` for a template that reads that
-    alone. A template that shows no tools gets them as text in the
-    system message, and results as messages of the user; one that prints no calls gets them as text of the assistant.
+    alone, and with a text before calls `tool_plan` for one that reads that. A template that shows no tools gets them as
+    text in the system message, and results as messages of the user; one that prints no calls gets them as text of the
+    assistant.
     """
     found = [_parsed(message) for message in _in_order(_modern(messages))]
-    if _THINKING.search(source) and "reasoning_content" not in source:
-        found = [_with_thinking(message) for message in found]
+    if "reasoning_content" not in source:
+        if _THINKING.search(source):
+            found = [_with_thinking(message) for message in found]
+        elif "tool_plan" in source:
+            found = [_with_plan(message) for message in found]
     if calls.id_length:
         found = [_with_ids(message, calls.id_length) for message in found]
     if "tool_calls" not in source:
-        found = [_with_calls_as_text(message, calls) for message in found]
+        found = _with_calls_as_text(found, calls)
     elif not calls.parallel:
         found = _one_call_each(found)
     if not shows_tools(source):
@@ -52,12 +57,14 @@ def for_template(
     return found, tools
 
 
-def call_text(calls: Calls, name: str, arguments: Any) -> str:
-    """One call as the model writes it, without the section around all calls."""
+def call_text(calls: Calls, name: str, arguments: Any, number: int = 0) -> str:
+    """One call as the model writes it, without the section around all calls. `number`: of the call in the
+    conversation, which some dialects write."""
     kind = calls.arguments
     if isinstance(kind, Json) and kind.fields is not None:
-        fields = f'{{"{kind.fields[0]}": {_json(name)}, "{kind.fields[1]}": {_json(arguments)}}}'
-        return f"{calls.call[0]}{fields}{calls.call[1]}"
+        first = "" if kind.number is None else f'"{kind.number}": "{number}", '
+        fields = f'"{kind.fields[0]}": {_json(name)}, "{kind.fields[1]}": {_json(arguments)}'
+        return f"{calls.call[0]}{{{first}{fields}}}{calls.call[1]}"
     if isinstance(kind, Tagged):
         written = "".join(_tagged(kind, key, value) for key, value in arguments.items())
     elif isinstance(kind, Bare):
@@ -176,6 +183,16 @@ def _with_thinking(message: Message) -> Message:
     return {**found, "thinking": f"{reasoning}\n\n{message['content']}", "content": ""}
 
 
+def _with_plan(message: Message) -> Message:
+    """The message of calls with its reasoning, and with what it says before them, as `tool_plan`: templates that write
+    a plan write nothing else in front of calls."""
+    said = [text for key in ("reasoning_content", "content") if (text := message.get(key)) and text.strip()]
+    if not message.get("tool_calls") or message.get("tool_plan") or not said:
+        return message
+    found = {key: value for key, value in message.items() if key != "reasoning_content"}
+    return {**found, "content": "", "tool_plan": "\n\n".join(said)}
+
+
 def _with_ids(message: Message, length: int) -> Message:
     """The message with ids of this many characters; equal ids stay equal."""
     found = dict(message)
@@ -196,14 +213,20 @@ def _short(id: Any, length: int) -> str:
     return "".join(_BASE62[number // 62**i % 62] for i in range(length))
 
 
-def _with_calls_as_text(message: Message, calls: Calls) -> Message:
-    functions = _functions(message)
-    if not functions:
-        return message
-    written = calls.between.join(call_text(calls, name, arguments) for name, arguments in functions)
-    content = message.get("content") or ""
-    text = f"{content}{calls.lead if content else ''}{calls.section[0]}{written}{calls.section[1]}"
-    return {**{key: value for key, value in message.items() if key != "tool_calls"}, "content": text}
+def _with_calls_as_text(messages: Sequence[Message], calls: Calls) -> list[Message]:
+    """The messages with calls in the text, as the model writes them."""
+    found: list[Message] = []
+    numbers = itertools.count()
+    for message in messages:
+        functions = _functions(message)
+        if functions:
+            texts = (call_text(calls, name, arguments, next(numbers)) for name, arguments in functions)
+            content = message.get("content") or ""
+            lead = calls.lead if content else ""
+            text = f"{content}{lead}{calls.section[0]}{calls.between.join(texts)}{calls.section[1]}"
+            message = {**{key: value for key, value in message.items() if key != "tool_calls"}, "content": text}
+        found.append(message)
+    return found
 
 
 def _with_results_as_text(messages: Sequence[Message]) -> list[Message]:

@@ -15,6 +15,7 @@ from tests.support.tool_templates import marks, rendered
 _AROUND = {
     "gemma4": ("<|turn>model\n", "<turn|>"),
     "harmony": ("<|start|>assistant", "<|call|>"),
+    "cohere2": ("<|START_THINKING|><|END_THINKING|>", "<|END_OF_TURN_TOKEN|>"),
     "llama3": ("<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>"),
 }
 

@@ -85,6 +85,33 @@ _LLAMA3 = (
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
 
+# As the publisher's: it writes no content beside calls, counts them in the whole conversation, and finds the number of
+# a result by the id of its call. What the system turn says is left out.
+_COHERE2 = (
+    "{% set ns = namespace(number=0) %}<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|># System Preamble\n"
+    "{% if tools %}## Available Tools\n```json\n[\n{% for t in tools %}"
+    '    {"name": "{{ t.function.name }}", "parameters": {{ t.function.parameters | tojson }}, "responses": null}'
+    "{{ ',\n' if not loop.last else '\n' }}{% endfor %}]\n```\n{% endif %}"
+    "{% if messages[0].role == 'system' %}# Developer Preamble\n{{ messages[0].content }}{% endif %}"
+    "<|END_OF_TURN_TOKEN|>"
+    "{% for m in messages if m.role != 'system' %}<|START_OF_TURN_TOKEN|>"
+    "{% if m.role == 'user' %}<|USER_TOKEN|>{{ m.content }}"
+    '{% elif m.role == \'tool\' %}<|SYSTEM_TOKEN|><|START_TOOL_RESULT|>[\n    {\n        "tool_call_id": "'
+    "{% set seen = namespace(number=0, found=false) %}{% for past in messages %}{% for c in past.tool_calls or [] %}"
+    "{% if c.id == m.tool_call_id and not seen.found %}{{ seen.number }}{% set seen.found = true %}{% endif %}"
+    "{% set seen.number = seen.number + 1 %}"
+    "{% endfor %}{% endfor %}"
+    '",\n        "results": {\n            "0": {{ m.content | tojson }}\n        },\n'
+    '        "is_error": null\n    }\n]<|END_TOOL_RESULT|>'
+    "{% elif m.tool_calls %}<|CHATBOT_TOKEN|><|START_THINKING|>{{ m.tool_plan }}<|END_THINKING|><|START_ACTION|>["
+    '{% for c in m.tool_calls %}{{ \'\n\' }}    {"tool_call_id": "{{ ns.number }}", '
+    '"tool_name": "{{ c.function.name }}", "parameters": {{ c.function.arguments | tojson }}}'
+    "{{ ',' if not loop.last else '\n' }}{% set ns.number = ns.number + 1 %}{% endfor %}]<|END_ACTION|>"
+    "{% else %}<|CHATBOT_TOKEN|><|START_RESPONSE|>{{ m.content }}<|END_RESPONSE|>{% endif %}"
+    "<|END_OF_TURN_TOKEN|>{% endfor %}"
+    "{% if add_generation_prompt %}<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>{% endif %}"
+)
+
 # As the publisher's: one call of a message, its text or its reasoning as analysis, a result as a JSON string.
 _HARMONY = (
     "{% set ns = namespace(name='') %}<|start|>system<|message|>Reasoning: {{ reasoning_effort or 'medium' }}\n"
@@ -135,6 +162,7 @@ TEMPLATES: Mapping[str, str] = {
     ),
     "gemma4": _GEMMA4,
     "harmony": _HARMONY,
+    "cohere2": _COHERE2,
     "glm45": _chatml(
         "<tool_call>{name}\n<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>\n</tool_call>",
         _EACH
@@ -223,6 +251,10 @@ SPECIALS: Mapping[str, Sequence[str]] = {
     "mistral_v7": (*_MESSAGES, "[TOOL_CALLS]"),
     "mistral_v11": (*_MESSAGES, "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
     "minimax_m2": (*_MESSAGES, "<minimax:tool_call>", "</minimax:tool_call>"),
+    "cohere2": (
+        *("<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>"),
+        *("<|START_THINKING|>", "<|END_THINKING|>", "<|START_ACTION|>", "<|END_ACTION|>"),
+    ),
     "seed_oss": (*_MESSAGES, "<seed:tool_call>", "</seed:tool_call>"),
     "deepseek_v3": (*_MESSAGES, *_V3_TOKENS),
     "deepseek_v31": (*_MESSAGES, *_V3_TOKENS),

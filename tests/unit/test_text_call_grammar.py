@@ -163,6 +163,17 @@ def test_without_parallel_calls_a_reply_ends_behind_the_first() -> None:
     assert constraint.over
 
 
+def test_a_number_stands_in_front_of_the_name() -> None:
+    grammar, tokenizer = compiled("cohere2", wanted("cohere2", required=True)), byte_tokenizer("cohere2")
+    for begin, allowed in (
+        *(('"tool_call_id": "0", ', True), ('"tool_call_id": "217", ', True)),
+        *((f'"tool_call_id": {number}, ', False) for number in ("0", '"01"', '""', '"a"', '"12345"')),
+        ("", False),
+    ):
+        text = f'<|START_ACTION|>[\n    {{{begin}"tool_name": "stop", "parameters": {{}}}}\n]<|END_ACTION|>'
+        assert accepts(tokenizer, grammar.constraint(), text) is allowed, text
+
+
 @pytest.mark.parametrize("name", ["qwen_xml", "glm45", "minimax_m2", "seed_oss", "deepseek_v32", "gemma4"])
 def test_parameters_come_in_any_order_once_and_the_required_ones_come(name: str) -> None:
     grammar = compiled(name, wanted(name, required=True))

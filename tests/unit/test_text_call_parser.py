@@ -33,6 +33,8 @@ TOOLS: dict[str, Any] = {
     "get_time": {"type": "object", "properties": {}},
 }
 NAMES = sorted(TEMPLATES)
+#: dialects whose templates write no text in front of a call
+NO_TEXT = ("llama3", "gemma4", "harmony", "cohere2")
 WRITE = {"path": "a.txt", "text": "one\n\n  two\n", "lines": 2}
 
 # Texts that break parsers: quotes, tags and markers of the dialects as text, blank lines, emoji.
@@ -136,7 +138,7 @@ def test_what_the_template_prints_is_read_back_wherever_it_is_cut(
     calls = data.draw(
         st.lists(st.tuples(st.just("write"), _ARGUMENTS.filter(lambda a: _sayable(name, a))), min_size=1, max_size=most)
     )
-    content = data.draw(st.sampled_from(["", "Let me look."])) if name not in ("llama3", "gemma4", "harmony") else ""
+    content = data.draw(st.sampled_from(["", "Let me look."])) if name not in NO_TEXT else ""
     text = printed(name, content, calls)
     cuts = data.draw(st.lists(st.integers(0, 10_000), max_size=12))
     whole = parser(name, TOOLS, special=special)
@@ -291,6 +293,18 @@ def test_a_name_that_begins_another_tools_name_is_told_apart() -> None:
         # One call where the template shows a list.
         ("smollm2", '<tool_call>\n{"name": "get", "arguments": {"a": 1}}\n</tool_call>'),
         ("smollm2", '<tool_call>[{"name": "get", "arguments": {"a": 1}}]</tool_call>'),
+        # Line feeds elsewhere, no number or one that is no string, members in another order.
+        (
+            "cohere2",
+            '<|START_ACTION|>\n[\n  {\n "tool_call_id": "7",\n "tool_name": "get",'
+            ' "parameters": {"a": 1}}\n]\n<|END_ACTION|>',
+        ),
+        ("cohere2", '<|START_ACTION|>[{"tool_name": "get", "parameters": {"a": 1}}]<|END_ACTION|>'),
+        ("cohere2", '<|START_ACTION|>[{"tool_call_id": 0, "tool_name": "get", "parameters": {"a": 1}}]<|END_ACTION|>'),
+        (
+            "cohere2",
+            '<|START_ACTION|>[{"parameters": {"a": 1}, "tool_name": "get", "tool_call_id": "0"}]<|END_ACTION|>',
+        ),
         ("mistral_v7", '[TOOL_CALLS][{"name": "get", "arguments": {"a": 1}}]'),
         ("mistral_v11", '[TOOL_CALLS]get[CALL_ID]123456789[ARGS]{"a": 1}'),
     ],
@@ -301,6 +315,13 @@ def test_other_spellings_are_read(name: str, text: str) -> None:
 
 def test_a_list_of_no_calls_is_nothing() -> None:
     assert read("smollm2", "<tool_call>[]</tool_call>", TOOLS) == Found("", [])
+
+
+def test_the_number_that_a_model_writes_is_no_id() -> None:
+    found = parser("cohere2", TOOLS)
+    text = '<|START_ACTION|>[{"tool_call_id": "3", "tool_name": "get", "parameters": {}}]<|END_ACTION|>'
+    [started, *_] = fed(found, pieces("cohere2", text))
+    assert started == CallStarted(0, "get", None, "3")
 
 
 def test_the_id_that_a_model_writes_is_kept() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -146,6 +147,61 @@ def test_harmony_gets_reasoning_as_thinking_and_one_call_of_a_message() -> None:
         '<|start|>functions.f to=assistant<|channel|>commentary<|message|>"3"<|end|>'
         "<|start|>assistant<|channel|>final<|message|>Done.<|end|>"
     )
+
+
+def test_cohere2_gets_a_plan_in_front_of_calls_and_counts_calls_in_the_whole_conversation() -> None:
+    """The rendered conversation is written by hand from the example in the system turn of Command R7B's template."""
+    calls, template = format_named("cohere2"), TEMPLATES["cohere2"]
+    history = [
+        {"role": "user", "content": "hi"},
+        {**calling(("a", {"n": 1}), ("b", {})), "reasoning_content": "Two."},
+        result("b", "2"),
+        result("a", "1"),
+        {**calling(("c", {}), content="I go on."), "reasoning_content": "More."},
+        result("c", "3"),
+        {**calling(("d", {}), content="\n\n"), "reasoning_content": "Last."},
+        {**calling(("e", {}), content="Beside."), "tool_plan": "Mine."},
+        {"role": "assistant", "content": "Done.", "reasoning_content": "End."},
+    ]
+    found, _ = for_template(history, [], calls, template)
+
+    def shown(number: int, content: str) -> str:
+        return (
+            "<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|><|START_TOOL_RESULT|>[\n    {\n"
+            f'        "tool_call_id": "{number}",\n        "results": {{\n            "0": "{content}"\n        }},\n'
+            '        "is_error": null\n    }\n]<|END_TOOL_RESULT|><|END_OF_TURN_TOKEN|>'
+        )
+
+    def called(plan: str, *objects: str) -> str:
+        plan = f"<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_THINKING|>{plan}<|END_THINKING|>"
+        inner = ",\n".join(f"    {text}" for text in objects)
+        return f"{plan}<|START_ACTION|>[\n{inner}\n]<|END_ACTION|><|END_OF_TURN_TOKEN|>"
+
+    assert rendered("cohere2", found).partition("<|USER_TOKEN|>hi<|END_OF_TURN_TOKEN|>")[2] == "".join(
+        (
+            called(
+                "Two.",
+                '{"tool_call_id": "0", "tool_name": "f", "parameters": {"n": 1}}',
+                '{"tool_call_id": "1", "tool_name": "f", "parameters": {}}',
+            ),
+            shown(0, "1"),
+            shown(1, "2"),
+            # The template has one text in front of a call.
+            called("More.\n\nI go on.", '{"tool_call_id": "2", "tool_name": "f", "parameters": {}}'),
+            shown(2, "3"),
+            called("Last.", '{"tool_call_id": "3", "tool_name": "f", "parameters": {}}'),
+            called("Mine.", '{"tool_call_id": "4", "tool_name": "f", "parameters": {}}'),
+            "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_RESPONSE|>Done.<|END_RESPONSE|><|END_OF_TURN_TOKEN|>",
+        )
+    )
+
+
+def test_calls_that_luce_writes_for_a_template_are_counted_too() -> None:
+    history = [calling(("a", {}), ("b", {"n": 1})), result("a", "1"), calling(("c", {}))]
+    found, _ = for_template(history, None, format_named("cohere2"), "{{ m.content }}")
+    texts = "".join(one["content"] for one in found)
+    numbers = re.findall(r'{"tool_call_id": "(\d)", "tool_name": "f", "parameters": {', texts)
+    assert numbers == ["0", "1", "2"] and texts.count("<|START_ACTION|>[\n    {") == 2
 
 
 def test_reasoning_keeps_its_name_where_the_template_does_not_read_thinking_alone() -> None:
