@@ -42,6 +42,7 @@ from luce.kvcache.policies import open_policy, ranks_pages
 from luce.layers.features import FeatureRing
 from luce.models.keys import Source
 from luce.models.registry import read_spec
+from luce.models.sampling_defaults import file_sampling, with_sampling
 from luce.models.spec import Dialect, ModelSpec
 from luce.ops.kvtype import KVTypes
 from luce.remote.device import RemoteDevice, is_remote
@@ -199,6 +200,7 @@ def _open_model(
     with contextlib.ExitStack() as opened:
         file = opened.enter_context(open_gguf(path))
         spec = read_spec(Source(str(path), file.metadata, file.tensors))
+        config = with_sampling(config, file_sampling(file.metadata))
         tokenizer = _open_tokenizer(path, file, spec)
         chat = _open_chat_format(opened, file, tokenizer, spec.dialect, config)
         placed = place(opened, config, file, spec)

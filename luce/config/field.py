@@ -19,7 +19,8 @@ def setting(default: Any, parse: Parser, help: str, *, flags: Sequence[str] = ()
 if TYPE_CHECKING:
 
     class SamplingDefaults:
-        """Settings with the defaults of sampling values; code reads them by the names of SAMPLERS."""
+        """Settings with the defaults of sampling values; code reads them by the names of SAMPLERS. None: nobody set
+        them."""
 
 else:
     SamplingDefaults = dataclasses.make_dataclass(
@@ -27,11 +28,12 @@ else:
         [
             (
                 name,
-                sampler.kind,
+                sampler.kind | None,
                 setting(
-                    sampler.setting,
+                    None,
                     sampler.parse,
-                    f"{sampler.help}; used when a request does not set it",
+                    f"{sampler.help}; used when a request does not set it (default: what the model's makers recommend, "
+                    f"else {sampler.setting:g})",
                     flags=[*(alias.replace("_", "-") for alias in sampler.aliases[:1]), *sampler.flags],
                     metavar=sampler.metavar,
                     group="sampling",

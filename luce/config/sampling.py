@@ -28,10 +28,13 @@ class Sampler:
     help: str = ""
     #: `low` itself is not allowed
     above: bool = False
-    #: default of the setting; None: there is no such setting, and a request without the value gets the field's default
+    #: what requests get where neither a setting nor the model's makers say it; None: there is no such setting, and
+    #: a request without the value gets the field's default
     setting: float | None = None
     #: further names in requests, llama.cpp's first
     aliases: tuple[str, ...] = ()
+    #: its key below `general.sampling.` of model files
+    file_key: str = ""
     #: further flags, without dashes
     flags: tuple[str, ...] = ()
     #: whether the value counts tokens, so that 4k is 4096
@@ -73,8 +76,11 @@ class SamplingParams:
         setting=0.7,
         metavar="T",
         flags=("temp",),
+        file_key="temp",
     )
-    top_k: int = _row(0, int, 0, _MOST, "sample from the K likeliest tokens (0: off)", setting=40, metavar="K")
+    top_k: int = _row(
+        0, int, 0, _MOST, "sample from the K likeliest tokens (0: off)", setting=40, metavar="K", file_key="top_k"
+    )
     top_p: float = _row(
         1.0,
         float,
@@ -84,6 +90,7 @@ class SamplingParams:
         above=True,
         setting=0.95,
         metavar="P",
+        file_key="top_p",
     )
     min_p: float = _row(
         0.0,
@@ -93,6 +100,7 @@ class SamplingParams:
         "sample from tokens with at least P times the probability of the likeliest (0: off)",
         setting=0.0,
         metavar="P",
+        file_key="min_p",
     )
     # From 0.01: float32 logits divided by a number near 0 overflow, and the reply has no likeliest token then.
     repetition_penalty: float = _row(
@@ -103,12 +111,15 @@ class SamplingParams:
         "penalty for tokens that occur in the text already (1: off)",
         setting=1.0,
         aliases=("repeat_penalty", "rep_pen"),
+        file_key="penalty_repeat",
         metavar="X",
     )
     #: tokens before the next one to which repetition_penalty applies
     repeat_last_n: int = _row(256, int, 0, _MOST, aliases=("rep_window",), tokens=True)
     frequency_penalty: float = _row(0.0, float, -2, 2)
-    presence_penalty: float = _row(0.0, float, -2, 2)
+    presence_penalty: float = _row(
+        0.0, float, -2, 2, "penalty for tokens that occur in the reply already (0: off)", setting=0.0, metavar="X"
+    )
     #: token id to the number that is added to its logit
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = _row(None, int, -(2**63), 2**63 - 1, unset="random")

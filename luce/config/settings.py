@@ -12,7 +12,7 @@ from luce.config.field import setting
 from luce.config.planning_settings import PlanningSettings
 from luce.config.pool_settings import PoolSettings
 from luce.config.prefill_settings import PrefillSettings
-from luce.config.sampling import SamplingParams
+from luce.config.sampling import SAMPLERS, SamplingParams
 from luce.config.server_settings import ServerSettings
 from luce.config.values import (
     choice,
@@ -425,8 +425,11 @@ FIELDS: Mapping[str, dataclasses.Field[Any]] = {f.name: f for f in dataclasses.f
 
 
 def sampling_default(config: Config, name: str) -> Any:
-    """The sampling value of a request that does not set `name`: the setting, or the field's default where none is."""
-    return getattr(config, name, getattr(SamplingParams, name))
+    """The sampling value of a request that does not set `name`: the setting, or Luce's default where none is."""
+    value, default = getattr(config, name, None), SAMPLERS[name].setting
+    if value is not None:
+        return value
+    return getattr(SamplingParams, name) if default is None else SAMPLERS[name].kind(default)
 
 
 def flag(name: str) -> str:

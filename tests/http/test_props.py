@@ -35,6 +35,7 @@ async def test_the_model_and_its_settings() -> None:
             "top_k": 7,
             "min_p": 0.5,
             "repeat_penalty": 1.0,
+            "presence_penalty": 0.0,
         }
         # Numbers below 1000 are those of Lucebox's shapes, whose keys this one does not have.
         lucebox = {"budget_envelope", "daemon", "full_cache", "model_card", "pflash", "prefix_cache", "tool_replay"}

@@ -60,12 +60,13 @@ def _sampling(name: str, patch: Patch, path: Path, log: Log) -> None:
         assert reply(model, seed=1) == GREEDY
 
 
-@checks("repetition_penalty")
-def _penalty(patch: Patch, path: Path, log: Log) -> None:
-    with load(**DAEMON, repetition_penalty=5.0) as model:
+@checks("repetition_penalty", "presence_penalty")
+def _penalty(name: str, patch: Patch, path: Path, log: Log) -> None:
+    value, off = {"repetition_penalty": (5.0, 1.0), "presence_penalty": (2.0, 0.0)}[name]
+    with load(**DAEMON, **{name: value}) as model:
         changed = reply(model, n=24, temperature=0)
-        assert changed == reply(model, n=24, temperature=0, repetition_penalty=5.0)
-        assert changed != reply(model, n=24, temperature=0, repetition_penalty=1.0)
+        assert changed == reply(model, n=24, temperature=0, **{name: value})
+        assert changed != reply(model, n=24, temperature=0, **{name: off})
 
 
 @checks("target_device", "target_devices", "target_layer_split", "target_shard_ipc_bin", "isolate_shards")

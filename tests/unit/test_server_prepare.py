@@ -15,7 +15,7 @@ from luce.errors import RequestError
 from luce.server.prepare import Job, chat_job, completion_job
 from tests.support.scripted_model import ScriptedModel
 
-CONFIG = Config(temperature=0.3, top_k=7, top_p=0.8, min_p=0.05, repetition_penalty=1.2)
+CONFIG = Config(temperature=0.3, top_k=7, top_p=0.8, min_p=0.05, repetition_penalty=1.2, presence_penalty=0.4)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def test_settings_are_the_defaults_of_sampling(model: Model) -> None:
     params = chat(model).params
     names = [name for name, sampler in SAMPLERS.items() if sampler.setting is not None]
     for name in names:
-        assert getattr(params, name) == getattr(CONFIG, name) != FIELDS[name].default
+        assert getattr(params, name) == getattr(CONFIG, name) != SAMPLERS[name].setting
     assert names == [name for name, field in FIELDS.items() if field.metadata["group"] == "sampling"]
     assert params.max_tokens is None and params.seed is None and params.logprobs is None
     assert completion_job(b'{"prompt":"a"}', {}, model).params.max_tokens == 16
