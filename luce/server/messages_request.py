@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from luce.server.schema import CompressionMode, Sampling, Share, Stop
+from luce.server.unserved import MESSAGES, with_unserved
 
 _Json = dict[str, Any]
 _Tokens = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -153,7 +154,13 @@ class OutputConfig(msgspec.Struct):
     format: OutputFormat | None = None
 
 
-class MessagesRequest(Sampling, kw_only=True):
+if TYPE_CHECKING:
+    MessagesFields = Sampling
+else:
+    MessagesFields = with_unserved(Sampling, MESSAGES)
+
+
+class MessagesRequest(MessagesFields, kw_only=True):
     """The body of /v1/messages, and without `max_tokens` that of /v1/messages/count_tokens."""
 
     model: str | None = None

@@ -14,7 +14,7 @@ from luce.api import Model
 from luce.compress.compressor import CompressedPrompt
 from luce.config.sampling import SAMPLERS, SamplingParams
 from luce.server.answer import answer
-from luce.server.errors import invalid, unsupported
+from luce.server.errors import invalid
 from luce.server.native_request import InfillRequest, NativeRequest
 from luce.server.native_response import NativeDetails, NativeResponse
 from luce.server.prepare import Job, ended_by_fim, gap_ids, request_job, text_ids, token_texts
@@ -26,14 +26,6 @@ from luce.text.prompt_limit import PromptLimit
 
 Request = TypeVar("Request", bound=NativeRequest)
 
-_NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
-    "id_slot": ((-1,), "the server chooses the slot; the prefix cache is that of all slots"),
-    "post_sampling_probs": ((False,), "probabilities are those before the samplers"),
-    "min_keep": ((0, 1), "not supported"),
-    "mirostat": ((0,), "not supported"),
-    "dynatemp_range": ((0,), "not supported"),
-    "lora": (([],), "not supported"),
-}
 # llama.cpp's samplers that are off here whether a request names them or not.
 _OFF = frozenset({"dry", "typ_p", "top_n_sigma", "xtc", "infill", "adaptive_p"})
 #: its other values turn samplers off
@@ -90,9 +82,6 @@ def _job(
     *,
     listed: bool,
 ) -> Job:
-    for field, (neutral, why) in _NEUTRAL.items():
-        if getattr(request, field) not in (None, *neutral):
-            raise unsupported(field, why)
     request = _plain(request, model)
     longest = _longest(request)
     job = request_job(
@@ -107,8 +96,7 @@ def _job(
     )
     texts = () if job.stream else tuple("".join(token_texts(prompt.ids, model)) for prompt in prompts)
     details = NativeDetails(texts, listed or job.n > 1, bool(request.return_tokens), request.response_fields)
-    cached = 0 if request.cache_prompt is False else job.max_cached_tokens
-    return replace(job, details=details, max_cached_tokens=cached)
+    return replace(job, details=details)
 
 
 def _longest(request: NativeRequest) -> int | None:

@@ -9,7 +9,6 @@ from msgspec import Meta
 
 from luce.server.schema import Common
 
-_Json = dict[str, Any]
 # -1 says "no limit", "random" or "off" in these fields.
 _OrMinusOne = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
 _Bias = Annotated[float, Meta(ge=-100, le=100)] | bool
@@ -23,7 +22,6 @@ class NativeRequest(Common, kw_only=True):
     max_tokens: _OrMinusOne | None = None
     n_cmpl: Annotated[int, Meta(ge=1)] | None = None
     n_probs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    cache_prompt: bool | None = None
     return_tokens: bool | None = None
     response_fields: list[str] | None = None
     samplers: list[str] | None = None
@@ -31,13 +29,6 @@ class NativeRequest(Common, kw_only=True):
     top_k: _OrMinusOne | None = None
     repeat_last_n: _OrMinusOne | None = None
     logit_bias: dict[str, _Bias] | list[tuple[int | str, _Bias]] | None = None  # type: ignore[assignment]
-    # Only neutral values are accepted, see `native`.
-    id_slot: int | None = None
-    post_sampling_probs: bool | None = None
-    min_keep: int | None = None
-    mirostat: int | None = None
-    dynatemp_range: float | None = None
-    lora: list[_Json] | None = None
     # Accepted without effect: they tune what is off, or how llama.cpp's cache and context are used.
     n_keep: int | None = None
     n_discard: int | None = None

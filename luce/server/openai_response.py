@@ -78,10 +78,12 @@ class OpenAIResponse(ResponseBuilder):
     def ending(self) -> Iterable[ServerSentEvent]:
         """The usage, if the request sets `stream_options.include_usage`."""
         if self._job.include_usage:
-            yield self._chunk(usage=self._usage(), timings=timings(self._finished()))
+            yield self._chunk(usage=self._usage(self._finished()), timings=timings(self._finished()))
 
     def _chunk(self, *choices: Json, **fields: Json) -> ServerSentEvent:
         usage: Json = {"usage": None} if self._job.include_usage else {}
+        if self._job.running_usage:
+            usage = {"usage": self._usage([choice.so_far() for choice in self.choices])}
         return ServerSentEvent({**self._head, "object": self.chunk_object, "choices": list(choices), **usage, **fields})
 
     # --- whole reply
@@ -96,7 +98,7 @@ class OpenAIResponse(ResponseBuilder):
             **self._head,
             "object": self.whole_object,
             "choices": [{**self._whole(choice), **self._ending(choice)} for choice in self.choices],
-            "usage": self._usage(),
+            "usage": self._usage(self._finished()),
             "timings": timings(self._finished()),
             **self._request_ids(),
         }
@@ -115,8 +117,8 @@ class OpenAIResponse(ResponseBuilder):
         """The ids of a choice."""
         return {"token_ids": [token.id for token in choice.tokens]} if self._job.token_ids else {}
 
-    def _usage(self) -> Json:
-        done = self._finished()
+    def _usage(self, done: Sequence[Timings]) -> Json:
+        """The usage of all replies, from the timings of each."""
         own = _lucebox(done) if "lucebox" in self._model.config.compat else {}
         prompt = sum(reading.original for reading in self._job.readings)
         effective = sum(len(ids) for ids in self._job.prompts)

@@ -39,7 +39,6 @@ COMPLETION_TOKENS = 16
 _NEVER = -100.0
 _SESSION_HEADERS = ("x-session-id", "x-session-affinity", "session-id", "thread-id", "x-claude-code-session-id")
 _LONGEST_SESSION = 256
-_NEUTRAL = {"typical_p": (1.0,), "top_n_sigma": (-1.0, 0.0), "xtc_probability": (0.0,), "dry_multiplier": (0.0,)}
 
 
 @dataclass(frozen=True)
@@ -69,6 +68,8 @@ class Job:
     unknown_fields: int
     stream: bool
     include_usage: bool
+    #: every chunk of a reply has the usage so far
+    running_usage: bool
     #: alternatives per token; None: no log probabilities
     logprobs: int | None
     token_ids: bool
@@ -201,8 +202,6 @@ def completion_job(
     request, unknown = decode(body, CompletionRequest)
     if request.suffix and request.echo:
         raise unsupported("echo", "a reply that fills a gap does not repeat its prompt")
-    if request.best_of is not None and request.best_of != (request.n or 1):
-        raise unsupported("best_of", "only the value of n is supported")
     sent = _prompt_list(request.prompt, model)
     # A reply that fills a gap needs the text around it, and an echo all log probabilities.
     reader = PromptReader(
@@ -267,8 +266,12 @@ def request_job(
     logprobs: int | None,
 ) -> Job:
     """The Job of prompts, with what a request says in the fields of all endpoints. Raises RequestError."""
-    _refuse_unsupported(request)
+    options = request.stream_options
+    if options is not None and not request.stream:
+        raise invalid("stream_options", "needs stream: true")
     n = request.n or 1
+    if request.best_of not in (None, n):
+        raise unsupported("best_of", "only the value of n is supported")
     if n > model.config.max_n:
         raise invalid("n", f"expected at most {model.config.max_n}")
     stop = request.stop or []
@@ -287,7 +290,8 @@ def request_job(
         timeout=request.timeout_s or 0.0,
         unknown_fields=unknown,
         stream=bool(request.stream),
-        include_usage=bool(request.stream_options and request.stream_options.include_usage),
+        include_usage=bool(options and options.include_usage),
+        running_usage=bool(options and options.include_usage and options.continuous_usage_stats),
         logprobs=logprobs,
         token_ids=bool(request.return_token_ids),
         progress=bool(request.return_progress),
@@ -321,19 +325,10 @@ def _sampling(
     )
 
 
-def _refuse_unsupported(request: Common) -> None:
-    """Refuse samplers that Luce lacks unless they are off, and more that is not supported."""
-    if request.priority:
-        raise unsupported("priority", "only 0 is supported: sessions take turns")
-    if request.stream_options is not None and not request.stream:
-        raise invalid("stream_options", "needs stream: true")
-    for name, neutral in _NEUTRAL.items():
-        if getattr(request, name) not in (None, *neutral):
-            raise unsupported(name, f"only the neutral value {neutral[0]:g} is supported")
-
-
 def _max_cached_tokens(request: Common) -> int | None:
     """Job.max_cached_tokens, from `prefix_cache`. The cache always finds common prefixes, so `auto` means `full`."""
+    if request.cache_prompt is False:
+        return 0
     options = request.prefix_cache
     if options is None:
         return None

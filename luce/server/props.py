@@ -21,6 +21,7 @@ from luce.server.prepare import names
 from luce.server.schema import Common
 from luce.server.state import ENDPOINTS, SERVER, Server
 from luce.server.status import capabilities, json_response
+from luce.server.unserved import served_fields
 from luce.shard.shard import DaemonState
 from luce.text.effort import efforts
 
@@ -70,7 +71,7 @@ def _props(model: Model, server: Server, endpoints: tuple[str, ...], *, paths: b
         },
         "sampling": {
             "capabilities": [
-                field.name for field in dataclasses.fields(SamplingParams) if field.name in Common.__struct_fields__
+                field.name for field in dataclasses.fields(SamplingParams) if field.name in served_fields(Common)
             ]
         },
         "runtime": {

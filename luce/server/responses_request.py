@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from luce.server.schema import Choice, Common, Reasoning
+from luce.server.unserved import RESPONSES, with_unserved
 
 _Json = dict[str, Any]
 _Tokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -130,7 +131,13 @@ class ToolChoice(msgspec.Struct):
     tools: list[_Json] | None = None
 
 
-class ResponsesRequest(Common, kw_only=True):
+if TYPE_CHECKING:
+    ResponsesFields = Common
+else:
+    ResponsesFields = with_unserved(Common, RESPONSES)
+
+
+class ResponsesRequest(ResponsesFields, kw_only=True):
     """The body of /v1/responses."""
 
     input: str | list[_Json] | None = None

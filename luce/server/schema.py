@@ -12,9 +12,9 @@ from msgspec import Meta
 from luce.config.sampling import SAMPLERS, Sampler
 from luce.errors import RequestError, TooLargeError
 from luce.server.json_size import too_many
+from luce.server.unserved import CHAT, COMPLETION, UNSERVED, refuse_unserved, with_unserved
 from luce.text.collector import COLLECTOR_OFF
 
-_Unit = Annotated[float, Meta(ge=0, le=1)]
 _Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 _Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 _Budget = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
@@ -29,6 +29,7 @@ class StreamOptions(msgspec.Struct):
     """`stream_options`; obfuscation is accepted without effect."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
 
@@ -113,15 +114,18 @@ if TYPE_CHECKING:
     Sampling = msgspec.Struct
 else:
     # `max_tokens` has another lowest value in each endpoint.
-    Sampling = msgspec.defstruct(
-        "Sampling",
-        [
-            (key, _type(sampler), None)
-            for name, sampler in SAMPLERS.items()
-            for key in (name, *sampler.aliases)
-            if name != "max_tokens"
-        ],
-        kw_only=True,
+    Sampling = with_unserved(
+        msgspec.defstruct(
+            "Sampling",
+            [
+                (key, _type(sampler), None)
+                for name, sampler in SAMPLERS.items()
+                for key in (name, *sampler.aliases)
+                if name != "max_tokens"
+            ],
+            kw_only=True,
+        ),
+        UNSERVED,
     )
 
 
@@ -135,12 +139,14 @@ class Common(Sampling, kw_only=True):
     stop_token_ids: Annotated[list[_Count], Meta(max_length=1024)] | None = None
     ignore_eos: bool | None = None
     n: _Positive | None = None
+    best_of: _Positive | None = None
     logit_bias: Annotated[dict[int, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=4096)] | None = None
     return_token_ids: bool | None = None
     return_progress: bool | None = None
     timings_per_token: bool | None = None
     timeout_s: Annotated[float, Meta(gt=0, le=86400)] | None = None
     prefix_cache: CacheScope | None = None
+    cache_prompt: bool | None = None
     prefill_compression: CompressionMode | None = None
     keep_ratio: Share | None = None
     session_id: str | None = None
@@ -152,12 +158,6 @@ class Common(Sampling, kw_only=True):
     service_tier: str | None = None
     safety_identifier: str | None = None
     store: bool | None = None
-    # Only neutral values are accepted, see `prepare`.
-    priority: int | None = None
-    typical_p: _Unit | None = None
-    top_n_sigma: float | None = None
-    xtc_probability: _Unit | None = None
-    dry_multiplier: float | None = None
     response_format: _Json | None = None
     structured_outputs: Any = None
     guided_json: Any = None
@@ -168,10 +168,17 @@ class Common(Sampling, kw_only=True):
     json_schema: Any = None
     regex: Any = None
     ebnf: Any = None
-    stop_regex: Any = None
 
 
-class ChatRequest(Common, kw_only=True):
+if TYPE_CHECKING:
+    ChatFields = Common
+    CompletionFields = Common
+else:
+    ChatFields = with_unserved(Common, CHAT)
+    CompletionFields = with_unserved(Common, COMPLETION)
+
+
+class ChatRequest(ChatFields, kw_only=True):
     """The body of /v1/chat/completions."""
 
     messages: list[Message] | None = None
@@ -205,7 +212,7 @@ class ChatRequest(Common, kw_only=True):
     verbosity: str | None = None
 
 
-class CompletionRequest(Common, kw_only=True):
+class CompletionRequest(CompletionFields, kw_only=True):
     """The body of /v1/completions. `prompt`: text, texts, ids, or lists of ids."""
 
     prompt: str | list[Any] | None = None
@@ -213,7 +220,6 @@ class CompletionRequest(Common, kw_only=True):
     max_tokens: _Count | None = None
     echo: bool | None = None
     logprobs: _Alternatives | None = None
-    best_of: _Positive | None = None
 
 
 class TokenizeRequest(ChatRequest, kw_only=True):
@@ -245,7 +251,9 @@ _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 
 
 def decode(body: bytes, kind: type[Body]) -> tuple[Body, int]:
-    """A checked body and the number of fields that Luce does not know. Raises RequestError with `param`.
+    """A checked body and the number of fields that Luce does not know.
+
+    Raises RequestError with `param`, also for a field that Luce knows and does not serve.
 
     Lone surrogates become U+FFFD and NULs are removed: both occur in texts that agents collect, and tokenizers take
     neither.
@@ -253,9 +261,11 @@ def decode(body: bytes, kind: type[Body]) -> tuple[Body, int]:
     if what := too_many(body):
         raise TooLargeError(f"the request body has {what}")
     try:
-        return _decode(body, kind)
+        request, unknown = _decode(body, kind)
     except msgspec.ValidationError as error:
         raise _refusal(error, "") from None
+    refuse_unserved(request)
+    return request, unknown
 
 
 class NamedModel(msgspec.Struct):

@@ -21,8 +21,6 @@ def reply_format(request: Common, *, strict: bool = False) -> ReplyFormat | None
 
     Raises RequestError that names the field for a format that is none, and for two formats.
     """
-    if request.stop_regex is not None:
-        raise unsupported("stop_regex", "not supported; stop ends a reply at a text, regex describes all of it")
     found = list(_formats(request))
     if len(found) > 1:
         (first, _), (second, _) = found[:2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,12 +44,13 @@ async def test_a_purge_forgets_everything() -> None:
         assert here.model.engine.stats().pages_used == 0
 
 
-async def test_private_requests_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("off", [{"prefix_cache": {"scope": "off"}}, {"cache_prompt": False}])
+async def test_private_requests_share_nothing(monkeypatch: pytest.MonkeyPatch, off: dict[str, Any]) -> None:
     remembered: list[Sequence[int]] = []
     async with running() as here:
         monkeypatch.setattr(here.model.chat, "remember", lambda prompt, reply, tools: remembered.append(reply) or ())
         for _ in range(2):
-            reply = await here.chat(LONG, prefix_cache={"scope": "off"})
+            reply = await here.chat(LONG, **off)
             assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
             assert (await here.get("/v1/cache"))[1]["data"] == []
         assert not remembered

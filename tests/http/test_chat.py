@@ -91,6 +91,20 @@ async def test_the_next_turn_of_a_recurrent_model_begins_behind_the_reply() -> N
         assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == len(ids) - 1
 
 
+async def test_continuous_usage_counts_the_tokens_so_far() -> None:
+    async with running() as here:
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        events = await here.events(CHAT, {**HI, "return_token_ids": True, "n": 2, "stream_options": options})
+    produced = 0
+    for event in events[:-1]:
+        produced += sum(len(choice.get("token_ids", ())) for choice in event["choices"])
+        usage = event["usage"]
+        assert usage["completion_tokens"] == produced
+        assert usage["total_tokens"] == usage["prompt_tokens"] + produced
+    assert events[-1]["choices"] == [] and events[-1]["usage"]["completion_tokens"] == produced > 0
+    assert len({event["usage"]["prompt_tokens"] for event in events}) == 1
+
+
 async def test_no_usage_chunk_without_include_usage() -> None:
     async with running() as here:
         events = await here.events(CHAT, HI)

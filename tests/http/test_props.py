@@ -57,7 +57,7 @@ async def test_the_model_and_its_settings() -> None:
             "supports_enable_thinking": True,
         }
         assert {"temperature", "top_k", "logit_bias", "seed"} <= set(body["sampling"]["capabilities"])
-        assert not {"max_tokens", "prompt_logits", "stream"} & set(body["sampling"]["capabilities"])
+        assert not {"max_tokens", "prompt_logprobs", "stream"} & set(body["sampling"]["capabilities"])
 
 
 async def test_placement() -> None:
