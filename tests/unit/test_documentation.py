@@ -344,6 +344,16 @@ def test_fields_that_the_page_names_exist() -> None:
             assert parts(row.split(" | ")[0]) - known == set(), heading
 
 
+def test_versions_of_clients_are_those_that_the_tests_install() -> None:
+    lists = ROOT / "tools/clients"
+    pinned = set(json.loads((lists / "package.json").read_text())["dependencies"].values())
+    for path in lists.glob("*.txt"):
+        if not path.stem.endswith(".hashes"):
+            pinned |= set(re.findall(r"^[^#\s]+==([\d.]+)", path.read_text(), re.MULTILINE))
+    tried = re.findall(r"^Tried with (.*?)(?=\n\n|\Z)", page("clients"), re.MULTILINE | re.DOTALL)
+    assert set(re.findall(r"\b\d+(?:\.\d+)+\b", " ".join(tried))) == pinned
+
+
 def test_other_names_of_samplers_are_in_the_guide() -> None:
     assert {alias for sampler in SAMPLERS.values() for alias in sampler.aliases} <= parts(page("http-api"))
 
