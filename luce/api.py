@@ -125,6 +125,8 @@ class ModelParts:
     draft_devices: Mapping[str, RemoteDevice] = field(default_factory=dict)
     #: why there is no drafter although one is wanted; empty otherwise
     no_drafter_reason: str = ""
+    #: where sampling and budgets come from that nobody set: a model card, the file, or the family
+    recommended_by: str = "family"
 
 
 class Model:
@@ -149,6 +151,8 @@ class Model:
         self.chunk = backend.options.chunk
         self.tokenizer_id = file.metadata.string("tokenizer.ggml.pre", default="default")
         self.name = config.alias[0] if config.alias else file.name
+        #: where recommended values come from, as luce.models.model_card.Recommended has it
+        self.recommended_by = parts.recommended_by
         #: the budgets of the reasoning of replies
         self.envelope = BudgetEnvelope.of(config, parts.spec.dialect.budget, self.context)
         self.fingerprint = _fingerprint(file)

@@ -41,8 +41,8 @@ from luce.kvcache.paging import KVFlash
 from luce.kvcache.policies import open_policy, ranks_pages
 from luce.layers.features import FeatureRing
 from luce.models.keys import Source
+from luce.models.model_card import find_card, recommended
 from luce.models.registry import read_spec
-from luce.models.sampling_defaults import file_sampling, with_sampling
 from luce.models.spec import Dialect, ModelSpec
 from luce.ops.kvtype import KVTypes
 from luce.remote.device import RemoteDevice, is_remote
@@ -200,7 +200,8 @@ def _open_model(
     with contextlib.ExitStack() as opened:
         file = opened.enter_context(open_gguf(path))
         spec = read_spec(Source(str(path), file.metadata, file.tensors))
-        config = with_sampling(config, file_sampling(file.metadata))
+        advice = recommended(config, file, spec, find_card(config.model_cards, file))
+        config, spec = advice.config, advice.spec
         tokenizer = _open_tokenizer(path, file, spec)
         chat = _open_chat_format(opened, file, tokenizer, spec.dialect, config)
         placed = place(opened, config, file, spec)
@@ -233,6 +234,7 @@ def _open_model(
             feature_tails=tails,
             draft_devices=_draft_devices(drafter, scorers),
             no_drafter_reason=no_drafter_reason,
+            recommended_by=advice.source,
         )
         resources = contextlib.ExitStack()
         model = Model(parts, config, resources)

@@ -19,6 +19,7 @@ from luce.cli.plan import Opened
 from luce.errors import LuceError
 from luce.gguf.reader import GGUFFile
 from luce.layers.tensors import tensor_bytes
+from luce.models.model_card import ModelCard, find_card
 from luce.models.spec import Attention, GatedDeltaNet, Layer, ModelSpec, MoE, SandwichLayer, ShortConv
 from luce.models.tool_formats import choose_calls
 from luce.runtime.step import PAGE
@@ -29,7 +30,7 @@ from luce.text.template import ChatTemplate
 from luce.text.tokenizer import Tokenizer
 
 #: groups of settings that this verb takes
-SETTINGS = ("placement", "daemons", "engine", "KVFlash", "drafting")
+SETTINGS = ("placement", "daemons", "engine", "KVFlash", "drafting", "model cards")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print tables, or one JSON object."""
     with plan.opened(arguments) as model:
-        facts = describe(model.file, model.spec) | place(model)
+        facts = describe(model.file, model.spec) | _card(find_card(model.config.model_cards, model.file)) | place(model)
     if arguments.json:
         print(json.dumps(facts))
     else:
@@ -83,6 +84,12 @@ def describe(file: GGUFFile, spec: ModelSpec) -> dict[str, Any]:
         "chat_template": "tokenizer.chat_template" in file.metadata,
         "dialect": {**dataclasses.asdict(spec.dialect), "calls": written},
     }
+
+
+def _card(card: ModelCard | None) -> dict[str, Any]:
+    """The card that matches the file, and the sampling values that it recommends."""
+    found = None if card is None else {"name": card.name, "source": card.origin, "sampling": dict(card.sampling)}
+    return {"model_card": found}
 
 
 def _call_mismatch(file: GGUFFile, spec: ModelSpec, source: str | None) -> str | None:
@@ -175,6 +182,13 @@ def _written(calls: dict[str, Any]) -> str:
     return f"{calls['format']} ({calls['why']})" + (f": {calls['mismatch']}" if calls["mismatch"] else "")
 
 
+def _written_card(card: dict[str, Any] | None) -> str:
+    if card is None:
+        return "none"
+    sampling = ", ".join(f"{name} {value:g}" for name, value in card["sampling"].items())
+    return f"{card['name']} ({card['source']})" + (f": {sampling}" if sampling else "")
+
+
 def _show(facts: dict[str, Any], with_layers: bool) -> None:
     console = output()
     table = Table(show_header=False, box=None)
@@ -196,6 +210,7 @@ def _show(facts: dict[str, Any], with_layers: bool) -> None:
         "chat template": "yes" if facts["chat_template"] else "no",
         "reasoning": _between(facts["dialect"]["reasoning"]),
         "tool calls": _written(facts["dialect"]["calls"]),
+        "model card": _written_card(facts["model_card"]),
         "notes": "\n".join(facts["dialect"]["notes"]) or "none",
     }
     for name, value in rows.items():

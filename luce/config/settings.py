@@ -48,6 +48,7 @@ GROUPS = (
     "prefix cache",
     "prefix cache on disk",
     "sampling",
+    "model cards",
     "reasoning",
     "chat template",
     "server",
@@ -377,6 +378,14 @@ class Config(ServerSettings, PoolSettings, PlanningSettings, PrefillSettings):
         metavar="SECONDS",
         group="prefix cache",
     )
+    model_cards: Path | None = setting(
+        None,
+        path,
+        "directory of model cards (JSON files): what the makers of models recommend, used where nobody sets anything; "
+        "they win over those that come with Luce",
+        metavar="DIR",
+        group="model cards",
+    )
     reasoning: str = setting(
         "auto",
         choice("auto", "on", "off"),
@@ -393,10 +402,11 @@ class Config(ServerSettings, PoolSettings, PlanningSettings, PrefillSettings):
         metavar="N",
         group="reasoning",
     )
-    hard_limit_reply_budget: int = setting(
-        4096,
+    hard_limit_reply_budget: int | None = setting(
+        None,
         tokens(0),
-        "tokens of a reply's limit that a limited reasoning leaves to the text, at most half of them",
+        "tokens of a reply's limit that a limited reasoning leaves to the text, at most half of them (default: as the "
+        "model card has it, else 4096)",
         metavar="N",
         group="reasoning",
     )

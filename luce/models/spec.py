@@ -310,6 +310,12 @@ class ReasoningBudget:
     usual_tokens: int = 16000
     #: tokens that they recommend for a reply to a complex problem, if that is more
     most_tokens: int = 0
+    #: tokens of the reasoning at efforts that they name themselves
+    tiers: tuple[tuple[str, int], ...] = ()
+    #: tokens of a reply that a limited reasoning leaves to the text
+    reserved_tokens: int = 4096
+    #: most tokens of a chat reply without a limit of its own; None: as many as the context has
+    limit: int | None = None
 
 
 @dataclass(frozen=True)

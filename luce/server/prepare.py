@@ -128,7 +128,7 @@ def chat_request_job(
     if request.modalities not in (None, ["text"]):
         raise unsupported("modalities", 'only ["text"] is supported')
     limits = (request.max_completion_tokens, request.max_tokens, request.max_output_tokens)
-    max_tokens = next((limit for limit in limits if limit is not None), None)
+    max_tokens = next((limit for limit in limits if limit is not None), model.envelope.default_max_tokens)
     reader = PromptReader(request, model, stopped, messages=request.messages or (), max_tokens=max_tokens)
     read = reader.read(chat_prompt(request, model, reader.limit))
     prompt = read.ids

@@ -25,7 +25,7 @@ from luce.server.unserved import served_fields
 from luce.shard.shard import DaemonState
 from luce.text.effort import efforts
 
-# Lucebox numbers its shapes from 1. This shape has parts that Lucebox lacks, and lacks budgets and cards.
+# Lucebox numbers its shapes from 1. This shape has parts that Lucebox lacks, and lacks some of its parts.
 _SCHEMA = 1001
 #: variables of the template: /props says whether it reads them
 _TEMPLATE_VARIABLES = ("tools", "tool_calls", "enable_thinking")
@@ -56,6 +56,10 @@ def _props(model: Model, server: Server, endpoints: tuple[str, ...], *, paths: b
             "supported": model.chat.reasons,
             "supported_efforts": efforts(model.chat),
             **dataclasses.asdict(model.envelope),
+        },
+        "budget_envelope": {
+            "model_card_source": model.recommended_by,
+            "default_max_tokens": model.envelope.default_max_tokens,
         },
         "chat_template": source,
         "chat_template_caps": {f"supports_{name}": model.chat.reads(name) for name in _TEMPLATE_VARIABLES},

@@ -71,7 +71,7 @@ class ReasoningRequest:
 
 @dataclass(frozen=True)
 class BudgetEnvelope:
-    """Which budgets the reasoning of a model's replies has: what the settings allow, and what the family's makers
+    """Which budgets the reasoning of a model's replies has: what the settings allow, and what the model's makers
     recommend."""
 
     #: most tokens of any reasoning; None: no limit
@@ -82,21 +82,24 @@ class BudgetEnvelope:
     effort_tiers: Mapping[str, int]
     #: whether replies reason where a request does not say so: auto (as the template has it), on, off
     default: str = "auto"
+    #: most tokens of a chat reply whose request has no limit; None: as many as the context has
+    default_max_tokens: int | None = None
 
     @classmethod
     def of(cls, config: Config, family: ReasoningBudget, context: int) -> BudgetEnvelope:
         """The budgets of a model with this context: those of `config`, else the family's."""
-        reply = config.hard_limit_reply_budget
+        reply = family.reserved_tokens if config.hard_limit_reply_budget is None else config.hard_limit_reply_budget
         high = max(0, family.usual_tokens - reply)
         most = max(high, family.most_tokens - reply)
         budgets = (high // 8, high // 8, high // 2, high, (high + most) // 2, most)
-        tiers = _between(dict(config.effort), dict(zip(EFFORTS, budgets, strict=True)))
+        usual = _between(dict(family.tiers), dict(zip(EFFORTS, budgets, strict=True)))
+        tiers = _between(dict(config.effort), usual)
         largest = context - min(reply, context // 2)
         ceiling = None if config.think_max_tokens < 0 else config.think_max_tokens
         if ceiling is not None:
             largest = min(largest, ceiling)
         limits = {effort: min(budget, largest) for effort, budget in tiers.items()}
-        return cls(ceiling, reply, limits, config.reasoning)
+        return cls(ceiling, reply, limits, config.reasoning, family.limit)
 
     @property
     def unasked(self) -> ReasoningRequest:

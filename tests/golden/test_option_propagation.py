@@ -40,6 +40,7 @@ ELSEWHERE = {
     "tools_max_kib": "tests/unit/test_text_grammar_options.py::test_schemas_and_tools_have_the_limits_of_the_settings",
     "reasoning_format": "tests/http/test_reasoning_format.py::test_a_setting_or_a_field_says_where_reasoning_is",
     "reasoning_details": "tests/http/test_reasoning_format.py::test_details_are_added_where_a_setting_asks_for_them",
+    "model_cards": "tests/unit/test_models_model_card.py::test_a_model_has_the_values_of_its_card",
     "metrics_compat": "tests/http/test_llamacpp_metrics.py::test_a_setting_adds_the_names",
     "compat": "tests/http/test_reasoning_format.py::test_a_named_function_ends_as_openai_has_it",
     "strict_schemas": "tests/http/test_structured_output_load.py::test_details_say_what_was_left_out",

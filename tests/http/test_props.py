@@ -38,7 +38,7 @@ async def test_the_model_and_its_settings() -> None:
             "presence_penalty": 0.0,
         }
         # Numbers below 1000 are those of Lucebox's shapes, whose keys this one does not have.
-        lucebox = {"budget_envelope", "daemon", "full_cache", "model_card", "pflash", "prefix_cache", "tool_replay"}
+        lucebox = {"daemon", "full_cache", "model_card", "pflash", "prefix_cache", "tool_replay"}
         assert body["server"]["props_schema"] > 1000 and not lucebox & set(body)
         assert body["capabilities"] == ["completion", "chat", "structured_outputs"]
         efforts = ["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -49,7 +49,9 @@ async def test_the_model_and_its_settings() -> None:
             "hard_limit_reply_budget": 4096,
             "effort_tiers": dict.fromkeys(efforts[1:], 256),
             "default": "auto",
+            "default_max_tokens": None,
         }
+        assert body["budget_envelope"] == {"model_card_source": "family", "default_max_tokens": None}
         assert body["chat_template"] == TEMPLATE
         assert body["chat_template_caps"] == {
             "supports_tools": True,

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from luce.draft.ngram import NgramDrafter
-from luce.models.spec import Dialect
+from luce.models.spec import Dialect, ReasoningBudget
 from luce.text.chat import ChatFormat
 from luce.text.template import ChatTemplate
 from tests.support.http_server import Running, running
@@ -157,6 +157,7 @@ async def test_settings_of_the_server() -> None:
             "hard_limit_reply_budget": 5,
             "effort_tiers": tiers,
             "default": "auto",
+            "default_max_tokens": None,
         }
     async with running(model={"script": thinker(), "context": 2048}, think_max_tokens=0) as here:
         assert await thought(here, **ON) == (0, "hard", "Yes.")
@@ -249,3 +250,12 @@ async def test_a_model_without_markers_has_no_budgets(asking: tuple[ChatFormat, 
             assert status == 400
             assert (reply["error"]["param"], reply["error"]["code"]) == (param, UNSUPPORTED)
         assert (await here.chat(reasoning_effort="low"))["usage"]["completion_tokens"] > 1
+
+
+async def test_a_model_card_limits_replies_without_a_limit_of_their_own() -> None:
+    budget = ReasoningBudget(limit=7)
+    async with running(model={"context": 2048, "budget": budget}) as here:
+        reply = await here.chat(ignore_eos=True)
+        assert (reply["usage"]["completion_tokens"], reply["choices"][0]["finish_reason"]) == (7, "length")
+        assert (await here.chat(ignore_eos=True, max_tokens=9))["usage"]["completion_tokens"] == 9
+        assert (await here.get("/props"))[1]["budget_envelope"]["default_max_tokens"] == 7

@@ -182,3 +182,16 @@ def split_file(path: Path, directory: Path, parts: int) -> list[Path]:
         found.append(directory / f"{path.stem}-{number + 1:05d}-of-{parts:05d}.gguf")
         found[-1].write_bytes(encode([*(keys if number == 0 else []), *own], some))
     return found
+
+
+def write_recommending(path: Path, **values: object) -> Path:
+    """A file with one tensor and these keys of metadata, by the names of gguf-py's `add_` functions."""
+    writer = gguf.GGUFWriter(path, "llama")
+    for name, value in values.items():
+        getattr(writer, f"add_{name}")(value)
+    writer.add_tensor("x", np.zeros(1, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

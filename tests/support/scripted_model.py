@@ -18,7 +18,7 @@ from luce.engine.engine_options import EngineOptions
 from luce.engine.loop import Engine
 from luce.kvcache.paging import KVFlash
 from luce.kvcache.policies import AgePolicy
-from luce.models.spec import CHATML, Dialect, Markers, ModelSpec
+from luce.models.spec import CHATML, Dialect, Markers, ModelSpec, ReasoningBudget
 from luce.planner.figures import DeviceFigures, LinkFigures
 from luce.planner.prediction import PlacedShard, predict
 from luce.planner.problem import HeadWork, LayerWork, Load, ModelWork, Problem
@@ -141,6 +141,7 @@ class ScriptedModel:
         chat: Callable[[], ChatFormat] = chat_format,
         vocabulary: Tokenizer | None = None,
         compressor: Compressor | None = None,
+        budget: ReasoningBudget | None = None,
         **backend: Any,
     ) -> None:
         self.config = config
@@ -151,7 +152,8 @@ class ScriptedModel:
         self.path = Path("scripted.gguf")
         self.context = context
         self.compression = PromptCompression(compressor, self.tokenizer, context)
-        self.envelope = BudgetEnvelope.of(config, DIALECT.budget, context)
+        self.recommended_by = "family"
+        self.envelope = BudgetEnvelope.of(config, DIALECT.budget if budget is None else budget, context)
         self.chunk = config.chunk or 512
         self.fingerprint = "0123abcd"
         self.tokenizer_id = "default"

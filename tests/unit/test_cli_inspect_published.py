@@ -28,6 +28,7 @@ class Card:
     host: bool = False
     packed: bool = True
     remote: bool = False
+    margin: int | None = None
     kv_dtype: Any = field(default_factory=lambda: np.dtype(np.float16))
 
     def memory(self) -> Memory:

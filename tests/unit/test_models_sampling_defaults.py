@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
 import pytest
 
 import luce
@@ -15,22 +14,15 @@ from luce.config.resolve import resolve
 from luce.config.settings import Config, sampling_default
 from luce.gguf.reader import open_gguf
 from luce.models.sampling_defaults import checked, file_sampling, with_sampling
+from tests.support.gguf_files import write_recommending
 from tests.support.reference import Reference
 
 TINY = Reference("qwen3-a-F32").path
 
 
 def recommending(path: Path, **values: Any) -> Path:
-    """A file without tensors, as gguf-py writes it, with these keys."""
-    writer = gguf.GGUFWriter(path, "llama")
-    for key, value in values.items():
-        getattr(writer, "add_sampling_" + key)(value)
-    writer.add_tensor("x", np.zeros(1, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    """A file with these keys below general.sampling."""
+    return write_recommending(path, **{f"sampling_{key}": value for key, value in values.items()})
 
 
 def read(path: Path) -> dict[str, float]:
