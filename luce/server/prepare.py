@@ -109,7 +109,7 @@ class Job:
 def chat_job(body: bytes, headers: Mapping[str, str], model: Model, stopped: Callable[[], bool] = lambda: False) -> Job:
     """The Job of a /v1/chat/completions body. Raises RequestError, also soon after `stopped` has become true."""
     request, unknown = decode(body, ChatRequest)
-    return chat_request_job(request, unknown, headers, model, stopped)
+    return chat_request_job(request, unknown, headers, model, stopped, limit=model.envelope.default_max_tokens)
 
 
 def chat_request_job(
@@ -120,15 +120,16 @@ def chat_request_job(
     stopped: Callable[[], bool] = lambda: False,
     *,
     inputs: Mapping[str, ReplyFormat] = NO_INPUTS,
+    limit: int | None = None,
 ) -> Job:
     """The Job of a chat, whichever API's body it comes from; `unknown` fields of that body are no field of Luce.
-    `inputs` as in chosen_tools. Raises as chat_job."""
+    `inputs` as in chosen_tools; `limit`: most tokens of a reply without a limit of its own. Raises as chat_job."""
     if request.top_logprobs is not None and not request.logprobs:
         raise invalid("top_logprobs", "needs logprobs: true")
     if request.modalities not in (None, ["text"]):
         raise unsupported("modalities", 'only ["text"] is supported')
     limits = (request.max_completion_tokens, request.max_tokens, request.max_output_tokens)
-    max_tokens = next((limit for limit in limits if limit is not None), model.envelope.default_max_tokens)
+    max_tokens = next((given for given in limits if given is not None), limit)
     reader = PromptReader(request, model, stopped, messages=request.messages or (), max_tokens=max_tokens)
     read = reader.read(chat_prompt(request, model, reader.limit))
     prompt = read.ids

@@ -259,3 +259,6 @@ async def test_a_model_card_limits_replies_without_a_limit_of_their_own() -> Non
         assert (reply["usage"]["completion_tokens"], reply["choices"][0]["finish_reason"]) == (7, "length")
         assert (await here.chat(ignore_eos=True, max_tokens=9))["usage"]["completion_tokens"] == 9
         assert (await here.get("/props"))[1]["budget_envelope"]["default_max_tokens"] == 7
+        # Codex takes a response that was cut for an error.
+        body = {"input": "Hi", "ignore_eos": True}
+        assert (await here.post("/v1/responses", body))[1]["usage"]["output_tokens"] > 1000
