@@ -20,6 +20,8 @@ from typing import TypeVar
 
 import pytest
 
+import luce
+
 Result = TypeVar("Result")
 
 #: units of a whole system that would write to the kernel that both share, or wait for hardware
@@ -28,6 +30,7 @@ _MASKED = (
     *("systemd-udev-trigger.service", "systemd-update-utmp.service", "systemd-tmpfiles-setup-dev.service"),
     *("systemd-timesyncd.service", "systemd-networkd.service", "sys-kernel-debug.mount", "sys-kernel-tracing.mount"),
     *("sys-fs-fuse-connections.mount", "dev-hugepages.mount", "systemd-firstboot.service"),
+    "tmp.mount",
 )
 _NAMESPACES = ("--pid", "--mount", "--net", "--uts", "--ipc", "--cgroup", "--fork", "--kill-child")
 # First the cgroup below which the machine's own are, so that what is left of them is found and removed.
@@ -49,7 +52,6 @@ mount -t overlay -o "lowerdir=/,upperdir=$1/upper,workdir=$1/work" overlay "$1/r
 cd "$1/root"
 mount -t proc proc proc
 mount -t tmpfs tmpfs run
-mount -t tmpfs tmpfs tmp
 mount -t sysfs -o ro sysfs sys
 mount -t cgroup2 cgroup2 sys/fs/cgroup
 mount -t tmpfs -o mode=755 tmpfs dev
@@ -108,9 +110,10 @@ class Machine:
             path.mkdir(parents=True)
         self.run("mount", "--bind", str(base), "/opt/python")
         found = []
-        # What is in /tmp, such as the directory of a script, is not there.
-        inside = [path for path in sys.path if path and (self.root / path.lstrip("/")).is_dir()]
-        for number, entry in enumerate(inside):
+        # An editable installation may be found by a hook, not by a path.
+        source = str(Path(luce.__file__).parents[1])
+        inside = [path for path in (source, *sys.path) if path and (self.root / path.lstrip("/")).is_dir()]
+        for number, entry in enumerate(dict.fromkeys(inside)):
             if Path(entry).is_relative_to(base):
                 found.append("/opt/python" / Path(entry).relative_to(base))
                 continue

@@ -28,7 +28,7 @@ OTHERS = ([5, *ids(90, seed=1)], [6, *ids(20, seed=2)])
 #: models, and what only they have
 KINDS: dict[str, dict[str, Any]] = {"recurrent": {"recurrent": True}, "paged": {"bound": 7, "recurrent": True}}
 STAGES = [
-    *[("recurrent", module) for module in ("checkpoints", "commit", "reply", "scheduler", "speculate")],
+    *[("recurrent", module) for module in ("checkpoints", "commit", "drafted", "reply", "scheduler", "speculate")],
     *[("recurrent", f"kvcache.{module}") for module in ("memory_tier", "page_table", "prefix_cache", "restorer")],
     ("recurrent", "scripted_backend"),
     ("paged", "sequence_paging"),
