@@ -61,6 +61,9 @@ mount -t devpts -o newinstance,ptmxmode=0666 devpts dev/pts
 mount -t tmpfs tmpfs dev/shm
 rm -rf etc/systemd/system
 mkdir -p etc/systemd/system srv opt
+# A boot empties /tmp, where the checkout may be.
+mkdir -p etc/tmpfiles.d
+ln -sf /dev/null etc/tmpfiles.d/tmp.conf
 for unit in {masked}; do ln -s /dev/null etc/systemd/system/$unit; done
 # Credentials are mounted in a namespace of their own and reach the service by propagation.
 mount --make-rshared .
