@@ -283,6 +283,7 @@ async def test_a_model_that_is_being_loaded() -> None:
     ):
         await page.get_by_role("combobox", name="Model").wait_for()
         await say(page, "hi")
-        await page.get_by_text("The model is being loaded.").wait_for()
+        # The stream begins with comments, and has the reply once the model is there.
+        await page.get_by_text("Waiting for the server…").wait_for()
         gate.set()
         assert await shown(await ended(page)) == REPLY
