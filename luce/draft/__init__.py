@@ -10,7 +10,7 @@ and drafters in daemons; luce.draft.dflash is the block-diffusion draft. Not her
     on_demand        a drafter whose memory is allocated when it is needed
     no_drafter       what an engine without --draft has in place of a drafter
     ngram            prompt lookup alone
-    prompt_lookup    what followed an earlier place that a text's end repeats
+    prompt_lookup    the continuation of an earlier place that a text's end repeats
     mtp              the target's own layer for multi-token prediction
     small_model      a small model of any family
     context          the keys and values of each slot in a draft: rings of pages

@@ -1,4 +1,4 @@
-"""Lookup: what followed the last time that a text ended in the same way, in the text itself or in a recent reply.
+"""Lookup: the continuation of the latest earlier place where a text ended as now, in itself or in a recent reply.
 
 The longest suffix of `longest` down to `shortest` tokens that occurred before decides, at its latest occurrence
 (Saxena, "Prompt Lookup Decoding", 2023). Each search reads the whole text: 100k tokens take half a millisecond, and an
@@ -35,7 +35,7 @@ class Copy:
 
 
 class Lookup:
-    """Finds what continued the end of a text before. One thread uses it."""
+    """Finds earlier continuations of a text's end. One thread uses it."""
 
     def __init__(self, *, longest: int = LONGEST, shortest: int = SHORTEST) -> None:
         self.longest = longest

@@ -21,6 +21,7 @@ from typing import TypeVar
 import pytest
 
 import luce
+from tests.support.daemons import within
 
 Result = TypeVar("Result")
 
@@ -157,10 +158,8 @@ def booted(folder: Path) -> Iterator[Machine]:
         # unshare is the parent of systemd and takes it along, and with it all processes of the machine.
         process.kill()
         process.wait()
-        deadline = time.monotonic() + 30
         remove = ["unshare", "--mount", "sh", "-c", _REMOVE_CGROUPS, "sh", str(cgroups), name]
-        while subprocess.run(remove, capture_output=True, check=False).returncode and time.monotonic() < deadline:
-            time.sleep(0.1)
+        within(30, lambda: subprocess.run(remove, capture_output=True, check=False).returncode == 0)
 
 
 def _first_process(process: subprocess.Popen[bytes]) -> int | None:
@@ -176,9 +175,8 @@ def _first_process(process: subprocess.Popen[bytes]) -> int | None:
 
 
 def _await_boot(machine: Machine) -> None:
-    deadline = time.monotonic() + 60
-    while "running" not in (state := machine.run("systemctl", "is-system-running", check=False)):
-        if "degraded" in state:
-            raise AssertionError(machine.run("systemctl", "--failed", "--no-pager"))
-        assert time.monotonic() < deadline, state
-        time.sleep(0.2)
+    def state() -> str:
+        return machine.run("systemctl", "is-system-running", check=False).strip()
+
+    assert within(60, lambda: state() in ("running", "degraded")), state()
+    assert state() == "running", machine.run("systemctl", "--failed", "--no-pager")
