@@ -4,7 +4,7 @@
     tools/bench_draft.py acceptance TARGET --draft DRAFT    by task, with models/tiny/prompts.json or --prompts FILE
     tools/bench_draft.py steps TARGET --draft DRAFT         by rows of a verification, and a plain step
     tools/bench_draft.py load TARGET --draft DRAFT          tokens a second of several sequences, with acceptance given
-    tools/bench_draft.py make TARGET OUT                    writes a DFlash draft of the published size, random weights
+    tools/bench_draft.py make TARGET OUT                    writes a draft of the published size, random weights
 
 TARGET, and DRAFT as --draft takes it. Further flags are those of `luce serve`: --target-devices cuda:0,cuda:1,
 --target-shard-ipc-bin PYTHON, --draft-device, ... Results are one JSON object with --json.
@@ -18,7 +18,8 @@ steps       time from one token to the next in the engine, with drafting, verifi
             tokens that a step must commit to be as fast as plain steps.
 load        tokens a second of --sequences greedy replies at once, while all of them run, plain and drafted. The draft
             computes its blocks, and each token of them is then right with the chance of --acceptance, whatever its
-            weights are. The engine chooses the rows, and who rests. `gain`: drafted by plain; `equal`: whether the
+            weights are. The engine chooses the rows, and who rests. `plain` is the mean of a run before and one after
+            the drafted ones, `spread` how far these two differ; `gain`: drafted by plain; `equal`: whether the
             replies are those without drafts, token for token.
 """
 
@@ -37,7 +38,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 from numpy.typing import NDArray
@@ -52,6 +52,7 @@ from luce.config.sampling import SamplingParams
 from luce.config.settings import Config
 from luce.draft.drafter import Draftable, Drafter, PendingProposals, Proposal
 from luce.draft.open import open_drafter
+from luce.engine.drafted import DraftStats
 from luce.engine.engine_options import EngineOptions
 from luce.engine.events import Event, Failed, Tokens
 from luce.engine.loop import Engine
@@ -62,6 +63,11 @@ from luce.ipc.lifecycle import Ping
 from luce.models.keys import Source
 from luce.models.registry import read_spec
 from luce.remote.open import open_placement
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tools.draft_file import make
 
 PROMPTS = Path(__file__).resolve().parents[1] / "models" / "tiny" / "prompts.json"
 # First steps, which are not timed: they build kernels, capture graphs and measure for the engine.
@@ -353,99 +359,41 @@ def load_table(
     ):
         assert drafter is not None
         report["devices"] = [shard.info.device for shard in backend.shards]
-        options = EngineOptions(eos=frozenset(), max_queue=max(sequences), chunk=backend.options.chunk)
         random = np.random.default_rng(0)
         for count in sequences:
             prompts = [random.integers(0, backend.capacity.vocab, depth, np.int32) for _ in range(count)]
-            plain = 0.0
-            texts: dict[bytes, list[int]] = {}
-            for chance in (None, *chances):
-                wait.step(f"{count} sequences, {'plain' if chance is None else f'acceptance {chance:g}'}")
-                given = None if chance is None else GivenDrafter(drafter, texts, depth, chance)
-                engine = Engine(backend, options, drafter=given)
-                try:
-                    # The first replies build kernels, capture graphs and measure for the engine.
-                    together(engine, prompts, tokens)
-                    speed, replies = together(engine, prompts, tokens)
-                    stats = engine.stats().draft
-                finally:
-                    engine.close()
-                if chance is None or stats is None:
-                    texts = {p.tobytes(): [*p.tolist(), *own] for p, own in zip(prompts, replies, strict=True)}
-                    plain = speed
-                    continue
-                same = all(texts[p.tobytes()][depth:] == reply for p, reply in zip(prompts, replies, strict=True))
-                row: dict[str, Any] = {"sequences": count, "acceptance": chance, "plain": plain, "drafted": speed}
-                row |= {"gain": speed / plain, "tokens_per_step": stats.tokens_per_step, "equal": same}
-                report["load"].append(row | {"state": stats.state})
+            wait.step(f"{count} sequences, plain")
+            first, replies, _ = loaded(backend, None, prompts, tokens)
+            texts = {p.tobytes(): [*p.tolist(), *own] for p, own in zip(prompts, replies, strict=True)}
+            rows: list[dict[str, Any]] = []
+            for chance in chances:
+                wait.step(f"{count} sequences, acceptance {chance:g}")
+                given = GivenDrafter(drafter, texts, depth, chance)
+                speed, drafted, stats = loaded(backend, given, prompts, tokens)
+                assert stats is not None
+                row = {"sequences": count, "acceptance": chance, "drafted": speed, "equal": drafted == replies}
+                rows.append(row | {"tokens_per_step": stats.tokens_per_step, "state": stats.state})
+            wait.step(f"{count} sequences, plain again")
+            second, _, _ = loaded(backend, None, prompts, tokens)
+            plain = (first + second) / 2
+            both = {"plain": plain, "plain_spread": abs(first - second) / plain}
+            report["load"] += [row | both | {"gain": row["drafted"] / plain} for row in rows]
     return report
 
 
-def make(target: Path, out: Path, kind: Type, layers: int, heads: Sequence[int], block: int) -> None:
-    """Write a draft of the published size for a target with random weights: windows of 2048 in all layers but the last,
-    up to five captures spread as in the paper's code, quant blocks repeated from a few thousand random ones."""
-    with open_gguf(target) as file:
-        spec = read_spec(Source(str(target), file.metadata, file.tensors))
-        ffn = next(
-            t.rows for name, t in file.tensors.items() if name.endswith((".ffn_up.weight", ".ffn_up_shexp.weight"))
-        )
-    hidden, count = spec.hidden, len(spec.layers)
-    captured = min(5, count - 3)
-    captures = [round(1 + i * (count - 4) / max(1, captured - 1)) for i in range(captured)]
-    queries, keys, dim = heads
-    name = "qwen35-dflash-draft"
-    shapes: dict[str, tuple[int, ...]] = {
-        "dflash.fc": (hidden, len(captures) * hidden),
-        "dflash.hidden_norm": (hidden,),
-        "output_norm": (hidden,),
-    }
-    for layer in range(layers):
-        own: dict[str, tuple[int, ...]] = {
-            "attn_norm": (hidden,),
-            "ffn_norm": (hidden,),
-            "attn_q": (queries * dim, hidden),
-            "attn_k": (keys * dim, hidden),
-            "attn_v": (keys * dim, hidden),
-            "attn_q_norm": (dim,),
-            "attn_k_norm": (dim,),
-            "attn_output": (hidden, queries * dim),
-            "ffn_gate": (ffn, hidden),
-            "ffn_up": (ffn, hidden),
-            "ffn_down": (hidden, ffn),
-        }
-        shapes |= {f"blk.{layer}.{part}": shape for part, shape in own.items()}
-    writer = gguf.GGUFWriter(out, name)
-    writer.add_block_count(layers)
-    writer.add_context_length(32768)
-    writer.add_embedding_length(hidden)
-    writer.add_feed_forward_length(ffn)
-    writer.add_vocab_size(spec.vocab)
-    writer.add_head_count(queries)
-    writer.add_head_count_kv(keys)
-    writer.add_key_length(dim)
-    writer.add_value_length(dim)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_rope_freq_base(1e7)
-    writer.add_uint32(f"{name}.attention.sliding_window", 2048)
-    writer.add_array(f"{name}.attention.sliding_window_pattern", [True] * (layers - 1) + [False])
-    writer.add_uint32(f"{name}.dflash.n_target_layers", len(captures))
-    writer.add_uint32(f"{name}.dflash.block_size", block)
-    writer.add_uint32(f"{name}.dflash.mask_token_id", min(248070, spec.vocab - 1))
-    writer.add_array(f"{name}.dflash.target_layer_ids", captures)
-    random = np.random.default_rng(0)
-    elements, size = gguf.GGML_QUANT_SIZES[kind]
-    for part, shape in shapes.items():
-        if len(shape) == 1:
-            writer.add_tensor(f"{part}.weight", np.ones(shape, np.float32))
-            continue
-        some = random.standard_normal(4096 * elements).astype(np.float32) * shape[1] ** -0.5
-        blocks = gguf.quants.quantize(some.reshape(4096, elements), kind).view(np.uint8).reshape(4096, size)
-        values = np.resize(blocks, (shape[0] * shape[1] // elements, size)).reshape(shape[0], -1)
-        writer.add_tensor(f"{part}.weight", values, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+def loaded(
+    backend: LayerSplitBackend, drafter: Drafter | None, prompts: Sequence[NDArray[np.int32]], tokens: int
+) -> tuple[float, list[list[int]], DraftStats | None]:
+    """`together` by a new engine, after a first time, which builds kernels, captures graphs and measures for the
+    engine; and what the drafter did."""
+    options = EngineOptions(eos=frozenset(), max_queue=len(prompts), chunk=backend.options.chunk)
+    engine = Engine(backend, options, drafter=drafter)
+    try:
+        together(engine, prompts, tokens)
+        speed, replies = together(engine, prompts, tokens)
+        return speed, replies, engine.stats().draft
+    finally:
+        engine.close()
 
 
 def show(report: dict[str, Any]) -> None:
@@ -455,10 +403,10 @@ def show(report: dict[str, Any]) -> None:
         shares = " ".join(f"{count}:{steps}" for count, steps in found["histogram"].items())
         print(f"{task:12}{found['tokens_per_step']:7.3f} tokens per step in {found['steps']} steps; {shares}")
     if "load" in report:
-        heads = f"{'sequences':>9}{'acceptance':>12}{'plain tok/s':>13}{'drafted':>11}{'gain':>8}"
+        heads = f"{'sequences':>9}{'acceptance':>12}{'plain tok/s':>13}{'spread':>8}{'drafted':>11}{'gain':>8}"
         print(f"{heads}{'tokens a step':>15}{'equal':>7}")
     for found in report.get("load", ()):
-        speeds = f"{found['plain']:13.1f}{found['drafted']:11.1f}{found['gain']:8.3f}"
+        speeds = f"{found['plain']:13.1f}{found['plain_spread']:8.3f}{found['drafted']:11.1f}{found['gain']:8.3f}"
         rest = f"{found['tokens_per_step']:15.2f}{'yes' if found['equal'] else 'no':>7}"
         print(f"{found['sequences']:9}{found['acceptance']:12g}{speeds}{rest}")
     if "plain" in report:
@@ -527,7 +475,8 @@ def main() -> int:
     maker.add_argument("--type", choices=["bf16", "q8_0"], default="q8_0")
     maker.add_argument("--layers", type=int, default=5)
     maker.add_argument("--heads", type=_numbers, default=[32, 8, 128], help="query heads, key heads, and their size")
-    maker.add_argument("--block", type=int, default=16)
+    maker.add_argument("--generation", type=int, choices=[1, 2], default=1, help="2: a DFlash2 draft")
+    maker.add_argument("--block", type=int, help="default: 16, of a DFlash2 draft 8")
     options, flags = parser.parse_known_args()
     if options.verb == "make" and len(options.heads) != 3:
         parser.error("--heads: expected three numbers")
@@ -535,7 +484,8 @@ def main() -> int:
         if options.verb == "make":
             kind = Type[options.type.upper()]
             with progress.shown(f"writing {options.out}", lines=True):
-                make(options.target, options.out, kind, options.layers, options.heads, options.block)
+                shape = options.layers, options.heads, options.block
+                make(options.target, options.out, kind, *shape, generation=options.generation)
             return 0
         fields = _settings(flags) | {"draft": options.draft}
         if options.verb == "acceptance":
