@@ -3,6 +3,7 @@ their threads.
 
     catalogue       all kernels, with what their callers need to know
     product         products of quantised or float rows with 16 weight rows at a time
+    one_row         products of one row, as most steps of a reply have
     unpack          16 weight rows of a quant block to bytes, scales and minimums; unpack_grid: with a grid
     quantised_rows  rows of activations as two int8 for each value
     attention       attention; heads: norms and rotation in front of it; elementwise: norms and activations

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 #: lanes of a vector: rows that they do not divide are NumPy's
 LANES = 16
-#: bytes of 32 columns of a quantised row (quantised_rows.py)
+#: bytes of 32 columns of a quantised row, and where its parts lie (quantised_rows.py)
 RECORD = 96
+REST, SCALE, SUMS, SCALED = 32, 64, 68, 80
+#: steps of the second int8 in one of the first
+FINER = 254
 #: rows of a KV page, as luce.runtime.step.PAGE
 PAGE = 64
 #: most elements of a head, and most query heads of a KV head, that compiled attention takes

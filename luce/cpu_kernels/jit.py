@@ -59,6 +59,8 @@ def inlined(function: Callable[..., Any]) -> Any:
     return numba.njit(inline="always", **_OPTIONS)(function)
 
 
-def pool_kernel(function: Any) -> Any:
-    """The C function of a compiled (arguments, part, scratch), for luce.cpu_kernels.thread_pool.Pool: `.address`."""
-    return numba.cfunc("void(int64, int64, int64)", cache=True, error_model="numpy")(function.py_func)
+def c_function(function: Any, arguments: int = 3) -> Any:
+    """The C function of a compiled one that takes int64 and returns nothing: `.address`. Kernels of
+    luce.cpu_kernels.thread_pool.Pool take (arguments, part, scratch)."""
+    signature = f"void({', '.join(['int64'] * arguments)})"
+    return numba.cfunc(signature, cache=True, error_model="numpy")(function.py_func)

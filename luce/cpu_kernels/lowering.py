@@ -1,8 +1,9 @@
 """LLVM instructions on vectors of 16 lanes, as intrinsics of compiled code emit them.
 
-LLVM splits a vector where the CPU's registers are shorter, so the code is the same for AVX2, AVX-512 and Arm. Only the
-sum of four products of bytes has an instruction of its own on each: vpdpbusd (AVX-512 VNNI, AVX-VNNI), usdot (Arm),
-else two multiplications of 16-bit numbers. Its sums are exact on all of them.
+LLVM splits a vector where the CPU's registers are shorter, so the code is the same for AVX2, AVX-512 and Arm. Only
+products of weights' bytes with x differ: vpdpbusd (AVX-512 VNNI, AVX-VNNI) and usdot (Arm) add four products of bytes
+to a lane, of each of the two int8 that a value of x has. AVX2 has no such instruction; there a value of x is one int16,
+and vpmaddwd adds two products of 16 bits. All sums are exact, and the same.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ F32 = ir.FloatType()
 INT_LANES = ir.VectorType(I32, LANES)
 FLOAT_LANES = ir.VectorType(F32, LANES)
 BYTE_LANES = ir.VectorType(I8, 4 * LANES)
+PAIR_LANES = ir.VectorType(I16, 2 * LANES)
 #: of this CPU
 FEATURES: dict[str, bool] = llvm.get_host_cpu_features()
 
@@ -71,6 +73,17 @@ def add_lanes(builder: Any, value: Any) -> Any:
     return builder.extract_element(value, ir.Constant(I32, 0))
 
 
+def add_quarters(builder: Any, vectors: list[Any]) -> Any:
+    """Of four vectors of ints, the sums of four lanes at a time: lane 4 q + i is of quarter q of vector i."""
+    pairs = [_add_neighbours(builder, vectors[i], vectors[i + 1]) for i in (0, 2)]
+    return _add_neighbours(builder, *pairs)
+
+
+def _add_neighbours(builder: Any, a: Any, b: Any) -> Any:
+    places = [4 * quarter + place + side for quarter in range(4) for side in (0, LANES) for place in (0, 2)]
+    return builder.add(shuffle(builder, a, b, places), shuffle(builder, a, b, [place + 1 for place in places]))
+
+
 # --- the sum of four products
 
 
@@ -95,20 +108,13 @@ def _dot_parts(name: str, ints: int) -> Callable[..., Any]:
     return dot
 
 
-def _dot_words(builder: Any, total: Any, weight: Any, x: Any) -> Any:
-    """By two products of 16-bit numbers: a sum of two in 16 bits, as of vpmaddubsw, would overflow."""
-    kind = ir.VectorType(I16, 2 * LANES)
-    low, eight = ir.Constant(kind, [255] * 2 * LANES), ir.Constant(kind, [8] * 2 * LANES)
-    weight, x = builder.bitcast(weight, kind), builder.bitcast(x, kind)
-    even = builder.and_(weight, low), builder.ashr(builder.shl(x, eight), eight)
-    odd = builder.lshr(weight, eight), builder.ashr(x, eight)
-    for a, b in (even, odd):
-        parts = []
-        for first in range(0, 2 * LANES, 16):
-            half = [shuffle(builder, each, each, list(range(first, first + 16))) for each in (a, b)]
-            parts.append(call(builder, "llvm.x86.avx2.pmadd.wd", ir.VectorType(I32, 8), *half))
-        total = builder.add(total, join(builder, parts[0], parts[1]))
-    return total
+def _dot_pairs(builder: Any, total: Any, weight: Any, x: Any) -> Any:
+    """weight and x: two int16 a lane."""
+    parts = []
+    for first in range(0, 2 * LANES, 16):
+        half = [shuffle(builder, each, each, list(range(first, first + 16))) for each in (weight, x)]
+        parts.append(call(builder, "llvm.x86.avx2.pmadd.wd", ir.VectorType(I32, 8), *half))
+    return builder.add(total, join(builder, *parts))
 
 
 def _dot_plain(builder: Any, total: Any, weight: Any, x: Any) -> Any:
@@ -120,16 +126,37 @@ def _dot_plain(builder: Any, total: Any, weight: Any, x: Any) -> Any:
     return total
 
 
-#: the ways to sum four products of bytes, by the instructions that do it: the CPU's feature (empty: none is needed) and
-#: the function of (builder, total, weight, x)
+#: the ways to add products to a lane, by the instructions that do it: the CPU's feature (empty: none is needed) and the
+#: function of (builder, total, weight, x): four unsigned and four signed bytes a lane, in PAIRED two int16
 DOTS: dict[str, tuple[str, Callable[..., Any]]] = {
     "AVX-512 VNNI": ("avx512vnni", _dot_avx512),
     "AVX-VNNI": ("avxvnni", _dot_parts("llvm.x86.avx512.vpdpbusd.256", 8)),
-    "AVX2": ("avx2", _dot_words),
+    "AVX2": ("avx2", _dot_pairs),
     "Arm i8mm": ("i8mm", _dot_parts("llvm.aarch64.neon.usdot.v4i32.v16i8", 4)),
     "no byte products": ("", _dot_plain),
 }
+PAIRED = frozenset({"AVX2"})
 
-#: the instructions that sum four products of bytes here
+#: the instructions that add products here
 INSTRUCTIONS = next(name for name, (feature, _) in DOTS.items() if not feature or FEATURES.get(feature))
 dot = DOTS[INSTRUCTIONS][1]
+#: whether x is in int16 (quantised_rows.py)
+PAIRS = INSTRUCTIONS in PAIRED
+
+
+def keep_order(builder: Any, sums: Any) -> Any:
+    """The same sums, by an empty line of assembly, of which LLVM cannot tell what it does: so it computes them here.
+
+    Where products are several instructions, it would first compute all that a group adds to one row, then to the next,
+    with the group's weights in memory, as AVX2 has 16 registers (128 rows: 1.3 times as long).
+    """
+    if not PAIRS:
+        return sums
+    kind = ir.VectorType(I32, 8)
+    fixed = ir.InlineAsm(ir.FunctionType(kind, [kind]), "", "=x,0", side_effect=True)
+    halves = (shuffle(builder, sums, sums, list(range(first, first + 8))) for first in (0, 8))
+    return join(builder, *(builder.call(fixed, [half]) for half in halves))
+
+
+#: rows of x whose sums stay in registers beside a weight's
+ROWS_AT_A_TIME = 8 if FEATURES.get("avx512f") else 4

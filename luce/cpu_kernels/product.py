@@ -1,8 +1,9 @@
 """Products of rows of x with packed weights: out [n, rows] = x W^T, for one or more weights with the same rows of x.
 
 Weights in quant blocks: a tile of 16 weight rows is unpacked 256 columns at a time (unpack.py), and multiplied by all
-rows of x, which are quantised (rows.py), before the next 256. Sums over a group of columns are exact integers; the
-groups' results are added in float32 in the order of the columns.
+rows of x, which are quantised (quantised_rows.py), before the next 256; a single row has functions of its own
+(one_row.py). Sums over a group of columns are exact integers; the groups' results are added in float32 in the order of
+the columns.
 
 Weights in floats: x is float32. Each lane sums every 16th column in order, then lanes are added in halves.
 
@@ -15,27 +16,24 @@ import numpy as np
 from gguf import GGMLQuantizationType
 from numba import int32
 
-from luce.cpu_kernels.dimensions import MINIMUMS, RECORD, SCALES, SLICE, UNPACKED_BYTES
+from luce.cpu_kernels.dimensions import MINIMUMS, RECORD, SCALE, SCALED, SCALES, SLICE, UNPACKED_BYTES
 from luce.cpu_kernels.jit import compiled, compiled_as, inlined
+from luce.cpu_kernels.lowering import ROWS_AT_A_TIME
 from luce.cpu_kernels.narrow import load_bfloats, load_halves
-from luce.cpu_kernels.quantised_rows import FINER, REST, SCALE, SCALED, SUMS, quantise_rows
-from luce.cpu_kernels.thread_pool import hold, run_job
-from luce.cpu_kernels.unpack import unpack
+from luce.cpu_kernels.quantised_rows import quantise_rows
+from luce.cpu_kernels.thread_pool import call_kernel, hold, run_job
 from luce.cpu_kernels.vector_rows import (
     add_products,
     add_rows,
     add_scaled,
-    dot_rows,
     load_rows,
-    raise_rows,
     store_rows,
     store_totals,
-    zero_ints,
+    sum_group,
     zero_rows,
 )
 from luce.cpu_kernels.vectors import (
     load_floats,
-    load_ints,
     move_float,
     prefetch,
     splat,
@@ -54,9 +52,10 @@ HEAD_WORDS = 3
 #: int64 of a weight: of the matrix the address, stride of rows, type, rows, columns, elements and bytes of a block, the
 #: type's offset, whether groups have 32 columns and whether there are minimums; of its rows of x (quantised, or floats
 #: for a matrix of floats) the address, stride and number, and of the results address and stride, which `multiply`
-#: writes; its first row of x, and the bytes in front of its results in a row
-WEIGHT_WORDS = 17
-ROWS_OF_X, COUNT, RESULTS, FIRST, PLACE = 10, 12, 13, 15, 16
+#: writes; its first row of x, and the bytes in front of its results in a row; the addresses of the type's C functions
+#: that unpack and that multiply one row (0: none)
+WEIGHT_WORDS = 19
+ROWS_OF_X, COUNT, RESULTS, FIRST, PLACE, FUNCTIONS = 10, 12, 13, 15, 16, 17
 # Work below which a product stays on the caller's thread: bytes of weights times rows, 10 us or so.
 _ALONE = 1 << 17
 # Parts for each thread: a thread that the system stops holds up a fraction of the work.
@@ -72,39 +71,32 @@ def _add_slice(count, totals, unpacked, x, stride, columns, offset, wide, minimu
     for record in range(columns // 32):
         at, words = x + record * RECORD, unpacked + record * 512
         if wide:
-            products = zero_ints(sums)
-            for k in range(8):
-                products = dot_rows(products, load_ints(words + k * 64), at + k * 4, stride)
-            products = raise_rows(products, int32(FINER), at + SUMS + 8, stride, int32(-offset))
-            for k in range(8):
-                products = dot_rows(products, load_ints(words + k * 64), at + REST + k * 4, stride)
+            products = sum_group(sums, 8, words, 0, at, stride, int32(offset))
             sums = add_rows(sums, products, load_floats(unpacked + SCALES + record * 64), at + SCALE, stride)
             if minimums:
                 sums = add_scaled(sums, load_floats(unpacked + MINIMUMS + record * 64), at + SCALED + 8, stride)
         else:
-            for half in range(2):
-                group = record * 2 + half
-                products = zero_ints(sums)
-                for k in range(half * 4, half * 4 + 4):
-                    products = dot_rows(products, load_ints(words + k * 64), at + k * 4, stride)
-                products = raise_rows(products, int32(FINER), at + SUMS + half * 4, stride, int32(-offset))
-                for k in range(half * 4, half * 4 + 4):
-                    products = dot_rows(products, load_ints(words + k * 64), at + REST + k * 4, stride)
-                sums = add_rows(sums, products, load_floats(unpacked + SCALES + group * 64), at + SCALE, stride)
-                if minimums:
-                    minimum = load_floats(unpacked + MINIMUMS + group * 64)
-                    sums = add_scaled(sums, minimum, at + SCALED + half * 4, stride)
+            scale, minimum = unpacked + SCALES + record * 128, unpacked + MINIMUMS + record * 128
+            products = sum_group(sums, 4, words, 0, at, stride, int32(offset))
+            sums = add_rows(sums, products, load_floats(scale), at + SCALE, stride)
+            if minimums:
+                sums = add_scaled(sums, load_floats(minimum), at + SCALED, stride)
+            products = sum_group(sums, 4, words + 256, 4, at, stride, int32(offset))
+            sums = add_rows(sums, products, load_floats(scale + 64), at + SCALE, stride)
+            if minimums:
+                sums = add_scaled(sums, load_floats(minimum + 64), at + SCALED + 4, stride)
     store_rows(sums, totals)
 
 
 @compiled
 def _add_slices(count, totals, unpacked, x, stride, columns, offset, wide, minimums):
     row = 0
-    while row + 8 <= count:
-        at = x + row * stride
-        _add_slice(8, totals + row * 64, unpacked, at, stride, columns, offset, wide, minimums)
-        row += 8
-    if row + 4 <= count:
+    if ROWS_AT_A_TIME == 8:
+        while row + 8 <= count:
+            at = x + row * stride
+            _add_slice(8, totals + row * 64, unpacked, at, stride, columns, offset, wide, minimums)
+            row += 8
+    while row + 4 <= count:
         at = x + row * stride
         _add_slice(4, totals + row * 64, unpacked, at, stride, columns, offset, wide, minimums)
         row += 4
@@ -160,7 +152,7 @@ def _prefetch(address, size, col, columns, cols):
 @compiled
 def _tile_product(weight, tile, scratch):
     """A tile of a weight in quant blocks, times all rows of x."""
-    stride, kind, rows, cols = word(weight, 1), word(weight, 2), word(weight, 3), word(weight, 4)
+    stride, rows, cols = word(weight, 1), word(weight, 3), word(weight, 4)
     elements, size, offset = word(weight, 5), word(weight, 6), word(weight, 7)
     wide, minimums = word(weight, 8) != 0, word(weight, 9) != 0
     x, x_stride, count = word(weight, 10), word(weight, 11), word(weight, 12)
@@ -168,17 +160,21 @@ def _tile_product(weight, tile, scratch):
     # The last tile overlaps the one before it: both compute the same bits. A weight of fewer rows is padded.
     first = max(0, min(tile * TILE, rows - TILE))
     base, out, out_stride = word(weight, 0) + first * stride, word(weight, 13) + first * 4, word(weight, 14)
+    unpack, one_row = word(weight, FUNCTIONS), word(weight, FUNCTIONS + 1)
     for row in range(0, count, _ROWS):
         some = min(_ROWS, count - row)
-        for i in range(some):
-            store(totals + i * 64, zero)
-        for col in range(0, cols, SLICE):
-            columns = min(SLICE, cols - col)
-            if row == 0:
-                _prefetch(base + 2 * TILE * stride, TILE * stride, col, columns, cols)
-            unpack(kind, base + col // elements * size, stride, columns, scratch)
-            own = x + row * x_stride + col // 32 * RECORD
-            _add_slices(some, totals, scratch, own, x_stride, columns, offset, wide, minimums)
+        if count == 1 and one_row != 0:
+            call_kernel(one_row, (base, stride, cols, x, totals))
+        else:
+            for i in range(some):
+                store(totals + i * 64, zero)
+            for col in range(0, cols, SLICE):
+                columns = min(SLICE, cols - col)
+                if row == 0:
+                    _prefetch(base + 2 * TILE * stride, TILE * stride, col, columns, cols)
+                call_kernel(unpack, (base + col // elements * size, stride, columns, scratch))
+                own = x + row * x_stride + col // 32 * RECORD
+                _add_slices(some, totals, scratch, own, x_stride, columns, offset, wide, minimums)
         for i in range(some):
             to = out + (row + i) * out_stride
             if rows >= TILE:

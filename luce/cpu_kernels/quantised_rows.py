@@ -9,6 +9,9 @@
     SUMS    int32 [3]    the sum of 254 q + r: of the first 16, of the last 16, of all
     SCALED  float32 [3]  the same times s / 254
 
+Where products take int16 (lowering.PAIRS), the first 64 bytes are 32 int16 instead, 254 q + r: the even ones of
+16 columns, then the odd ones, and the same of the other 16.
+
 One int8 would err 254 times as much: of a small model's near ties, it decides some otherwise than float32 does.
 
 An infinity or a NaN makes every product with its record NaN; a record whose magnitudes are below 1e-30 becomes zeros.
@@ -19,20 +22,17 @@ from __future__ import annotations
 import numpy as np
 from numba import carray
 
-from luce.cpu_kernels.dimensions import RECORD, ROWS
+from luce.cpu_kernels.dimensions import FINER, RECORD, REST, ROWS, SCALE, SCALED, SUMS
 from luce.cpu_kernels.jit import compiled
+from luce.cpu_kernels.lowering import PAIRS
 from luce.cpu_kernels.thread_pool import run_job
 from luce.cpu_kernels.vectors import as_float, pointer, word
-
-REST, SCALE, SUMS, SCALED = 32, 64, 68, 80
-#: steps of the second int8 in one of the first
-FINER = 254
 
 
 @compiled
 def _quantise(x, out):
     """x float32 [n, cols], cols a multiple of 32, to records: int8 [n, cols / 32 * RECORD]."""
-    bits, floats, ints = x.view(np.int32), out.view(np.float32), out.view(np.int32)
+    bits, floats, ints, pairs = x.view(np.int32), out.view(np.float32), out.view(np.int32), out.view(np.int16)
     for row in range(x.shape[0]):
         for record in range(x.shape[1] // 32):
             column, byte, word = record * 32, record * RECORD, record * RECORD // 4
@@ -53,8 +53,11 @@ def _quantise(x, out):
                     whole = np.float32(np.rint(quotient))
                     value = np.int32(whole)
                     rest = np.int32(np.rint((quotient - whole) * np.float32(FINER)))
-                out[row, byte + i], out[row, byte + REST + i] = value, rest
                 both = value * np.int32(FINER) + rest
+                if PAIRS:
+                    pairs[row, byte // 2 + i // 16 * 16 + i % 2 * 8 + i % 16 // 4 * 2 + i % 4 // 2] = both
+                else:
+                    out[row, byte + i], out[row, byte + REST + i] = value, rest
                 if i < 16:
                     first += both
                 else:

@@ -87,13 +87,16 @@ def _swap(typing: Any, address: Any, expected: Any, value: Any) -> Any:
 
 
 @intrinsic
-def _call(typing: Any, kernel: Any, arguments: Any, part: Any, scratch: Any) -> Any:
+def call_kernel(typing: Any, kernel: Any, arguments: Any) -> Any:
+    """Call the C function at an address with a tuple of int64."""
+
     def make(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [_I64] * 3)
-        builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
+        values = [builder.extract_value(args[1], i) for i in range(arguments.count)]
+        kind = ir.FunctionType(ir.VoidType(), [_I64] * len(values))
+        builder.call(builder.inttoptr(args[0], kind.as_pointer()), values)
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64, types.int64, types.int64), make
+    return types.void(types.int64, arguments), make
 
 
 def _libc(name: str, count: int) -> Any:
@@ -121,7 +124,7 @@ def _take(slot, scratch):
     if ticket & 0xFFFF >= (ticket >> 16) & 0xFFFF:
         return False
     if _swap(slot + _TICKET * 8, ticket, ticket + 1):
-        _call(_load(slot + _KERNEL * 8), _load(slot + _ARGUMENTS * 8), ticket & 0xFFFF, scratch)
+        call_kernel(_load(slot + _KERNEL * 8), (_load(slot + _ARGUMENTS * 8), ticket & 0xFFFF, scratch))
         _add(slot + _DONE * 8, 1)
     return True
 

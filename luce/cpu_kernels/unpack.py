@@ -6,7 +6,8 @@ Written to `to`, each vector a lane per weight row:
     SCALES the groups' scales: floats
     MINIMUMS  the types with minimums: the groups' minimums as added to a product, so negative in the K types
 
-A group is 32 columns, in the types of GROUPS16 16. The layouts of the blocks are those of ggml-quants.
+A group is 32 columns, in the types of GROUPS16 16. The layouts of the blocks are those of ggml-quants. The types with a
+grid are in unpack_grid.py.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from gguf import GGMLQuantizationType
 
 from luce.cpu_kernels.dimensions import MINIMUMS, SCALES
 from luce.cpu_kernels.jit import compiled, inlined
-from luce.cpu_kernels.unpack_grid import GRID_GROUPS16, GRID_OFFSETS, unpack_grid
 from luce.cpu_kernels.vectors import (
     as_floats,
     column,
@@ -46,9 +46,8 @@ OFFSETS = {
     IQ4_XS: 128,
     MXFP4: 16,
     NVFP4: 16,
-    **GRID_OFFSETS,
 }
-GROUPS16 = frozenset({Q2_K, Q3_K, Q6_K, NVFP4}) | GRID_GROUPS16
+GROUPS16 = frozenset({Q2_K, Q3_K, Q6_K, NVFP4})
 WITH_MINIMUMS = frozenset({Q4_1, Q5_1, Q2_K, Q4_K, Q5_K})
 
 
@@ -59,7 +58,7 @@ def _table(values, offset):
 
 
 # ggml's kvalues_iq4nl, and twice the values of E2M1.
-_LOW, _HIGH = _table((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), 128)
+IQ4_LOW, IQ4_HIGH = _table((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), 128)
 _E2M1_LOW, _E2M1_HIGH = _table((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), 16)
 
 
@@ -101,7 +100,7 @@ def unpack_q4_0(weights, stride, columns, to):
     for block in range(columns // 32):
         at = weights + block * 18
         _nibbles(at + 2, stride, to + block * 512)
-        store(to + SCALES + block * 64, halves(column(at, stride)))
+        store(to + SCALES + block * 64, halves(columns16(at, stride)[0]))
 
 
 @compiled
@@ -109,7 +108,7 @@ def unpack_q4_1(weights, stride, columns, to):
     for block in range(columns // 32):
         at = weights + block * 20
         _nibbles(at + 4, stride, to + block * 512)
-        both = column(at, stride)
+        both = columns16(at, stride)[0]
         store(to + SCALES + block * 64, halves(both))
         store(to + MINIMUMS + block * 64, halves(both >> 16))
 
@@ -119,7 +118,7 @@ def unpack_q5_0(weights, stride, columns, to):
     for block in range(columns // 32):
         at = weights + block * 22
         _with_fifths(at + 6, stride, column(at + 2, stride), to + block * 512)
-        store(to + SCALES + block * 64, halves(column(at, stride)))
+        store(to + SCALES + block * 64, halves(columns16(at, stride)[0]))
 
 
 @compiled
@@ -127,7 +126,7 @@ def unpack_q5_1(weights, stride, columns, to):
     for block in range(columns // 32):
         at = weights + block * 24
         _with_fifths(at + 8, stride, column(at + 4, stride), to + block * 512)
-        both = column(at, stride)
+        both = columns16(at, stride)[0]
         store(to + SCALES + block * 64, halves(both))
         store(to + MINIMUMS + block * 64, halves(both >> 16))
 
@@ -143,15 +142,15 @@ def unpack_q8_0(weights, stride, columns, to):
             store(into + half * 256 + 64, b ^ splat(-0x7F7F7F80))
             store(into + half * 256 + 128, c ^ splat(-0x7F7F7F80))
             store(into + half * 256 + 192, d ^ splat(-0x7F7F7F80))
-        store(to + SCALES + block * 64, halves(column(at, stride)))
+        store(to + SCALES + block * 64, halves(columns16(at, stride)[0]))
 
 
 @compiled
 def unpack_iq4_nl(weights, stride, columns, to):
     for block in range(columns // 32):
         at = weights + block * 18
-        _values(at + 2, stride, to + block * 512, _LOW, _HIGH)
-        store(to + SCALES + block * 64, halves(column(at, stride)))
+        _values(at + 2, stride, to + block * 512, IQ4_LOW, IQ4_HIGH)
+        store(to + SCALES + block * 64, halves(columns16(at, stride)[0]))
 
 
 @compiled
@@ -201,11 +200,11 @@ def _values(weights, stride, to, low, high):
 
 @compiled
 def unpack_iq4_xs(weights, stride, columns, to):
-    first = column(weights, stride)  # the scale, and the highest two bits of the eight groups' scales
+    # The scale and the highest two bits of the eight groups' scales, then their lowest four.
+    first, low, _, _ = columns16(weights, stride)
     scale = halves(first)
-    low = column(weights + 4, stride)
     for group in range(8):
-        _values(weights + 8 + group * 16, stride, to + group * 512, _LOW, _HIGH)
+        _values(weights + 8 + group * 16, stride, to + group * 512, IQ4_LOW, IQ4_HIGH)
         own = ((low >> (group * 4)) & 15) | (((first >> (16 + group * 2)) & 3) << 4)
         store(to + SCALES + group * 64, scale * to_floats(own - splat(32)))
 
@@ -213,9 +212,8 @@ def unpack_iq4_xs(weights, stride, columns, to):
 @inlined
 def _k_scales(weights, stride, to):
     """The scales and minimums of Q4_K and Q5_K: eight of six bits each in twelve bytes behind two float16."""
-    both = column(weights, stride)
+    both, a, b, c = columns16(weights, stride)
     scale, minimum = halves(both), halves(both >> 16)
-    a, b, c = column(weights + 4, stride), column(weights + 8, stride), column(weights + 12, stride)
     scales0, minimums0 = a & 0x3F3F3F3F, b & 0x3F3F3F3F
     scales1 = (c & 0x0F0F0F0F) | ((a >> 2) & 0x30303030)
     minimums1 = ((c >> 4) & 0x0F0F0F0F) | ((b >> 2) & 0x30303030)
@@ -265,9 +263,10 @@ def unpack_q5_k(weights, stride, columns, to):
 
 @compiled
 def unpack_q6_k(weights, stride, columns, to):
-    scale = halves(column(weights + 206, stride) >> 16)
+    scale = halves(columns16(weights + 194, stride)[3] >> 16)
+    words = columns16(weights + 192, stride)
     for i in range(4):
-        scales = column(weights + 192 + i * 4, stride)
+        scales = words[i]
         for k in range(4):
             store(to + SCALES + (i * 4 + k) * 64, scale * signed_byte(scales, k))
     for half in range(2):
@@ -289,8 +288,9 @@ def unpack_q2_k(weights, stride, columns, to):
     both = column(weights + 80, stride)
     scale, minimum = halves(both), halves(both >> 16)
     zero = to_floats(splat(0))
+    words = columns16(weights, stride)
     for i in range(4):
-        packed = column(weights + i * 4, stride)
+        packed = words[i]
         for k in range(4):
             own = packed >> (k * 8)
             store(to + SCALES + (i * 4 + k) * 64, scale * to_floats(own & 15))
@@ -306,8 +306,8 @@ def unpack_q2_k(weights, stride, columns, to):
 
 @compiled
 def unpack_q3_k(weights, stride, columns, to):
-    scale = halves(column(weights + 106, stride) >> 16)
-    a, b, c = column(weights + 96, stride), column(weights + 100, stride), column(weights + 104, stride)
+    _, a, b, c = columns16(weights + 92, stride)
+    scale = halves(columns16(weights + 94, stride)[3] >> 16)
     for i in range(4):
         # Four scales of six bits: nibbles of the first two words, upper bits of the third.
         nibbles = ((a if i % 2 == 0 else b) >> (i // 2 * 4)) & 0x0F0F0F0F
@@ -326,36 +326,20 @@ def unpack_q3_k(weights, stride, columns, to):
                     store(into + i * 64, ((bits[i] >> (group * 2)) & 0x03030303) | third)
 
 
-@compiled
-def unpack(kind, weights, stride, columns, to):
-    """Unpack `columns` columns of 16 rows of quant type `kind`, `stride` bytes apart, to UNPACKED_BYTES."""
-    if kind == Q4_0:
-        unpack_q4_0(weights, stride, columns, to)
-    elif kind == Q4_1:
-        unpack_q4_1(weights, stride, columns, to)
-    elif kind == Q5_0:
-        unpack_q5_0(weights, stride, columns, to)
-    elif kind == Q5_1:
-        unpack_q5_1(weights, stride, columns, to)
-    elif kind == Q8_0:
-        unpack_q8_0(weights, stride, columns, to)
-    elif kind == Q2_K:
-        unpack_q2_k(weights, stride, columns, to)
-    elif kind == Q3_K:
-        unpack_q3_k(weights, stride, columns, to)
-    elif kind == Q4_K:
-        unpack_q4_k(weights, stride, columns, to)
-    elif kind == Q5_K:
-        unpack_q5_k(weights, stride, columns, to)
-    elif kind == Q6_K:
-        unpack_q6_k(weights, stride, columns, to)
-    elif kind == IQ4_NL:
-        unpack_iq4_nl(weights, stride, columns, to)
-    elif kind == IQ4_XS:
-        unpack_iq4_xs(weights, stride, columns, to)
-    elif kind == MXFP4:
-        unpack_mxfp4(weights, stride, columns, to)
-    elif kind == NVFP4:
-        unpack_nvfp4(weights, stride, columns, to)
-    else:
-        unpack_grid(kind, weights, stride, to)
+#: by quant type: each function unpacks `columns` columns of 16 rows, `stride` bytes apart, to UNPACKED_BYTES
+UNPACK = {
+    Q4_0: unpack_q4_0,
+    Q4_1: unpack_q4_1,
+    Q5_0: unpack_q5_0,
+    Q5_1: unpack_q5_1,
+    Q8_0: unpack_q8_0,
+    Q2_K: unpack_q2_k,
+    Q3_K: unpack_q3_k,
+    Q4_K: unpack_q4_k,
+    Q5_K: unpack_q5_k,
+    Q6_K: unpack_q6_k,
+    IQ4_NL: unpack_iq4_nl,
+    IQ4_XS: unpack_iq4_xs,
+    MXFP4: unpack_mxfp4,
+    NVFP4: unpack_nvfp4,
+}

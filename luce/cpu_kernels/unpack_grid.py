@@ -19,7 +19,7 @@ _T = GGMLQuantizationType
 IQ1_S, IQ1_M, IQ3_XXS, IQ3_S = (int(t) for t in (_T.IQ1_S, _T.IQ1_M, _T.IQ3_XXS, _T.IQ3_S))
 IQ2_XXS, IQ2_XS, IQ2_S = (int(t) for t in (_T.IQ2_XXS, _T.IQ2_XS, _T.IQ2_S))
 
-#: of these formats, as luce.cpu_kernels.unpack.OFFSETS and GROUPS16
+#: of these formats, as OFFSETS and GROUPS16 of luce.cpu_kernels.unpack
 GRID_OFFSETS = {IQ1_S: 16, IQ1_M: 16, IQ2_XXS: 64, IQ2_XS: 64, IQ2_S: 64, IQ3_XXS: 64, IQ3_S: 64}
 GRID_GROUPS16 = frozenset({IQ1_M, IQ2_XS, IQ2_S})
 
@@ -71,7 +71,7 @@ def _odd(bits):
 
 
 @compiled
-def unpack_iq2_xxs(weights, stride, to):
+def unpack_iq2_xxs(weights, stride, columns, to):
     scale, grid = halves(column(weights, stride)) * splat_float(np.float32(0.125)), _IQ2_XXS.ctypes.data
     for group in range(8):
         indices, signs = column(weights + 2 + group * 8, stride), column(weights + 6 + group * 8, stride)
@@ -82,7 +82,7 @@ def unpack_iq2_xxs(weights, stride, to):
 
 
 @compiled
-def unpack_iq2_xs(weights, stride, to):
+def unpack_iq2_xs(weights, stride, columns, to):
     scale, grid = halves(column(weights, stride)) * splat_float(np.float32(0.125)), _IQ2_XS.ctypes.data
     for group in range(8):
         for half in range(2):
@@ -104,7 +104,7 @@ def _scales16(scales, stride, scale, to):
 
 
 @compiled
-def unpack_iq2_s(weights, stride, to):
+def unpack_iq2_s(weights, stride, columns, to):
     scale, grid = halves(column(weights, stride)) * splat_float(np.float32(0.125)), _IQ2_S.ctypes.data
     for quarter in range(2):
         upper = column(weights + 66 + quarter * 4, stride)
@@ -118,7 +118,7 @@ def unpack_iq2_s(weights, stride, to):
 
 
 @compiled
-def unpack_iq3_xxs(weights, stride, to):
+def unpack_iq3_xxs(weights, stride, columns, to):
     scale, grid = halves(column(weights, stride)) * splat_float(np.float32(0.25)), _IQ3_XXS.ctypes.data
     for group in range(8):
         signs = column(weights + 66 + group * 4, stride)
@@ -133,7 +133,7 @@ def unpack_iq3_xxs(weights, stride, to):
 
 
 @compiled
-def unpack_iq3_s(weights, stride, to):
+def unpack_iq3_s(weights, stride, columns, to):
     scale, scales, grid = halves(column(weights, stride)), column(weights + 106, stride), _IQ3_S.ctypes.data
     for group in range(8):
         upper = column(weights + 66 + group // 4 * 4, stride) >> (group % 4 * 8)
@@ -158,7 +158,7 @@ def _store_raised(pair, lowered, to):
 
 
 @compiled
-def unpack_iq1_s(weights, stride, to):
+def unpack_iq1_s(weights, stride, columns, to):
     scale, grid = halves(column(weights, stride)) * splat_float(np.float32(0.125)), _IQ1.ctypes.data
     for group in range(8):
         indices = column(weights + 2 + group * 4, stride)
@@ -171,7 +171,7 @@ def unpack_iq1_s(weights, stride, to):
 
 
 @compiled
-def unpack_iq1_m(weights, stride, to):
+def unpack_iq1_m(weights, stride, columns, to):
     low, high, grid = column(weights + 48, stride), column(weights + 52, stride), _IQ1.ctypes.data
     # The highest four bits of four halves are the block's scale; below them are four scales of three bits each.
     whole = ((low >> 12) & 0x000F) | ((low >> 24) & 0x00F0) | ((high >> 4) & 0x0F00) | ((high >> 16) & 0xF000)
@@ -188,20 +188,13 @@ def unpack_iq1_m(weights, stride, to):
         store(to + SCALES + group * 128 + 64, scale * _odd((own >> 3) & 7))
 
 
-@compiled
-def unpack_grid(kind, weights, stride, to):
-    """As luce.cpu_kernels.unpack.unpack, for the quant types of GRID_OFFSETS: a block of 256 columns."""
-    if kind == IQ1_S:
-        unpack_iq1_s(weights, stride, to)
-    elif kind == IQ1_M:
-        unpack_iq1_m(weights, stride, to)
-    elif kind == IQ2_XXS:
-        unpack_iq2_xxs(weights, stride, to)
-    elif kind == IQ2_XS:
-        unpack_iq2_xs(weights, stride, to)
-    elif kind == IQ2_S:
-        unpack_iq2_s(weights, stride, to)
-    elif kind == IQ3_XXS:
-        unpack_iq3_xxs(weights, stride, to)
-    elif kind == IQ3_S:
-        unpack_iq3_s(weights, stride, to)
+#: by quant type, as luce.cpu_kernels.unpack.UNPACK: a block of 256 columns
+UNPACK_GRID = {
+    IQ1_S: unpack_iq1_s,
+    IQ1_M: unpack_iq1_m,
+    IQ2_XXS: unpack_iq2_xxs,
+    IQ2_XS: unpack_iq2_xs,
+    IQ2_S: unpack_iq2_s,
+    IQ3_XXS: unpack_iq3_xxs,
+    IQ3_S: unpack_iq3_s,
+}

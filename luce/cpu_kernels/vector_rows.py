@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic, models, register_model
 
-from luce.cpu_kernels.dimensions import LANES
+from luce.cpu_kernels.dimensions import FINER, LANES, REST, SUMS
 from luce.cpu_kernels.lowering import (
     BYTE_LANES,
     F32,
@@ -16,14 +18,23 @@ from luce.cpu_kernels.lowering import (
     I32,
     I64,
     INT_LANES,
+    PAIR_LANES,
+    PAIRS,
     add_lanes,
+    add_quarters,
+    all_lanes,
     dot,
     fused,
+    keep_order,
     load,
     save,
+    shuffle,
     splat_value,
 )
 from luce.cpu_kernels.vectors import FLOATS, INTS, Vector
+
+#: computes a group's words when they are asked for
+Words = Sequence[Callable[[], Any]]
 
 
 class Rows(types.Type):
@@ -69,48 +80,103 @@ def store_rows(typing: Any, rows: Any, address: Any) -> Any:
     return types.void(rows, types.int64), make
 
 
-@intrinsic
-def zero_ints(typing: Any, rows: Any) -> Any:
-    """Zeros, ints, for as many rows as `rows` has."""
-    kind = Rows(INTS, rows.count)
+@intrinsic(prefer_literal=True)
+def sum_own(typing: Any, words: Any, place: Any, record: Any, offset: Any) -> Any:
+    """As sum_group, of one row of x, with ints that are computed from those of `bytes16`, in its order."""
+    if not isinstance(place, types.IntegerLiteral) or not isinstance(words, types.containers.UniTuple):
+        return None
+    kind, begin = Rows(INTS, 1), place.literal_value
 
     def make(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return ir.Constant(ir.ArrayType(INT_LANES, kind.count), [[0] * LANES] * kind.count)
+        packed, _, record, offset = args
+        if not PAIRS:
+            own = [partial(builder.extract_value, packed, i) for i in range(words.count)]
+            return _sums(builder, kind, own, record, ir.Constant(I64, 0), offset, begin)
+        total = _sum_own_pairs(builder, [builder.extract_value(packed, i) for i in range(words.count)], record, begin)
+        total = builder.add(total, _raised(builder, record, words.count, begin, offset))
+        return builder.insert_value(ir.Constant(ir.ArrayType(INT_LANES, 1), ir.Undefined), total, 0)
 
-    return kind(rows), make
+    return kind(words, place, types.int64, types.int32), make
 
 
-@intrinsic
-def raise_rows(typing: Any, sums: Any, multiple: Any, address: Any, stride: Any, factor: Any) -> Any:
-    """sums * multiple + factor * the int32 at `address` of a row, in all lanes; rows are `stride` apart."""
+@intrinsic(prefer_literal=True)
+def sum_group(
+    typing: Any, rows: Any, count: Any, address: Any, place: Any, record: Any, stride: Any, offset: Any
+) -> Any:
+    """The sums of a group's products for as many rows as `rows` has: ints, exact.
+
+    `count`: four (16 columns) or eight (32) ints that lie one behind another, each of four columns of 16 weight rows as
+    unsigned bytes, which are `offset` above the weights. `record`: the address of the first row's record
+    (quantised_rows.py), of which the group has the columns from 4 * `place` on; the rows' records are `stride` apart.
+    """
+    if not isinstance(place, types.IntegerLiteral) or not isinstance(count, types.IntegerLiteral):
+        return None
+    kind, begin = Rows(INTS, rows.count), place.literal_value
 
     def make(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        sums, multiple, address, stride, factor = args
-        times = splat_value(builder, multiple)
-        for row in range(sums.type.count):
-            value = load(builder, _row(builder, address, stride, row), I32, align=4)
-            more = splat_value(builder, builder.mul(value, factor))
-            own = builder.add(builder.mul(builder.extract_value(sums, row), times), more)
-            sums = builder.insert_value(sums, own, row)
-        return sums
+        _, _, address, _, record, stride, offset = args
+        # Loaded where they are used first: there are more than registers.
+        own = [partial(load, builder, address, INT_LANES, 4 * LANES * i, 4) for i in range(count.literal_value)]
+        return _sums(builder, kind, own, record, stride, offset, begin)
 
-    return sums(sums, types.int32, types.int64, types.int64, types.int32), make
+    return kind(rows, count, types.int64, place, types.int64, types.int64, types.int32), make
 
 
-@intrinsic
-def dot_rows(typing: Any, sums: Any, weight: Any, address: Any, stride: Any) -> Any:
-    """sums + four products: of the unsigned bytes of each lane of `weight` and the four int8 at `address` of a row."""
+def _sum_own_pairs(builder: Any, words: list[Any], record: Any, begin: int) -> Any:
+    sums = [ir.Constant(INT_LANES, [0] * LANES)] * 4
+    low, eight = (ir.Constant(PAIR_LANES, [value] * 2 * LANES) for value in (255, 8))
+    for part in range(len(words) // 4):
+        xs = []
+        for odd in range(2):
+            x = load(builder, record, ir.VectorType(I32, 4), (part + begin // 4) * 32 + odd * 16, align=4)
+            xs.append(builder.bitcast(shuffle(builder, x, x, list(range(4)) * 4), PAIR_LANES))
+        for i in range(4):
+            pairs = builder.bitcast(words[part * 4 + i], PAIR_LANES)
+            sums[i] = dot(builder, sums[i], builder.and_(pairs, low), xs[0])
+            sums[i] = dot(builder, sums[i], builder.lshr(pairs, eight), xs[1])
+    return add_quarters(builder, sums)
 
-    def make(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        sums, weight, address, stride = args
-        weight = builder.bitcast(weight, BYTE_LANES)
-        for row in range(signature.args[0].count):
-            x = splat_value(builder, load(builder, _row(builder, address, stride, row), I32, align=4))
-            total = dot(builder, builder.extract_value(sums, row), weight, builder.bitcast(x, BYTE_LANES))
-            sums = builder.insert_value(sums, total, row)
-        return sums
 
-    return sums(sums, INTS, types.int64, types.int64), make
+def _raised(builder: Any, record: Any, words: int, begin: int, offset: Any) -> Any:
+    """What the offset of a group's weights adds to its sums, negative."""
+    total = load(builder, record, I32, SUMS + (8 if words == 8 else begin), align=4)
+    return splat_value(builder, builder.mul(total, builder.neg(offset)))
+
+
+def _sums(builder: Any, kind: Rows, words: Words, record: Any, stride: Any, offset: Any, begin: int) -> Any:
+    places = [_row(builder, record, stride, row) for row in range(kind.count)]
+    sums = [_raised(builder, each, len(words), begin, offset) for each in places]
+    add = _sum_pairs if PAIRS else _sum_bytes
+    add(builder, sums, words, places, begin)
+    result = ir.Constant(ir.ArrayType(INT_LANES, kind.count), ir.Undefined)
+    for row, value in enumerate(sums):
+        result = builder.insert_value(result, value, row)
+    return result
+
+
+def _sum_pairs(builder: Any, sums: list[Any], words: Words, places: list[Any], begin: int) -> None:
+    low, eight = (ir.Constant(PAIR_LANES, [value] * 2 * LANES) for value in (255, 8))
+    for k, word in enumerate(words):
+        pairs = builder.bitcast(word(), PAIR_LANES)
+        for odd, weight in enumerate((builder.and_(pairs, low), builder.lshr(pairs, eight))):
+            for row, at in enumerate(places):
+                x = splat_value(builder, load(builder, at, I32, (begin + k) // 4 * 32 + odd * 16 + k % 4 * 4, align=4))
+                sums[row] = dot(builder, sums[row], weight, builder.bitcast(x, PAIR_LANES))
+                if len(sums) > 1:
+                    sums[row] = keep_order(builder, sums[row])
+
+
+def _sum_bytes(builder: Any, sums: list[Any], words: Words, places: list[Any], begin: int) -> None:
+    finer = all_lanes(FINER)
+    firsts = [ir.Constant(INT_LANES, [0] * LANES) for _ in places]
+    for totals, part in ((firsts, 0), (sums, REST)):
+        for k, word in enumerate(words):
+            weight = builder.bitcast(word(), BYTE_LANES)
+            for row, at in enumerate(places):
+                x = splat_value(builder, load(builder, at, I32, part + (begin + k) * 4, align=4))
+                totals[row] = dot(builder, totals[row], weight, builder.bitcast(x, BYTE_LANES))
+        if part == 0:
+            sums[:] = [builder.add(own, builder.mul(first, finer)) for own, first in zip(sums, firsts, strict=True)]
 
 
 @intrinsic

@@ -23,6 +23,7 @@ from luce.cpu_kernels.lowering import (
     I32,
     I64,
     INT_LANES,
+    PAIRS,
     add_lanes,
     all_lanes,
     call,
@@ -73,25 +74,57 @@ def columns16(typing: Any, address: Any, stride: Any) -> Any:
     kind = types.containers.UniTuple(INTS, 4)
 
     def make(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        address, stride = args
-        four = ir.VectorType(I32, 4)
-        rows = [
-            load(builder, builder.add(address, builder.mul(stride, ir.Constant(I64, row))), four)
-            for row in range(LANES)
-        ]
-        return context.make_tuple(builder, kind, _transposed(builder, rows))
+        return context.make_tuple(builder, kind, _transposed(builder, _rows16(builder, *args)))
 
     return kind(types.int64, types.int64), make
 
 
-def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
-    """16 rows of four words to four vectors, each of a word of all rows."""
+@intrinsic
+def bytes16(typing: Any, address: Any, stride: Any) -> Any:
+    """As columns16, but where products take pairs (lowering.PAIRS), quarter q of int i is row 4 q + i. What is computed
+    from each byte by itself is for sum_own."""
+    kind = types.containers.UniTuple(INTS, 4)
+
+    def make(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        rows = _rows16(builder, *args)
+        return context.make_tuple(builder, kind, _joined(builder, rows) if PAIRS else _transposed(builder, rows))
+
+    return kind(types.int64, types.int64), make
+
+
+@intrinsic
+def forget_loads(typing: Any) -> Any:
+    """Behind it, memory is read again: what stays in registers until its second use pushes out what is used more often.
+    16 rows are more than the registers of AVX2 hold."""
+
+    def make(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if PAIRS:
+            builder.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], True)
+        return context.get_dummy_value()
+
+    return types.void(), make
+
+
+def _rows16(builder: Any, address: Any, stride: Any) -> list[Any]:
+    four = ir.VectorType(I32, 4)
+    return [
+        load(builder, builder.add(address, builder.mul(stride, ir.Constant(I64, row))), four) for row in range(LANES)
+    ]
+
+
+def _joined(builder: Any, rows: list[Any]) -> list[Any]:
+    """Four vectors: quarter q of vector i is row 4 q + i."""
     joined = []
     for row in range(4):
-        # Quarter q of a joined vector is row 4 q + row.
         low = shuffle(builder, rows[row], rows[row + 4], list(range(8)))
         high = shuffle(builder, rows[row + 8], rows[row + 12], list(range(8)))
         joined.append(shuffle(builder, low, high, list(range(16))))
+    return joined
+
+
+def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
+    """16 rows of four words to four vectors, each of a word of all rows."""
+    joined = _joined(builder, rows)
 
     def mix(a: Any, b: Any, quarter: list[int]) -> Any:
         return shuffle(builder, a, b, [place + 4 * q for q in range(4) for place in quarter])

@@ -12,6 +12,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from numpy.typing import NDArray
 
+from luce.cpu_kernels.catalogue import format_kernels
 from luce.cpu_kernels.dimensions import LANES
 from luce.ops.weight import Weight, WeightPart
 from luce.runtime.device import Array
@@ -66,12 +67,16 @@ def _plan(words: Sequence[NDArray[np.int64]] | NDArray[np.int64], size: int) -> 
 
 def _words(device: CpuDevice, part: WeightPart, rows: int, place: int, cols: int) -> NDArray[np.int64]:
     """The words of `rows` rows of a matrix, whose results lie `place` bytes behind the first of a row."""
-    kernels = device.kernels
+    product = device.kernels.product_words
     elements, size = GGML_QUANT_SIZES[part.type]
-    kind = int(part.type)
-    cols += -cols % LANES if part.type in _FLOATS else 0
-    facts = kernels.offsets.get(kind, 0), kind not in kernels.groups16, kind in kernels.with_minimums
-    own = (part.data.ctypes.data, part.data.strides[0], kind, rows, cols, elements, size, *facts)
-    words = np.zeros(kernels.product_words.weight, np.int64)
-    words[: len(own)], words[kernels.product_words.place] = own, place
+    words = np.zeros(product.weight, np.int64)
+    if part.type in _FLOATS:
+        cols += -cols % LANES
+        facts: tuple[int, ...] = ()
+    else:
+        functions = format_kernels(int(part.type))
+        facts = functions.offset, not functions.groups16, functions.minimums
+        words[product.functions : product.functions + 2] = functions.unpack, functions.one_row
+    own = (part.data.ctypes.data, part.data.strides[0], int(part.type), rows, cols, elements, size, *facts)
+    words[: len(own)], words[product.place] = own, place
     return words

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from luce.cpu_kernels.jit import compiled, compiled_as, pool_kernel
+from luce.cpu_kernels.jit import c_function, compiled, compiled_as
 from luce.cpu_kernels.thread_pool import MOST_PARTS, Job, Pool, run_job
 from luce.cpu_kernels.vectors import put_float, read_float, word
 
@@ -33,7 +33,7 @@ def count(slot, kernels, counts, turns):  # type: ignore[no-untyped-def]
     run_job(slot, kernels[0], arguments, len(counts))
 
 
-KERNEL = pool_kernel(count_part)
+KERNEL = c_function(count_part)
 
 
 @pytest.fixture(params=[1, 2, 5])
