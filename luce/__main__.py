@@ -1,5 +1,6 @@
 """`python -m luce` is the same as `luce`."""
 
-from luce.cli.main import main
+from luce.cli.ending import script
 
-raise SystemExit(main())
+if __name__ == "__main__":
+    script()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 from typing import Any
@@ -57,6 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
     path = fetch(arguments.model, config)
     with progress.shown(f"loading {path.name}") as wait:
         model = open_model(path, config, wait.share)
+    # What the reply leaves is collected; the model stays until the process ends, and is not looked at again and again.
+    gc.freeze()
     with model:
         return _reply(model, prompt, arguments, Request(sampling, thinking.think), fold=not thinking.shown)
 
