@@ -54,7 +54,10 @@ class Graph(Protocol):
     """Captured work of a device. Its last reference releases it."""
 
     def launch(self) -> None:
-        """Queue the work again: the same kernels on the same addresses, with the values that are there by then."""
+        """Queue the work again: the same kernels on the same addresses, with the values that are there by then.
+
+        Work that was given to `call_host` runs during the call.
+        """
 
 
 class Event(ABC):
@@ -256,11 +259,19 @@ class Device(ABC):
         """Capture the work that `work` queues as a graph, without running it; also returns the arrays of `work`.
 
         `work` may allocate and launch, but not wait, copy, upload or download, and every kernel must have been launched
-        before. Its arrays live in memory that all graphs of this device share, so they hold until the next graph is
-        launched or captured. Arrays that it reads but did not allocate must stay in place while the graph is in use.
-        Raises DeviceError if something cannot be captured.
+        before; `call_host` is for the rest. Its arrays live in memory that all graphs of this device share, so they
+        hold until the next graph is launched or captured. Arrays that it reads but did not allocate must stay in place
+        while the graph is in use. Raises DeviceError if something cannot be captured.
         """
         raise DeviceError(f"{self.name} captures no graphs")
+
+    def call_host(self, work: Callable[..., None], *arrays: Array) -> None:
+        """Call work(*arrays) on this thread, between the work queued before and that queued behind.
+
+        `work` may fetch, write and wait. In a capture it is not called now, but on the launching thread each time that
+        the graph is launched, between the two parts of it; `warm_up` does not call it.
+        """
+        work(*arrays)
 
     @abstractmethod
     def record(self, *, timing: bool = False) -> Event:

@@ -11,6 +11,7 @@ import contextlib
 import math
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -75,6 +76,7 @@ class GpuDevice(Device):
         self._stager: Stager | None = None
         self._pinned = PinnedPool(self.pin)
         self._warming: dict[KernelBuild, None] | None = None
+        self._capturing: DriverGraph | None = None
         self._blas = blas.load(kind, self.stream, lambda size: self.empty(size, np.uint8))
         self.blas = self._blas is not None
         self.captures_gemm = self._blas is None or self._blas.captured
@@ -254,14 +256,25 @@ class GpuDevice(Device):
 
     def capture(self, work: Callable[[], tuple[Array, ...]]) -> tuple[Graph, tuple[Array, ...]]:
         self.activate()
-        graph = DriverGraph(self._driver, self.stream)
+        graph = self._capturing = DriverGraph(self._driver, self.stream)
         try:
             with self.cupy.cuda.using_allocator(self._arena.malloc), graph.capturing():
                 arrays = work()
         # NotImplementedError is how CuPy refuses what it cannot capture, library calls among them.
         except (NotImplementedError, *self._failures) as error:
             raise DeviceError(f"{self.name}: capture: {error}") from error
+        finally:
+            self._capturing = None
         return graph, tuple(map(self._lent, arrays))
+
+    def call_host(self, work: Callable[..., None], *arrays: Array) -> None:
+        if self._warming is not None:
+            return
+        if self._capturing is None:
+            work(*arrays)
+        else:
+            # Later parts of the graph use the memory of arrays that nothing reads any more.
+            self._capturing.cut(partial(work, *map(self._lent, arrays)))
 
     def _lent(self, array: Array) -> Array:
         """The same array, without ownership of its memory."""

@@ -70,6 +70,12 @@ class CapturingDevice(EmulatedDevice):
         else:
             self._graph.calls.append((EmulatedDevice.gemm, (x, weight, out), {}))
 
+    def call_host(self, work: Callable[..., None], *arrays: Array) -> None:
+        if self._graph is None:
+            super().call_host(work, *arrays)
+        else:
+            self._graph.calls.append((lambda device: work(*arrays), (), {}))
+
     def upload(self, array: NDArray[Any]) -> Array:
         self._refuse("upload")
         return super().upload(array)

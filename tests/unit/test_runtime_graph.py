@@ -49,3 +49,28 @@ def test_a_capture_that_was_invalidated(fake: Driver) -> None:
     with pytest.raises(DeviceError, match="cuStreamEndCapture: capture invalidated"), graph.capturing():
         pass
     assert number(fake, "capturing").value == 0
+
+
+def test_host_work_runs_between_the_parts_of_each_launch(fake: Driver) -> None:
+    graph, seen = DriverGraph(fake, 5), list[int]()
+    with graph.capturing():
+        for _ in range(2):
+            graph.cut(lambda: seen.append(number(fake, "launches").value))
+            assert number(fake, "capturing").value == 1
+        assert not seen
+    graph.launch()
+    assert seen == [1, 2]
+    graph.launch()
+    assert seen == [1, 2, 4, 5]
+    assert [number(fake, name).value for name in ("capturing", "launches", "graphs")] == [0, 6, 3]
+    del graph
+    assert number(fake, "graphs").value == 0
+
+
+def test_a_cut_that_fails_ends_the_capture(fake: Driver) -> None:
+    graph = DriverGraph(fake, 5)
+    with pytest.raises(DeviceError, match="cuStreamEndCapture"), graph.capturing():
+        number(fake, "broken").value = 1
+        graph.cut(lambda: None)
+    del graph
+    assert number(fake, "graphs").value == 0
