@@ -83,7 +83,8 @@ def predict(problem: Problem, placement: Sequence[PlacedShard]) -> Prediction | 
     pooled: dict[str, float] = {}
     busy: dict[str, float] = {}
     for shard, device in zip(placement, placed, strict=True):
-        tables = shard_tables(problem, device, rows)
+        given = shard.offloaded if problem.offload == "given" else None
+        tables = shard_tables(problem, device, rows, offloaded=given)
         at = shard.layers.start, shard.layers.stop
         if not tables.fits[at] or tables.offloaded[at] != shard.offloaded:
             return None

@@ -12,8 +12,9 @@ from luce.planner.figures import DeviceFigures, LinkFigures
 
 #: what is to be fast: decoding, prompts, or a prompt with its reply
 Objective = Literal["decode", "prompt", "balanced"]
-#: which layers of GPUs leave their experts to the CPU: none, the fewest with which a shard fits, or the last N of all
-Offload = Literal["off", "auto"] | int
+#: which layers of GPUs leave their experts to the CPU: none, the fewest with which a shard fits, the last N of all; or
+#: as many as a placement to predict says
+Offload = Literal["off", "auto", "given"] | int
 
 # Most prompt rows in a piece by the number of shards. A pipeline needs several pieces to work on at the same time, and
 # a CPU needs no long ones.
@@ -119,6 +120,8 @@ class Problem:
     pinned: bool = False
     #: a device that must hold layers; empty: none must
     required: str = ""
+    #: CPUs that hold no layers, but may get experts, of machines without a CPU among the devices
+    expert_cpus: tuple[DeviceFigures, ...] = ()
 
     @property
     def weights(self) -> tuple[float, float]:
@@ -132,7 +135,7 @@ class Problem:
     @cached_property
     def pools(self) -> Mapping[str, float]:
         """Bytes that layers and experts may take in the memory of each machine that has a CPU device."""
-        pools: dict[str, float] = {}
+        pools = {cpu.machine: self.room(cpu) for cpu in self.expert_cpus}
         for device in self.devices:
             if device.host:
                 pools[device.machine] = pools.get(device.machine, 0.0) + self.room(device)
@@ -142,7 +145,9 @@ class Problem:
         """The CPU that computes the experts that a device leaves out; None if it cannot leave any."""
         if device.host or device.bus is None or self.offload == "off":
             return None
-        return next((cpu for cpu in self.devices if cpu.host and cpu.machine == device.machine), None)
+        return next(
+            (cpu for cpu in (*self.devices, *self.expert_cpus) if cpu.host and cpu.machine == device.machine), None
+        )
 
     def link_seconds(self, before: DeviceFigures, behind: DeviceFigures, size: float) -> float:
         """Seconds that `size` bytes take from one device to the next one: directly, or by way of the server."""

@@ -67,11 +67,11 @@ class ShardTables:
     busy: Floats
 
 
-def shard_tables(problem: Problem, device: DeviceFigures, rows: int) -> ShardTables:
+def shard_tables(problem: Problem, device: DeviceFigures, rows: int, *, offloaded: int | None = None) -> ShardTables:
     """All shards of a device, with prompts in pieces of `rows` rows.
 
     Where a device has a CPU for experts, a range leaves out those of the fewest layers with which it fits (`auto`), or
-    those of the last N layers of the model.
+    those of the last N layers of the model; with `offloaded`, those of so many of its own last layers.
     """
     model = problem.model
     count = len(model.layers)
@@ -82,13 +82,19 @@ def shard_tables(problem: Problem, device: DeviceFigures, rows: int) -> ShardTab
     moe = [layer for layer in model.layers if layer.experts is not None]
     before = _sums([float(layer.experts is not None) for layer in model.layers]).astype(np.int64)
     sizes = _sums([float(layer.experts.bytes) for layer in moe if layer.experts is not None])
-    offloaded = _offloaded(problem, device, before, (need - room) / device.expand, sizes)
-    # The offloaded ones are a range of `moe`, which ends with the last one before `end`.
     last = np.broadcast_to(before, need.shape)
-    first = last - np.maximum(offloaded, 0)
+    if offloaded is None:
+        away_of = _offloaded(problem, device, before, (need - room) / device.expand, sizes)
+    else:
+        present = np.maximum(last - before[:-1, None], 0)
+        away_of = np.where((offloaded <= present) & (away is not None or not offloaded), offloaded, -1)
+    # The offloaded ones are a range of `moe`, which ends with the last one before `end`.
+    first = last - np.maximum(away_of, 0)
     need = need - (sizes[last] - sizes[first]) * device.expand
-    fits = (np.arange(count)[:, None] < np.arange(count + 1)) & (offloaded >= 0) & (need <= room)
+    fits = (np.arange(count)[:, None] < np.arange(count + 1)) & (away_of >= 0) & (need <= room)
     pooled = need if device.host else (sizes[last] - sizes[first]) * (1.0 if away is None else away.cpu.expand)
+    if away is not None:
+        fits &= pooled <= problem.pools[device.machine]
 
     phases, busy = [], np.zeros_like(need)
     for work in passes(problem, rows):
@@ -109,7 +115,7 @@ def shard_tables(problem: Problem, device: DeviceFigures, rows: int) -> ShardTab
     if device.unpack is not None:
         unpacked = _unpacked([layer.unpacked for layer in model.layers], (room - need) / 2)
         prompt = prompt + unpacked / device.unpack
-    return ShardTables(fits, need, offloaded, decode, prompt, unpacked, pooled, prompt if device.host else busy)
+    return ShardTables(fits, need, away_of, decode, prompt, unpacked, pooled, prompt if device.host else busy)
 
 
 def shard_seconds(
