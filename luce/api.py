@@ -173,7 +173,8 @@ class Model:
     @property
     def placement(self) -> list[dict[str, Any]]:
         """For each shard: device; layers (first, last); weights, unpacked (the second, unpacked form of weights) and
-        state in bytes; activation_bytes_per_token to the next shard."""
+        state in bytes; the layers whose routed experts lie on the CPU (experts_on_cpu), and their bytes there;
+        activation_bytes_per_token to the next shard."""
         return [
             {
                 "device": part.device,
@@ -181,6 +182,8 @@ class Model:
                 "weights": part.weights,
                 "unpacked": part.unpacked,
                 "state": part.state,
+                "experts_on_cpu": list(part.offloaded),
+                "experts_on_cpu_bytes": part.offloaded_bytes,
                 "activation_bytes_per_token": activation_bytes(
                     self.backend.spec, part.layers.stop, self.backend.options.captured
                 ),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from luce.api import Model, ModelParts
+from luce.backend.expert_placement import ExpertRequest
 from luce.backend.fastest_placement import Goal, ModelOnDevices, choose, known_plan
 from luce.backend.kvflash_size import KVFlashRequest, tail_pages
 from luce.backend.layersplit import LayerSplitBackend
@@ -126,6 +127,9 @@ def place(
     for name in by_name.keys() - set(chosen.devices):
         by_name[name].close()
     _log.info("%s", chosen.plan.text)
+    if model.options.experts is not None:
+        spans = ",".join(f"{layer}-{layer}" for layer in chosen.offloaded)
+        config = dataclasses.replace(config, experts_on=spans or "device")
     if draft is not None and not draft.remote:
         # Without the devices that are left out, another one could be the last.
         config = dataclasses.replace(config, draft_device=str(draft.device.name))
@@ -302,6 +306,7 @@ def serving_options(
         kvflash=KVFlashRequest.parse(config.kvflash),
         branch_pages=branch_pages(config),
         layer_split=tuple(config.target_layer_split),
+        experts=ExpertRequest.of(config, spec, devices),
         claims=tuple(claims),
         unpack=config.prompt_weights == "auto",
     )
@@ -449,7 +454,11 @@ def _disk_tier(
         # Keys, values and states of layers in daemons are computed from activations of fewer bits.
         meaning["--shard-activations"] = config.shard_activations
     if config.kv_cache_placement == "exact":
-        layers = (f"{part.device} {part.layers.start}..{part.layers.stop - 1}" for part in backend.devices)
+        layers = (
+            f"{part.device} {part.layers.start}..{part.layers.stop - 1}"
+            + "".join(f", experts of {layer} on the CPU" for layer in part.offloaded)
+            for part in backend.devices
+        )
         meaning["--kv-cache-placement exact"] = ", ".join(layers)
     texts = {"the chat template": "" if chat.template is None else chat.template.source}
     known = fingerprint.recorded_digest(file.paths, directory) is not None

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from luce.backend.device_figures import device_figures, weight_types
-from luce.backend.model_work import mixture, model_work, weight_tensors
+from luce.backend.model_work import model_work, weight_tensors
 from luce.backend.placement import RESERVE, plan_shards
 from luce.backend.prediction_facts import PredictedPlan
 from luce.backend.serving_options import ServingOptions
@@ -24,7 +24,7 @@ from luce.layers.tensors import tensor_bytes
 from luce.models.spec import ModelSpec
 from luce.planner.figures import DeviceFigures, LinkFigures
 from luce.planner.prediction import PlacedShard, Prediction, predict
-from luce.planner.problem import Load, Objective, Problem
+from luce.planner.problem import Load, Objective, Offload, Problem
 from luce.planner.search import Found, best_placement
 from luce.profiles.measuring import peer_link
 from luce.profiles.profile import DeviceProfile
@@ -51,7 +51,7 @@ class Goal:
     @classmethod
     def of(cls, config: Config) -> Goal | None:
         """The goal of the settings; None if layers go by shares or by free memory."""
-        if config.target_layer_split or config.kvflash != "off":
+        if config.target_layer_split or config.kvflash != "off" or "-" in config.experts_on:
             return None
         objective = config.optimize
         if objective == "auto":
@@ -99,6 +99,15 @@ class Fastest:
         """The layers of each of these devices."""
         return tuple(shard.layers for shard in self.found.placement)
 
+    @property
+    def offloaded(self) -> tuple[int, ...]:
+        """The layers that leave their routed experts to the CPU."""
+        found: list[int] = []
+        for shard in self.found.placement:
+            present = [i for i in shard.layers if self.problem.model.layers[i].experts is not None]
+            found += present[len(present) - shard.offloaded :]
+        return tuple(found)
+
 
 def measured(
     model: ModelOnDevices,
@@ -113,9 +122,9 @@ def measured(
     device whose figures are missing and why: the time was over before its turn, it failed, or it belongs to a daemon.
     """
     types, began = weight_types(weight_tensors(model.file, model.spec)), time.monotonic()
-    experts = any(mixture(model.spec, layer) is not None for layer in range(len(model.spec.layers)))
+    experts = any(model.spec.mixture(layer) is not None for layer in range(len(model.spec.layers)))
     found = {}
-    for device in model.devices:
+    for device in _measurable(model):
         name = str(device.name)
         if device.remote:
             raise DeviceError(f"{name}: a daemon's device, which is not measured")
@@ -133,14 +142,26 @@ def measured(
 def known_profiles(model: ModelOnDevices) -> dict[str, DeviceProfile] | None:
     """The stored profiles of all devices; None if one is missing. Measures nothing."""
     types = weight_types(weight_tensors(model.file, model.spec))
-    experts = any(mixture(model.spec, layer) is not None for layer in range(len(model.spec.layers)))
+    experts = any(model.spec.mixture(layer) is not None for layer in range(len(model.spec.layers)))
     found = {}
-    for device in model.devices:
+    for device in _measurable(model):
         profile = None if device.remote else stored_profile(device, types, experts=experts)
         if profile is None:
             return None
         found[str(device.name)] = profile
     return found
+
+
+def _measurable(model: ModelOnDevices) -> list[Device]:
+    """The devices whose figures a plan needs: those of the layers, and a CPU for experts where they have none."""
+    experts = model.options.experts
+    cpu = [] if experts is None or any(device.host for device in model.devices) else [experts.device]
+    return [*model.devices, *cpu]
+
+
+def _offload(model: ModelOnDevices) -> Offload:
+    experts = model.options.experts
+    return "off" if experts is None else "auto" if experts.auto else len(experts.layers)
 
 
 def placement_problem(model: ModelOnDevices, profiles: Mapping[str, DeviceProfile], goal: Goal) -> Problem:
@@ -152,17 +173,29 @@ def placement_problem(model: ModelOnDevices, profiles: Mapping[str, DeviceProfil
     size = tensor_bytes(file, spec, layers, first, layers_only=True)
     hosts = sum(device.host for device in devices)
     figures = []
-    for device in devices:
+    for device in _measurable(model):
         # Devices of the host share its memory, and a claim on one is a claim on all.
         claims = (c for c in options.claims if (c.device.host if device.host else c.device.name == device.name))
-        free = max(0, device.memory().free - sum(claim.bytes for claim in claims)) // (hosts if device.host else 1)
+        free = max(0, device.memory().free - sum(claim.bytes for claim in claims)) // (
+            max(1, hosts) if device.host else 1
+        )
         expand = tensor_bytes(file, spec, layers, device, layers_only=True) / size
         own = device_figures(device, profiles[str(device.name)], types, free=free, expand=expand)
         figures.append(replace(own, margin=device.margin))
     load = Load(options.slots, options.context, min(goal.prompt, options.context), goal.reply, chunk=options.chunk)
     work = model_work(file, spec, first, options)
     links = _peer_links(devices) if options.peer else {}
-    return Problem(work, load, tuple(figures), links, goal.objective, reserve=RESERVE, pinned=goal.pinned)
+    return Problem(
+        work,
+        load,
+        tuple(figures[: len(devices)]),
+        links,
+        goal.objective,
+        _offload(model),
+        reserve=RESERVE,
+        pinned=goal.pinned,
+        expert_cpus=tuple(figures[len(devices) :]),
+    )
 
 
 def _peer_links(devices: Sequence[Device]) -> dict[tuple[str, str], LinkFigures]:
@@ -185,9 +218,11 @@ def fastest_placement(model: ModelOnDevices, problem: Problem, profiles: Mapping
             return None
         fastest = Fastest(problem, found, profiles)
         used = [by_name[name] for name in fastest.devices]
-        shards = plan_shards(
-            model.file, model.spec, used, replace(model.options, layer_split=(), layers=fastest.layers)
-        )
+        options = replace(model.options, layer_split=(), layers=fastest.layers)
+        if options.experts is not None:
+            experts = replace(options.experts, layers=frozenset(fastest.offloaded), auto=False)
+            options = replace(options, experts=experts)
+        shards = plan_shards(model.file, model.spec, used, options)
         lacking = {shard.device: shard.needed - shard.free for shard in shards if not shard.fits}
         if not lacking:
             return fastest
@@ -197,11 +232,19 @@ def fastest_placement(model: ModelOnDevices, problem: Problem, profiles: Mapping
 
 
 def predicted_placement(model: ModelOnDevices, problem: Problem) -> Prediction | None:
-    """The prediction of the placement that the options say (plan_shards); None if it does not fit."""
+    """The prediction of the placement that the options say (plan_shards); None if it does not fit.
+
+    Layers that leave their experts to the CPU count as the last ones of their shards.
+    """
     shards = plan_shards(model.file, model.spec, model.devices, model.options)
     if not all(shard.fits for shard in shards):
         return None
-    return predict(problem, [PlacedShard(shard.device, shard.layers) for shard in shards])
+    if problem.offload != "off":
+        problem = replace(problem, offload="given")
+    # Experts of a CPU's layers are on a CPU in any case.
+    away = (0 if device.host else len(s.offloaded) for device, s in zip(model.devices, shards, strict=True))
+    placed = [PlacedShard(s.device, s.layers, count) for s, count in zip(shards, away, strict=True)]
+    return predict(problem, placed)
 
 
 def known_plan(model: ModelOnDevices, goal: Goal) -> PredictedPlan | None:
@@ -245,6 +288,8 @@ def nothing_fits(problem: Problem) -> str:
         lacking.append((_least(fits, (most >> 20) + 1), device.name))
     size, name = min(lacking)
     text += f"; with {size} MiB more on {name} one would fit"
+    if problem.offload == "off" and best_placement(replace(problem, offload="auto")) is not None:
+        text += "; --experts-on auto would fit"
     load = problem.load
     pages = _least(lambda less: _fits_context(problem, load.context - less * PAGE), load.context // PAGE)
     context = load.context - pages * PAGE

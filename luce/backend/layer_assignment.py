@@ -81,6 +81,19 @@ class DeviceBudget:
     last_resort: bool = False
     #: buffers for the activations that enter, by the first layer here; empty: none
     buffers: tuple[int, ...] = ()
+    #: of each layer, what goes to the CPU if it must, from the last layer backwards; empty: nothing can
+    movable: tuple[int, ...] = ()
+
+    def moved(self, layers: range, used: int) -> tuple[int, int]:
+        """Bytes of a shard with `used` bytes once as few layers as possible have moved their experts, and how many
+        layers these are."""
+        count = 0
+        for layer in reversed(layers) if self.movable else ():
+            if used <= self.free:
+                break
+            used -= self.movable[layer]
+            count += self.movable[layer] > 0
+        return used, count
 
     def used(self, layers: range, donors: Sequence[int | None]) -> int:
         """Bytes of a shard of these layers. Donors in earlier shards are mirrored, so the shard has their state as
@@ -90,17 +103,18 @@ class DeviceBudget:
         return own + sum(self.state[donor] for donor in mirrors) + (self.buffers[layers.start] if self.buffers else 0)
 
 
-#: Cost of a split (bytes that do not fit, layers on devices of last resort, scaled used^2 / free), and its ranges.
-_Split = tuple[tuple[int, int, int], tuple[range, ...]]
+#: Cost of a split (bytes that do not fit, layers on devices of last resort, layers that move their experts, scaled
+#: used^2 / free), and its ranges.
+_Split = tuple[tuple[int, int, int, int], tuple[range, ...]]
 
 
 def fill_layers(budgets: Sequence[DeviceBudget], donors: Sequence[int | None]) -> tuple[range, ...]:
     """Consecutive ranges of layers by bytes, in proportion to the free memory of the devices, each of at least one.
 
     The best split has, in this order of importance: the fewest bytes that do not fit (none, if any split fits); the
-    fewest layers on devices of last resort; the least sum of used^2 / free, whose minimum is at used proportional to
-    free. So equal devices get about equal bytes. Of equally good splits, the one with more layers on the earlier
-    devices wins.
+    fewest layers on devices of last resort; the fewest layers whose experts go to the CPU; the least sum of used^2 /
+    free, whose minimum is at used proportional to free. So equal devices get about equal bytes. Of equally good splits,
+    the one with more layers on the earlier devices wins.
 
     `donors`: for each layer, the layer whose keys and values it reads. Raises UsageError if there are more devices than
     layers.
@@ -109,7 +123,7 @@ def fill_layers(budgets: Sequence[DeviceBudget], donors: Sequence[int | None]) -
     check_devices(count, len(budgets))
     # Integers: used^2 / free times the product of all free bytes, so that equal splits compare equal.
     scale = math.prod(max(1, budget.free) for budget in budgets)
-    best: dict[int, _Split] = {0: ((0, 0, 0), ())}
+    best: dict[int, _Split] = {0: ((0, 0, 0, 0), ())}
     for index, budget in enumerate(budgets):
         remaining = len(budgets) - index - 1
         ends = range(count, count + 1) if not remaining else range(index + 1, count - remaining + 1)
@@ -119,13 +133,14 @@ def fill_layers(budgets: Sequence[DeviceBudget], donors: Sequence[int | None]) -
                 if start >= end:
                     continue
                 layers = range(start, end)
-                used = budget.used(layers, donors)
+                used, moved = budget.moved(layers, budget.used(layers, donors))
                 added = (
                     max(0, used - budget.free),
                     len(layers) if budget.last_resort else 0,
+                    moved,
                     used * used * (scale // max(1, budget.free)),
                 )
-                total = (cost[0] + added[0], cost[1] + added[1], cost[2] + added[2])
+                total = (cost[0] + added[0], cost[1] + added[1], cost[2] + added[2], cost[3] + added[3])
                 if end not in longer or total <= longer[end][0]:
                     longer[end] = total, (*ranges, layers)
         best = longer

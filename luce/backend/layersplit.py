@@ -80,6 +80,10 @@ class LayerSplitBackend:
         if plan.kvflash.reason:
             _log.info("--kvflash: %s", plan.kvflash.reason)
         check_memory(spec, plan, options)
+        for shard in plan.shards:
+            if shard.offloaded:
+                away = len(shard.offloaded), shard.offloaded_bytes
+                _log.info("%s: the experts of %d layers lie on the CPU: %d bytes", shard.device, *away)
         self.capacity = _capacity(spec, plan, options)
         self._pipeline = Pipeline(peer=options.peer)
         self.state = PipelineState(self._pipeline.shards, self._wait, plan.page_bytes)

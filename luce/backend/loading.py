@@ -12,6 +12,7 @@ from luce.backend.placement import ModelPlan, ShardPlan, shard_name
 from luce.backend.serving_options import ServingOptions
 from luce.errors import OutOfMemoryError
 from luce.gguf.reader import GGUFFile
+from luce.layers.routed_experts import ExpertOffload
 from luce.models.spec import ModelSpec
 from luce.remote.device import RemoteDevice, is_remote, same_daemon
 from luce.remote.shard import RemoteShard
@@ -107,8 +108,10 @@ class ShardLoader:
         )
 
     def _layers(self, number: int) -> DeviceLayers:
-        shard = self._plan.shards[number]
-        return DeviceLayers(self._plan.devices[number], shard.layers, shard.unpack_bytes if self._options.unpack else 0)
+        shard, experts = self._plan.shards[number], self._options.experts
+        unpack_bytes = shard.unpack_bytes if self._options.unpack else 0
+        offload = ExpertOffload(experts.device, frozenset(shard.offloaded)) if experts and shard.offloaded else None
+        return DeviceLayers(self._plan.devices[number], shard.layers, unpack_bytes, offload)
 
     def _report(self, own: int) -> None:
         done = own + sum(shard.progress * len(shard.layers) for shard in self._remote.values())

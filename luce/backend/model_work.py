@@ -5,8 +5,8 @@ from __future__ import annotations
 from luce.backend.serving_options import ServingOptions
 from luce.gguf.reader import GGUFFile, TensorInfo
 from luce.layers.state import DeltaState
-from luce.layers.tensors import head_name, placed_bytes, shard_tensors, tensor_bytes
-from luce.models.spec import Attention, GatedDeltaNet, ModelSpec, MoE, SandwichLayer
+from luce.layers.tensors import expert_tensors, head_name, placed_bytes, shard_tensors, tensor_bytes
+from luce.models.spec import Attention, GatedDeltaNet, ModelSpec
 from luce.planner.problem import ExpertWork, HeadWork, LayerWork, ModelWork
 from luce.runtime.device import Device
 from luce.runtime.step import PAGE
@@ -43,8 +43,8 @@ def weight_tensors(file: GGUFFile, spec: ModelSpec) -> list[TensorInfo]:
 def _layer(file: GGUFFile, spec: ModelSpec, device: Device, options: ServingOptions, layer: int) -> LayerWork:
     one, mixer = range(layer, layer + 1), spec.layers[layer].mixer
     tensors = [file.tensors[name] for name in shard_tensors(file, spec, one, layers_only=True)]
-    routed = [tensor for tensor in tensors if "_exps." in tensor.name]
-    moe = mixture(spec, layer)
+    moe = spec.mixture(layer)
+    routed = [] if moe is None else [file.tensors[name] for name in expert_tensors(file, layer)]
     experts = None
     if moe is not None and routed:
         macs = sum(tensor.rows * tensor.cols for tensor in routed) // moe.experts
@@ -66,11 +66,3 @@ def _layer(file: GGUFFile, spec: ModelSpec, device: Device, options: ServingOpti
         window=None if isinstance(mixer, GatedDeltaNet) else mixer.window,
         experts=experts,
     )
-
-
-def mixture(spec: ModelSpec, layer: int) -> MoE | None:
-    """The experts of a layer, None if it has none."""
-    own = spec.layers[layer]
-    if isinstance(own, SandwichLayer):
-        return own.experts
-    return own.ffn if isinstance(own.ffn, MoE) else None

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from luce.backend.boundary_memory import boundary_memory
+from luce.backend.expert_placement import ExpertBytes
 from luce.backend.kvflash_size import (
     DeviceShare,
     auto_size,
@@ -60,6 +61,14 @@ class ShardPlan:
     buffers: int = 0
     #: most host memory that these activations pass through
     pinned: int = 0
+    #: bytes of routed experts among the weights
+    experts: int = 0
+    #: layers whose routed experts lie on the CPU of the device's machine, ascending
+    offloaded: tuple[int, ...] = ()
+    #: bytes of these experts there
+    offloaded_bytes: int = 0
+    #: free memory of that machine for them, without the needs of the shards before this one
+    offload_free: int = 0
 
     @property
     def needed(self) -> int:
@@ -68,8 +77,8 @@ class ShardPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether the device has as many bytes as needed."""
-        return self.needed <= self.free
+        """Whether the device has as many bytes as needed, and its machine as many as the offloaded experts need."""
+        return self.needed <= self.free and self.offloaded_bytes <= self.offload_free
 
 
 def default_context(spec: ModelSpec, asked: int) -> int:
@@ -223,6 +232,12 @@ def check_memory(spec: ModelSpec, plan: ModelPlan, options: ServingOptions) -> N
     for number, (shard, device) in enumerate(zip(plan.shards, plan.devices, strict=True)):
         if shard.fits:
             continue
+        if shard.needed <= shard.free:
+            raise OutOfMemoryError(
+                f"{shard_name(number, shard)}: the experts of {len(shard.offloaded)} layers need "
+                f"{shard.offloaded_bytes} bytes on the CPU, {shard.offload_free} are free",
+                param="experts_on",
+            )
         # A longer context does not add pages to windows.
         page = state_bytes(device, spec, shard.layers, options).page
         full = [group for group, kind in enumerate(spec.page_groups) if kind.window is None and resident is None]
@@ -232,6 +247,8 @@ def check_memory(spec: ModelSpec, plan: ModelPlan, options: ServingOptions) -> N
         advice = f"--max-ctx {fits} would fit" if fits else "not even one page of context would fit"
         if resident is not None:
             advice = "a smaller --kvflash may fit"
+        if options.experts is None and not device.host and 0 < shard.needed - shard.free <= shard.experts:
+            advice += "; --experts-on auto may fit"
         draft = f" beside {shard.claimed} for the draft" if shard.claimed else ""
         buffers = f", {shard.buffers} of activations" if shard.buffers else ""
         raise OutOfMemoryError(
@@ -263,12 +280,15 @@ class _Sizes:
         self._options = options
         self._pages = [count + options.branch_pages for count in group_pages(spec, options, max_resident_pages)]
         self._rows = max_microbatch_rows(options.microbatch or default_microbatch_rows(len(devices)))
+        self._experts = ExpertBytes(file, spec, options.experts)
         # The host's memory is read once for all its devices, as other programs change it meanwhile.
-        host = next((usable_bytes(device) for device in devices if device.host), 0)
+        hosts = [device for device in devices if device.host] + ([options.experts.device] if options.experts else [])
+        self._host = host = usable_bytes(hosts[0]) if hosts else 0
         self._claimed = [
             sum(c.bytes for c in options.claims if (c.device.host if device.host else c.device.name == device.name))
             for device in devices
         ]
+        self._host_claims = sum(claim.bytes for claim in options.claims if claim.device.host)
         free = [host if device.host else usable_bytes(device) for device in devices]
         self._free = [max(0, own - claimed) for own, claimed in zip(free, self._claimed, strict=True)]
 
@@ -276,14 +296,21 @@ class _Sizes:
         """The plan for these ranges of layers, one for each device."""
         captured = self._options.captured
         boundaries = boundary_memory(self._spec, self._devices, ranges, self._rows, captured)
-        shards, on_host = [], sum(boundary.host for boundary in boundaries)
-        placed = zip(self._devices, ranges, self._free, self._claimed, boundaries, strict=True)
-        for device, layers, free, claimed, boundary in placed:
-            weights, state = tensor_bytes(self._file, self._spec, layers, device), self._state(device, layers)
+        pinned = sum(boundary.host for boundary in boundaries)
+        buffers = [boundary.device for boundary in boundaries]
+        away = list(map(self._away, self._devices, ranges, self._free, buffers))
+        # Machines of daemons at tcp:// have memory of their own, of which nothing is known here.
+        offloaded = [self._experts.on_cpu(own) for own in away]
+        here = [0 if device.name.place else size for device, size in zip(self._devices, offloaded, strict=True)]
+        shards, on_host = list[ShardPlan](), pinned + sum(here)
+        for number, (device, layers) in enumerate(zip(self._devices, ranges, strict=True)):
+            weights, state = self._weights(device, layers, away[number]), self._state(device, layers)
+            free, boundary = self._free[number], boundaries[number]
             needed = weights + state + boundary.device
             if device.host:
                 free -= on_host
                 on_host += needed
+            known = self._host - self._host_claims - pinned - sum(here[:number])
             shards.append(
                 ShardPlan(
                     str(device.name),
@@ -293,12 +320,25 @@ class _Sizes:
                     max(0, free),
                     0 if device.host else max(0, free - needed) // 2,
                     activation_bytes(self._spec, layers.stop, captured),
-                    claimed,
+                    self._claimed[number],
                     boundary.device,
                     boundary.host,
+                    self._experts.placed([layer for layer in layers if layer not in away[number]], device),
+                    away[number],
+                    offloaded[number],
+                    offloaded[number] if device.name.place else max(0, known),
                 )
             )
         return tuple(shards)
+
+    def _weights(self, device: Device, layers: range, away: Sequence[int]) -> int:
+        """Bytes of a shard's weights without the experts of the layers `away`."""
+        return tensor_bytes(self._file, self._spec, layers, device) - self._experts.placed(away, device)
+
+    def _away(self, device: Device, layers: range, free: int, buffers: int) -> tuple[int, ...]:
+        """The layers of a shard that leave their experts to the CPU."""
+        weights = self._weights(device, layers, self._experts.fixed(layers))
+        return self._experts.away(device, layers, weights + self._state(device, layers) + buffers - free)
 
     def budgets(self) -> list[DeviceBudget]:
         """The input of fill_layers. Devices of the host get equal parts of its memory."""
@@ -310,17 +350,23 @@ class _Sizes:
         budgets = []
         for index, (device, free) in enumerate(zip(self._devices, self._free, strict=True)):
             one = [range(layer, layer + 1) for layer in range(count)]
-            weights = tuple(tensor_bytes(self._file, self._spec, layer, device, layers_only=True) for layer in one)
+            whole = [tensor_bytes(self._file, self._spec, layer, device, layers_only=True) for layer in one]
+            fixed = (self._experts.placed(self._experts.fixed(layer), device) for layer in one)
+            weights = tuple(size - away for size, away in zip(whole, fixed, strict=True))
+            movable = tuple(self._experts.movable(device, layer) for layer in range(count))
             # The first device has the embedding, the last one the head; a device between them has neither.
             last = index == len(self._devices) - 1
             start = 0 if index == 0 else count - 1 if last else 1
             some = range(start, count if last else start + 1)
-            ends = tensor_bytes(self._file, self._spec, some, device) - sum(weights[some.start : some.stop])
+            ends = tensor_bytes(self._file, self._spec, some, device) - sum(whole[some.start : some.stop])
             # A layer that reads a donor's keys and values has none of its own.
             stateful = [layer if self._spec.donor(layer.start) is None else range(0) for layer in one]
             state = tuple(self._state(device, layer) for layer in stateful)
-            free = free // (hosts if device.host else 1) - ends
-            budgets.append(DeviceBudget(free, weights, state, last_resort=device.host, buffers=buffers))
+            if device.host:
+                free = (free - self._experts.on_cpu(self._experts.fixed(range(count)))) // hosts
+            budgets.append(
+                DeviceBudget(free - ends, weights, state, last_resort=device.host, buffers=buffers, movable=movable)
+            )
         return budgets
 
     def _state(self, device: Device, layers: range) -> int:

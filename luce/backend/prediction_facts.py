@@ -40,7 +40,11 @@ class PredictedPlan:
     def text(self) -> str:
         """The placement with its speed."""
         facts = self.facts
-        stages = (f"{stage['device']} layers {stage['layers'][0]}..{stage['layers'][1]}" for stage in facts["stages"])
+        stages = (
+            f"{stage['device']} layers {stage['layers'][0]}..{stage['layers'][1]}"
+            + (f" (experts of {stage['offloaded']} on the CPU)" if stage["offloaded"] else "")
+            for stage in facts["stages"]
+        )
         left = f"; left out: {', '.join(facts['left_out'])}" if facts["left_out"] else ""
         return (
             f"placement for {facts['optimize']}: {', '.join(stages)}; predicted: decode {facts['decode_tok_s']:.1f} "
@@ -56,8 +60,8 @@ def load_facts(problem: Problem) -> dict[str, int]:
 def prediction_facts(prediction: Prediction) -> dict[str, Any]:
     """Times are in seconds, sizes in bytes.
 
-    stages  device, layers (first, last), bytes, decode_s of a decoding step, piece_s of a piece of a prompt, and what
-            limits each (limit, piece_limit)
+    stages  device, layers (first, last), offloaded (how many layers leave their experts to the CPU), bytes, decode_s
+            of a decoding step, piece_s of a piece of a prompt, and what limits each (limit, piece_limit)
     links   between them, with bytes per token, decode_s and piece_s
     decode_tok_s, prompt_tok_s, and the pieces of a prompt with their rows
     """

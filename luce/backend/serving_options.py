@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from luce.backend.expert_placement import ExpertRequest
 from luce.backend.kvflash_size import KVFlashRequest
 from luce.runtime.device import Device
 from luce.shard.shard_options import ShardOptions
@@ -33,6 +34,8 @@ class ServingOptions(ShardOptions):
     layer_split: tuple[float, ...] = ()
     #: the layers of each device, as the planner has chosen them; empty: `layer_split` or bytes say it
     layers: tuple[range, ...] = ()
+    #: --experts-on; None: routed experts lie with their layers
+    experts: ExpertRequest | None = None
     #: memory of the devices that a drafter will take
     claims: tuple[Claim, ...] = ()
     #: whether GPUs store unpacked copies of matrices in free memory, which makes prompts faster

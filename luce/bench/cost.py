@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from luce.backend.model_work import mixture
 from luce.gguf.reader import GGUFFile, TensorInfo
 from luce.layers.state import DeltaState, KVPool
 from luce.layers.tensors import EMBEDDING, shard_tensors
@@ -87,7 +86,7 @@ class ShardCost:
 
     def _weight(self, tensor: TensorInfo, rows: int) -> Cost:
         size, flops = self._bytes(tensor), 2.0 * tensor.rows * tensor.cols * rows
-        moe = mixture(self._spec, int(tensor.name.split(".")[1]))
+        moe = self._spec.mixture(int(tensor.name.split(".")[1]))
         if moe is not None and "_exps." in tensor.name:
             share = moe.used / moe.experts
             return Cost(size * (1 - (1 - share) ** rows), flops * share)

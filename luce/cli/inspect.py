@@ -12,6 +12,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from luce.backend.expert_placement import ExpertBytes
 from luce.cli import plan
 from luce.cli.arguments import add_json, add_model, add_settings
 from luce.cli.console import output
@@ -108,8 +109,8 @@ def _call_mismatch(file: GGUFFile, spec: ModelSpec, source: str | None) -> str |
 def place(model: Opened) -> dict[str, Any]:
     """The memory of the layers on the devices, in bytes: luce.cli.plan.plan, and
 
-    per_layer  mixer; ffn; device; weights; kv_per_token; donor, the layer whose keys and values it reads; window;
-               state_per_sequence
+    per_layer  mixer; ffn; device; weights there; experts_on_cpu_bytes, of its routed experts on the CPU; kv_per_token;
+               donor, the layer whose keys and values it reads; window; state_per_sequence
     kv         per page group: window; layers; per_token; positions and bytes of one sequence at most
     """
     file, spec, config = model.file, model.spec, model.config
@@ -120,6 +121,7 @@ def place(model: Opened) -> dict[str, Any]:
         {"window": group.window, "layers": 0, "per_token": 0, "positions": 0, "bytes": 0} for group in spec.page_groups
     ]
     layers: list[dict[str, Any]] = []
+    experts = ExpertBytes(file, spec, model.options.experts)
     for shard, device in zip(facts["plan"], model.devices, strict=True):
         first, last = shard["layers"]
         for layer in range(first, last + 1):
@@ -132,7 +134,9 @@ def place(model: Opened) -> dict[str, Any]:
                     "mixer": _mixer(layer_spec),
                     "ffn": _ffn(layer_spec),
                     "device": str(device.name),
-                    "weights": tensor_bytes(file, spec, one, device, layers_only=True),
+                    "weights": tensor_bytes(file, spec, one, device, layers_only=True)
+                    - (experts.placed(one, device) if layer in shard["experts_on_cpu"] else 0),
+                    "experts_on_cpu_bytes": experts.on_cpu(one) if layer in shard["experts_on_cpu"] else 0,
                     "kv_per_token": sum(state.page) // PAGE,
                     "donor": donor,
                     "window": None if index is None else groups[index]["window"],
@@ -149,7 +153,7 @@ def place(model: Opened) -> dict[str, Any]:
                 group["positions"] = pages * PAGE
                 group["bytes"] += state.page[index] * pages
     totals = {name: sum(layer[name] for layer in layers) for name in ("kv_per_token", "state_per_sequence")}
-    weights = sum(shard["weights"] for shard in facts["plan"])
+    weights = sum(shard["weights"] + shard["experts_on_cpu_bytes"] for shard in facts["plan"])
     return {"per_layer": layers, "kv": groups, **facts, "weights": weights, **totals}
 
 
@@ -252,14 +256,16 @@ def _layer_table(facts: dict[str, Any]) -> Table:
         table.add_row(
             str(layer["layer"]),
             layer["mixer"],
-            layer["ffn"],
+            layer["ffn"] + (" on CPU" if layer["experts_on_cpu_bytes"] else ""),
             f"{layer['weights']:,}",
             f"{layer['kv_per_token']:,}" if layer["donor"] is None else f"layer {layer['donor']}'s",
             "" if layer["mixer"] == "gated DeltaNet" else _window(layer["window"]),
             f"{layer['state_per_sequence']:,}",
         )
-    rest = facts["weights"] - sum(layer["weights"] for layer in facts["per_layer"])
+    rest = facts["weights"] - sum(layer["weights"] + layer["experts_on_cpu_bytes"] for layer in facts["per_layer"])
     table.add_row("", "embedding, head", "", f"{rest:,}")
+    if away := sum(layer["experts_on_cpu_bytes"] for layer in facts["per_layer"]):
+        table.add_row("", "experts on the CPU", "", f"{away:,}")
     weights, kv, state = (f"{facts[name]:,}" for name in ("weights", "kv_per_token", "state_per_sequence"))
     table.add_row("", "total", "", weights, kv, "", state)
     return table

@@ -7,7 +7,7 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -152,11 +152,12 @@ def _dry_run(arguments: argparse.Namespace) -> int:
     for shard in facts["plan"]:
         if not shard["fits"]:
             first, last = shard["layers"]
-            needed = shard["weights"] + shard["state"] + shard["buffers"]
-            print(
-                f"luce: {shard['device']}: layers {first}..{last} need {needed} bytes, {shard['free']} are free",
-                file=sys.stderr,
-            )
+            needed, free = shard["weights"] + shard["state"] + shard["buffers"], shard["free"]
+            what = f"layers {first}..{last} need"
+            if needed <= free:
+                needed, free = shard["experts_on_cpu_bytes"], shard["experts_on_cpu_free"]
+                what = f"the experts of {len(shard['experts_on_cpu'])} layers on the CPU need"
+            print(f"luce: {shard['device']}: {what} {needed} bytes, {free} are free", file=sys.stderr)
     if not facts.get("draft", {"fits": True})["fits"]:
         draft = facts["draft"]
         needed = sum(draft[name] for name in ("weights", "state", "features", "head"))
@@ -175,8 +176,10 @@ def plan(model: Opened) -> dict[str, Any]:
     kvflash  with --kvflash: max_resident_tokens of a sequence, None for all; reason
     plan     per shard: device; layers (first, last); weights, with the embedding and the head; state of all sequences;
              buffers for activations; pinned_at_most, the host memory of copies between devices; unpacked_at_most, the
-             second, unpacked form of weights; free; fits; kv_per_token and state_per_sequence, with mirrors of other
-             shards' keys and values; activation_bytes_per_token to the next shard
+             second, unpacked form of weights; free; experts_on_cpu, the layers whose routed experts lie there, with
+             their bytes and the free ones (experts_on_cpu_bytes, experts_on_cpu_free); fits; kv_per_token and
+             state_per_sequence, with mirrors of other shards' keys and values; activation_bytes_per_token to the next
+             shard
     draft    with a --draft that has weights: device, kind, file; weights; state; features of the target; head, a
              daemon's copy of the embedding and the head; free; fits. The free memory of a shard on the same device does
              not contain this memory.
@@ -201,6 +204,9 @@ def plan(model: Opened) -> dict[str, Any]:
                 "pinned_at_most": shard.pinned,
                 "unpacked_at_most": shard.unpack_bytes if options.unpack else 0,
                 "free": shard.free,
+                "experts_on_cpu": list(shard.offloaded),
+                "experts_on_cpu_bytes": shard.offloaded_bytes,
+                "experts_on_cpu_free": shard.offload_free,
                 "fits": shard.fits,
                 "kv_per_token": sum(unit.page) // PAGE,
                 "state_per_sequence": unit.slot,
@@ -236,13 +242,15 @@ def table(facts: dict[str, Any]) -> Table:
     if "kvflash" in facts:
         title += f"; KVFlash: {facts['kvflash']['reason']}"
     columns = "device", "layers", "weights", "context", "buffers", "free", "fits", "activations"
-    shown = Table(*columns, title=title, title_justify="left")
+    away = any(shard["experts_on_cpu"] for shard in facts["plan"])
+    shown = Table(*columns, *(["experts on CPU"] if away else []), title=title, title_justify="left")
     for shard in facts["plan"]:
         first, last = shard["layers"]
         sizes = (f"{shard[name] / _MIB:,.1f} MiB" for name in ("weights", "state", "buffers", "free"))
         traffic = shard["activation_bytes_per_token"]
         traffic = f"{traffic:,} B/token" if traffic else ""
-        shown.add_row(shard["device"], f"{first}..{last}", *sizes, "yes" if shard["fits"] else "NO", traffic)
+        experts = [_experts(shard)] if away else []
+        shown.add_row(shard["device"], f"{first}..{last}", *sizes, "yes" if shard["fits"] else "NO", traffic, *experts)
     if "draft" in facts:
         draft = facts["draft"]
         own = draft["weights"] + draft["head"], draft["state"] + draft["features"], 0, draft["free"]
@@ -253,3 +261,20 @@ def table(facts: dict[str, Any]) -> Table:
         sizes = (f"{size / _MIB:,.1f} MiB" for size in (scorer["bytes"], 0, 0, scorer["free"]))
         shown.add_row(scorer["device"], "compression", *sizes, "yes" if scorer["fits"] else "NO", "")
     return shown
+
+
+def _experts(shard: dict[str, Any]) -> str:
+    """The layers of a shard whose experts lie on the CPU, and their size there."""
+    layers = shard["experts_on_cpu"]
+    return f"{ranges(layers)}: {shard['experts_on_cpu_bytes'] / _MIB:,.1f} MiB" if layers else ""
+
+
+def ranges(layers: Sequence[int]) -> str:
+    """Ascending layers as ranges: `3, 8..11`."""
+    found: list[list[int]] = []
+    for layer in layers:
+        if found and found[-1][-1] == layer - 1:
+            found[-1][1:] = [layer]
+        else:
+            found.append([layer])
+    return ", ".join("..".join(map(str, run)) for run in found)

@@ -23,11 +23,11 @@ from luce.backend.layer_assignment import plan_layers
 from luce.backend.prediction_facts import load_facts, prediction_facts, profile_facts
 from luce.config.values import mebibytes
 from luce.errors import OutOfMemoryError, UsageError
-from luce.planner.figures import LinkFigures
-from luce.planner.layer_time import layer_time
+from luce.planner.figures import DeviceFigures, LinkFigures
+from luce.planner.layer_time import ExpertPlace, layer_time
 from luce.planner.problem import Objective, Problem
 from luce.planner.search import best_placement
-from luce.planner.shard_tables import passes
+from luce.planner.shard_tables import expert_place, passes
 
 _GIB = 1 << 30
 
@@ -178,9 +178,15 @@ def _layer(problem: Problem, number: int) -> dict[str, Any]:
     """By device, the terms of a layer in a decoding step and in a piece of a prompt in one shard."""
     rows = problem.piece_rows(1, with_cpu=False)
     layer = problem.model.layers[number]
+    places: dict[str, tuple[DeviceFigures, ExpertPlace | None]] = {
+        device.name: (device, None) for device in problem.devices
+    }
+    for device in problem.devices if layer.experts is not None else ():
+        if (away := expert_place(problem, device)) is not None:
+            places[f"{device.name}, experts on {away.cpu.name}"] = device, away
     return {
-        device.name: {work.phase: asdict(layer_time(device, layer, work)) for work in passes(problem, rows)}
-        for device in problem.devices
+        name: {work.phase: asdict(layer_time(device, layer, work, away)) for work in passes(problem, rows)}
+        for name, (device, away) in places.items()
     }
 
 
@@ -254,15 +260,17 @@ def _basis(item: tuple[str, Mapping[str, Any]]) -> str:
 
 
 def _show(console: Console, title: str, facts: Mapping[str, Any]) -> None:
-    shown = Table("device", "layers", "memory", "decode", "limited by", "piece", "limited by")
+    away = any(stage["offloaded"] for stage in facts["stages"])
+    columns = "device", "layers", *(["experts on CPU"] if away else []), "memory"
+    shown = Table(*columns, "decode", "limited by", "piece", "limited by")
     shown.title, shown.title_justify = title, "left"
     for stage in facts["stages"]:
         first, last = stage["layers"]
         times = f"{stage['decode_s'] * 1e3:,.2f} ms", f"{stage['piece_s'] * 1e3:,.1f} ms"
         memory = f"{stage['bytes'] / _GIB:,.2f} GiB"
-        shown.add_row(
-            stage["device"], f"{first}..{last}", memory, times[0], stage["limit"], times[1], stage["piece_limit"]
-        )
+        experts = [f"of {stage['offloaded']} layers" if stage["offloaded"] else ""] if away else []
+        limits = times[0], stage["limit"], times[1], stage["piece_limit"]
+        shown.add_row(stage["device"], f"{first}..{last}", *experts, memory, *limits)
     console.print(shown)
     for link in facts["links"]:
         console.print(

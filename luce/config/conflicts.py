@@ -39,6 +39,8 @@ def _planning_problems(values: Mapping[str, Any], spelled: Mapping[str, str]) ->
         yield "optimize", f"{given}: not with {spelled['target_layer_split']}, which sets the layers"
     if planned and values.get("kvflash", "off") != "off":
         yield "optimize", f"{given}: not with {spelled['kvflash']}: contexts must be on the devices"
+    if planned and "-" in values.get("experts_on", "device"):
+        yield "optimize", f"{given}: not with {spelled['experts_on']} {values['experts_on']}, which sets the layers"
     automatic = goal == "auto" and devices == ("auto",) and not values.get("target_layer_split", ())
     if values.get("pin_devices", False) and not (planned or automatic):
         goals = "decode, prompt or balanced"

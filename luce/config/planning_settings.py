@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from luce.config.field import setting
-from luce.config.values import choice, margins, number, text, tokens
+from luce.config.values import choice, expert_layers, margins, number, text, tokens
 
 #: what the placement makes small: bytes on each device by its free memory, or seconds
 OBJECTIVES = ("memory", "decode", "prompt", "balanced")
@@ -15,6 +15,15 @@ OBJECTIVES = ("memory", "decode", "prompt", "balanced")
 class PlanningSettings:
     """A part of luce.config.settings.Config."""
 
+    experts_on: str = setting(
+        "device",
+        expert_layers,
+        "where the routed experts of a mixture-of-experts model lie and are computed: device (with their layers), cpu "
+        "(all on the CPU of the device's machine), auto (those of the last layers on the CPU, as few as the devices "
+        "cannot hold), N (those of the last N layers on the CPU), or ranges of layers, such as 20-39",
+        metavar="PLACE",
+        group="placement",
+    )
     optimize: str = setting(
         "auto",
         choice("auto", *OBJECTIVES),

@@ -145,6 +145,20 @@ def resident_tokens(text: str) -> str:
     return f"auto:{number}" if text.startswith("auto:") else str(number)
 
 
+_LAYERS = re.compile(r"[1-9][0-9]{0,5}|[0-9]{1,6}-[0-9]{1,6}(,[0-9]{1,6}-[0-9]{1,6})*", re.ASCII)
+
+
+def expert_layers(text: str) -> str:
+    """A value of --experts-on: `device`, `cpu`, `auto`, a number of layers, or ranges of layers; unchanged."""
+    ranges = [part.split("-") for part in text.split(",") if "-" in part]
+    if text not in ("device", "cpu", "auto") and not _LAYERS.fullmatch(text):
+        raise ValueError("expected device, cpu, auto, a number of layers, or ranges of layers such as 20-39")
+    for first, last in ranges:
+        if int(first) > int(last):
+            raise ValueError(f"{first}-{last}: the first layer comes before the last one")
+    return text
+
+
 def path(text: str) -> Path:
     """A path; a leading ~ is the user's home directory."""
     if not text:

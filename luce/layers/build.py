@@ -28,6 +28,7 @@ from luce.layers.moe import MoELayer
 from luce.layers.norm import Norm
 from luce.layers.per_layer import PerLayerInputs
 from luce.layers.rotary import Rotary
+from luce.layers.routed_experts import ExpertOffload, HostRows, OffloadedExperts, RoutedExperts, load_experts
 from luce.layers.short_conv import ShortConvLayer
 from luce.layers.state import DeltaState, KVPool, StateOptions
 from luce.layers.tensors import (
@@ -79,6 +80,7 @@ class LayerBuilder:
         layers: range,
         device: Device,
         states: StateOptions,
+        offload: ExpertOffload | None = None,
     ) -> None:
         self._file = file
         self._spec = spec
@@ -91,6 +93,10 @@ class LayerBuilder:
         self._shared_pools: dict[object, KVPool] = {}
         self._numbers: dict[int, Array] = {}
         self.weights = WeightLoader(file, device)
+        self._offload = offload
+        #: the experts on the CPU; None without
+        self.offloaded = None if offload is None else WeightLoader(file, offload.device)
+        self._host_rows = HostRows(device)
 
     def embedding(self) -> Embedding:
         """The token embedding, in the first shard."""
@@ -138,7 +144,7 @@ class LayerBuilder:
         spec = self._spec.layers[index]
         built = self._decoder_layer(index, spec) if isinstance(spec, Layer) else self._sandwich(index, spec)
         for name in sorted(shard_tensors(self._file, self._spec, range(index, index + 1), layers_only=True)):
-            if name not in self.weights.used:
+            if name not in self.weights.used and (self.offloaded is None or name not in self.offloaded.used):
                 raise UnsupportedError(f"{self._file.paths[0]}: tensor {name} is unknown to family {self._spec.family}")
         return built
 
@@ -450,31 +456,29 @@ class LayerBuilder:
         )
 
     def _moe(self, index: int, spec: MoE) -> MoELayer:
-        hidden, experts = self._spec.hidden, spec.experts
-        routers = {"ffn_gate_inp": experts}
+        hidden = self._spec.hidden
+        routers = {"ffn_gate_inp": spec.experts}
         biases = _biases(index, routers if spec.biases else {})
         if spec.shared_gate:
             routers["ffn_gate_inp_shexp"] = 1
-        # Some converters write gate and up as one tensor, gate rows first.
-        parts = {"ffn_gate_up_exps": 2 * spec.hidden}
-        if tensor_name(index, "ffn_gate_up_exps") not in self._file.tensors:
-            parts = {"ffn_gate_exps": spec.hidden, "ffn_up_exps": spec.hidden}
-
-        def stacked(parts: Mapping[str, int], cols: int) -> Weight:
-            names, own = [tensor_name(index, part) for part in parts], [f"blk.{index}.{part}.bias" for part in parts]
-            return self.weights.experts(names, cols, [*parts.values()], experts, own if spec.biases else ())
-
-        bias = self.weights.vector(f"blk.{index}.exp_probs_b.bias", experts) if spec.bias else None
-        expert_scale = self.weights.vector(f"blk.{index}.ffn_down_exps.scale", experts) if spec.expert_scale else None
+        bias = self.weights.vector(f"blk.{index}.exp_probs_b.bias", spec.experts) if spec.bias else None
+        expert_scale = (
+            self.weights.vector(f"blk.{index}.ffn_down_exps.scale", spec.experts) if spec.expert_scale else None
+        )
         names = [tensor_name(index, part) for part in routers]
+        experts: RoutedExperts | OffloadedExperts
+        if self._offload is not None and self.offloaded is not None and index in self._offload.layers:
+            routed = load_experts(self._file, self.offloaded, self._offload.device, index, spec, hidden)
+            experts = OffloadedExperts(self._device, routed, self._host_rows)
+        else:
+            experts = load_experts(self._file, self.weights, self._device, index, spec, hidden)
         return MoELayer(
             self._device,
             spec,
             bias=bias,
             expert_scale=expert_scale,
             router=self.weights.matrix(names, hidden, [*routers.values()], biases),
-            gate_up=stacked(parts, hidden),
-            down=stacked({"ffn_down_exps": hidden}, spec.hidden),
+            experts=experts,
             shared=self._mlp(index, GatedMLP(spec.shared, spec.activation), "_shexp") if spec.shared else None,
         )
 

@@ -54,6 +54,12 @@ def shard_tensors(file: GGUFFile, spec: ModelSpec, layers: range, *, layers_only
     return names
 
 
+def expert_tensors(file: GGUFFile, layer: int) -> list[str]:
+    """Names of the weights and biases of a layer's routed experts."""
+    names = (name for name in file.tensors if name.startswith(f"blk.{layer}.") and "_exps." in name)
+    return sorted(name for name in names if not name.endswith(".scale"))
+
+
 def tensor_bytes(file: GGUFFile, spec: ModelSpec, layers: range, device: Device, *, layers_only: bool = False) -> int:
     """Bytes that the tensors of a shard take on a device: as stored, or as float32 on a device that does not keep them
     packed, where only the embedding tables stay in quant blocks.

@@ -384,6 +384,12 @@ class ModelSpec:
         """Whether any layer carries a state that cannot be rewound by shortening."""
         return any(isinstance(layer.mixer, GatedDeltaNet) for layer in self.layers)
 
+    def mixture(self, layer: int) -> MoE | None:
+        """The experts of a layer; None if it has none."""
+        own = self.layers[layer]
+        part = own.experts if isinstance(own, SandwichLayer) else own.ffn
+        return part if isinstance(part, MoE) else None
+
     def donor(self, layer: int) -> int | None:
         """The layer whose keys and values `layer` reads instead of its own."""
         mixer = self.layers[layer].mixer

@@ -70,6 +70,7 @@ def route(
     scale: float,
     expert_scale: Array | None,
     groups: ExpertGroups | None = None,
+    multiplies: bool = True,
 ) -> Routing:
     """Choose `top_k` experts for each row of logits float32 [n, experts] (any row stride).
 
@@ -77,6 +78,7 @@ def route(
     [experts], None: 0) are chosen; on ties the lowest number, NaN last. A weight is p without the bias, divided by the
     sum over the chosen experts if `normalise`, times `scale`, times expert_scale[id] (float32 [experts], None: 1).
     With `groups` (DeepSeek-V3, arXiv 2412.19437, section 2.1.2) only experts of the best groups are chosen.
+    `multiplies`: whether this device multiplies with the experts' weights, for which it groups many rows.
 
     Raises ValueError for more than MAX_EXPERTS experts, a top_k beyond MAX_CHOSEN or the number of experts that can be
     chosen, or groups that are too many or of unequal size.
@@ -114,7 +116,7 @@ def route(
             np.int32(groups is not None and groups.score == "two best"),
         )
         device.launch("moe", "route", (n,), (device.lanes,), args)
-    return Routing(ids, weights, group(device, ids, experts))
+    return Routing(ids, weights, group(device, ids, experts) if multiplies else None)
 
 
 def group(device: Device, ids: Array, experts: int) -> Groups | None:

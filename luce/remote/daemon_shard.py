@@ -22,6 +22,7 @@ from luce.errors import BackendError, DeviceError, ModelError
 from luce.gguf.fingerprint import fingerprint
 from luce.gguf.reader import GGUFFile, open_gguf
 from luce.ipc.arena import Arena
+from luce.layers.routed_experts import ExpertOffload
 from luce.models.keys import Source
 from luce.models.registry import read_spec
 from luce.ops.kvtype import KVTypes
@@ -54,6 +55,7 @@ from luce.remote.shared_layout import OUTPUT_BYTES, OutputLayout, shared_size
 from luce.remote.validate import check_pages, check_step, is_path, load_layers, within
 from luce.runtime.device import Array, Device, Event, Flag
 from luce.runtime.host import HostDevice, HostEvent
+from luce.runtime.open import open_expert_cpu
 from luce.runtime.step import MAX_CANDIDATES, RowMasks, Step
 from luce.runtime.transfer import DEPTH, Link, Transfer
 from luce.shard.local import LocalShard
@@ -130,6 +132,8 @@ class ServedModel(Service):
         for problem in problems:
             _log.warning("shared memory is not pinned, copies are slower: %s", problem)
         can_use_flags = load.shared and not problems and all(device.uses_flags for device in devices)
+        # This thread waits in the middle of a step, and could not raise a flag that the devices wait for.
+        can_use_flags = can_use_flags and not any(load.offloaded)
         #: whether the devices wait for the input flag, and raise the output flag, without the host
         self.uses_flags = can_use_flags and self._try_flags()
         self.pipeline = Pipeline(peer=load.peer, enter=self._enter, leave=self._leave)
@@ -156,14 +160,15 @@ class ServedModel(Service):
         options = ShardOptions(
             load.slots, KVTypes(*load.kv), load.verify_rows, load.captured, load.rank_pages, load.peer
         )
-        for number, (device, part, unpack_bytes) in enumerate(
-            zip(self.devices, layers, load.unpack_bytes, strict=True)
+        offloaded = load.offloaded or ((),) * len(self.devices)
+        for number, (device, part, unpack_bytes, away) in enumerate(
+            zip(self.devices, layers, load.unpack_bytes, offloaded, strict=True)
         ):
             log.event(_log, "loading", device=str(device.name), layers=f"{part.start}..{part.stop - 1}")
             shard = LocalShard(
                 file,
                 self.spec,
-                DeviceLayers(device, part, unpack_bytes),
+                DeviceLayers(device, part, unpack_bytes, self._offload(away)),
                 options,
                 load.pages,
                 ShardHooks(lambda: on_progress(next(done) / count), self._copy_captured, self._output_arrays),
@@ -173,6 +178,13 @@ class ServedModel(Service):
             self.pipeline.add(f"layers {part.start}..{part.stop - 1}", str(device.name), shard)
             if number:
                 self.pipeline.link(load.rows * activation_bytes(self.spec, part.start, load.captured) // 4)
+
+    def _offload(self, layers: tuple[int, ...]) -> ExpertOffload | None:
+        """Where the experts of these layers lie; None without layers."""
+        if not layers:
+            return None
+        weights = "packed" if self.load.offloaded_packed else "float32"
+        return ExpertOffload(open_expert_cpu(self.devices, weights), frozenset(layers))
 
     def _try_flags(self) -> bool:
         """Whether the devices succeed in waiting for a flag and in raising one."""
@@ -189,7 +201,14 @@ class ServedModel(Service):
     def loaded(self) -> Loaded:
         parts = (part for shard in self.pipeline.shards for part in shard.info.devices)
         layers = (
-            LoadedLayers(part.device, (part.layers.start, part.layers.stop), part.weights, part.state, part.unpacked)
+            LoadedLayers(
+                part.device,
+                (part.layers.start, part.layers.stop),
+                part.weights,
+                part.state,
+                part.unpacked,
+                part.offloaded_bytes,
+            )
             for part in parts
         )
         return Loaded(tuple(layers), self.input_widths, self.output_widths, self.spec.vocab, self.uses_flags)

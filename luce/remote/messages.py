@@ -63,6 +63,10 @@ class Load(msgspec.Struct, tag=True):
     shared: bool
     #: the type of activations in messages: one of luce.remote.activation_codec.TYPES
     activations: str = "f32"
+    #: of each device, layers whose routed experts lie on the CPU of its machine, ascending; empty: of no device
+    offloaded: tuple[tuple[int, ...], ...] = ()
+    #: whether these experts stay in their file's types
+    offloaded_packed: bool = True
 
 
 class LoadedLayers(msgspec.Struct):
@@ -75,6 +79,8 @@ class LoadedLayers(msgspec.Struct):
     state: int
     #: matrices as float16, beside the packed weights
     unpacked: int
+    #: experts on the CPU of the device's machine
+    offloaded: int = 0
 
 
 class Loaded(msgspec.Struct, tag=True):

@@ -121,7 +121,9 @@ class RemoteShard:
             device.arena, device.last_event = self._arena, self._last_event
         ranges = tuple((part.start, part.stop) for part in layers)
         self._expected = tuple(zip((str(device.name.local) for device in devices), ranges, strict=True))
-        self.info = ShardInfo(tuple(DeviceInfo(str(part.device.name), part.layers, 0, 0, 0) for part in parts))
+        self.info = ShardInfo(
+            tuple(DeviceInfo(str(part.device.name), part.layers, 0, 0, 0, part.offloaded) for part in parts)
+        )
         self.state = RemoteState(self._requests, self.layers, mirrored(spec, self.layers), self._copy_seconds)
         self.ranking = RemoteRanking(
             self._requests, sum(options.ranks(spec, layer) for layer in self.layers), self._copy_seconds
@@ -154,7 +156,16 @@ class RemoteShard:
         self._uses_flags = loaded.flags and self._shared
         parts = zip(self.info.devices, loaded.parts, strict=True)
         self.info = ShardInfo(
-            tuple(DeviceInfo(own.device, own.layers, part.weights, part.state, part.unpacked) for own, part in parts)
+            tuple(
+                replace(
+                    own,
+                    weights=part.weights,
+                    state=part.state,
+                    unpacked=part.unpacked,
+                    offloaded_bytes=part.offloaded,
+                )
+                for own, part in parts
+            )
         )
 
     @property
@@ -335,6 +346,7 @@ def _load_message(
     file: GGUFFile, parts: Sequence[DeviceLayers], options: ShardOptions, pages: Sequence[int], rows: int
 ) -> Load:
     """What the daemon loads, without the fields about its transport."""
+    offloads = [part.offload for part in parts if part.offload is not None]
     return Load(
         path=str(file.paths[0].resolve()),
         fingerprint=fingerprint(file),
@@ -350,4 +362,6 @@ def _load_message(
         peer=options.peer,
         arena=0,
         shared=False,
+        offloaded=tuple(part.offloaded for part in parts) if offloads else (),
+        offloaded_packed=all(offload.device.packed for offload in offloads),
     )

@@ -40,9 +40,18 @@ def load_layers(load: Load, devices: int, spec: ModelSpec) -> list[range]:
         raise BackendError("the fields of the load do not fit the model")
     if sorted(set(load.captured)) != list(load.captured) or not set(load.captured) <= set(range(len(spec.layers))):
         raise BackendError(f"layers {load.captured} of {len(spec.layers)} cannot be captured")
+    places = zip(load.offloaded, layers, strict=False)
+    if len(load.offloaded) not in (0, devices) or not all(_are_mixtures(own, part, spec) for own, part in places):
+        raise BackendError(f"no experts of layers {load.offloaded} can lie on the CPU")
     if load.activations not in TYPES or (load.shared and load.activations != "f32"):
         raise BackendError(f"activations as {load.activations!r}")
     return layers
+
+
+def _are_mixtures(offloaded: Sequence[int], layers: range, spec: ModelSpec) -> bool:
+    """Whether these are layers of a device, ascending, that have experts."""
+    ascending = all(a < b for a, b in pairwise(offloaded))
+    return ascending and all(layer in layers and spec.mixture(layer) is not None for layer in offloaded)
 
 
 def check_step(step: Step, vocab: int, load: Load) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -50,6 +51,13 @@ def open_device(name: DeviceName, cpu_weights: str) -> Device:
     if name.kind != "cpu":
         return GpuDevice(name.kind, name.index)
     return CpuDevice(name.index) if cpu_weights == "packed" else HostDevice(name.index)
+
+
+def open_expert_cpu(devices: Sequence[Device], cpu_weights: str) -> Device:
+    """A CPU device for experts of layers on these devices: the first one that is not among them."""
+    taken = {device.name for device in devices}
+    index = next(index for index in itertools.count() if DeviceName("cpu", index) not in taken)
+    return open_device(DeviceName("cpu", index), cpu_weights)
 
 
 def open_devices(config: Config) -> list[Device]:

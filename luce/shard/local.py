@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -58,7 +59,7 @@ class LocalShard:
         self.device = device
         self._hooks = hooks
         states = StateOptions(pages, options.slots, options.kv, options.verify_rows, options.rank_pages)
-        builder = LayerBuilder(file, spec, layers, device, states)
+        builder = LayerBuilder(file, spec, layers, device, states, own.offload)
         self._graphs = GraphRunner(device, self._run, pages, long=long_graphs)
         self._embedding = builder.embedding() if layers.start == 0 else None
         self._mirrors = {donor: builder.mirror(donor) for donor in mirrored(spec, layers)}
@@ -88,7 +89,10 @@ class LocalShard:
         device.warm_up(warm_up)
         unpacked = builder.weights.store_fp16(own.unpack_bytes)
         held = state_bytes(device, spec, layers, options).total(pages, options.slots)
-        self.info = ShardInfo((DeviceInfo(str(device.name), layers, builder.weights.nbytes, held, unpacked),))
+        part = DeviceInfo(str(device.name), layers, builder.weights.nbytes, held, unpacked)
+        if builder.offloaded is not None:
+            part = replace(part, offloaded=own.offloaded, offloaded_bytes=builder.offloaded.nbytes)
+        self.info = ShardInfo((part,))
         device.synchronize()
 
     remote = False

@@ -43,6 +43,10 @@ class DeviceInfo:
     state: int
     #: bytes of matrices that are stored unpacked as float16 as well, for products of many rows
     unpacked: int
+    #: layers whose routed experts lie on the CPU of the device's machine, ascending
+    offloaded: tuple[int, ...] = ()
+    #: bytes of these experts, in the machine's memory
+    offloaded_bytes: int = 0
 
 
 @dataclass(frozen=True)

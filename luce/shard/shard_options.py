@@ -8,6 +8,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from luce.layers.routed_experts import ExpertOffload
 from luce.models.spec import ModelSpec
 from luce.ops.kvtype import AUTO, KVTypes
 from luce.runtime.device import Array, Device
@@ -44,6 +45,13 @@ class DeviceLayers:
     layers: range
     #: most bytes of the device for unpacked copies of matrices
     unpack_bytes: int = 0
+    #: where routed experts of some of the layers lie; None: with their layers
+    offload: ExpertOffload | None = None
+
+    @property
+    def offloaded(self) -> tuple[int, ...]:
+        """These layers, ascending."""
+        return () if self.offload is None else tuple(sorted(self.offload.layers))
 
 
 #: Gets a step and the outputs of the captured layers, uint16 [rows, H] each. The last shard calls it when the work on

@@ -263,6 +263,19 @@ def _threads(patch: Patch, path: Path, log: Log) -> None:
             assert told.read_text() == str(count)
 
 
+@checks("experts_on")
+def _experts_on(patch: Patch, path: Path, log: Log) -> None:
+    reference = Reference("qwen35moe-a-F32")
+    prompt, greedy = reference.expected["prompt_17"].tolist(), reference.expected["greedy_17"][:8].tolist()
+    layers = len(reference.spec.layers)
+    for asked, away in (("cpu", range(layers)), ("2", range(layers - 2, layers)), ("0-0", range(1))):
+        with load(reference, **DAEMON, experts_on=asked, cpu_weights="float32") as model:
+            parts = model.placement
+            assert [layer for part in parts for layer in part["experts_on_cpu"]] == list(away)
+            assert all((part["experts_on_cpu_bytes"] > 0) == bool(part["experts_on_cpu"]) for part in parts)
+            assert reply(model, prompt, temperature=0) == greedy
+
+
 @checks("cpu_weights")
 def _cpu_weights(patch: Patch, path: Path, log: Log) -> None:
     reference = Reference("qwen35-a-Q8_0")

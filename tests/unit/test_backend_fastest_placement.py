@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from luce.backend import fastest_placement
-from luce.backend.fastest_placement import Goal, ModelOnDevices, choose, known_plan, measured
+from luce.backend.expert_placement import ExpertRequest
+from luce.backend.fastest_placement import (
+    Goal,
+    ModelOnDevices,
+    choose,
+    known_plan,
+    measured,
+    nothing_fits,
+    placement_problem,
+)
 from luce.backend.placement import plan_shards
 from luce.backend.serving_options import Claim, ServingOptions
 from luce.config.resolve import resolve
@@ -16,6 +26,7 @@ from luce.errors import DeviceError, OutOfMemoryError
 from luce.gguf.reader import open_gguf
 from luce.models.keys import Source
 from luce.models.registry import read_spec
+from luce.planner.search import best_placement
 from luce.profiles.profile import DeviceProfile, FormatProfile, LinkProfile
 from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
@@ -144,3 +155,93 @@ def test_a_placement_is_predicted_where_all_devices_have_figures(stored: dict[st
 def test_the_goal_of_settings(given: dict[str, str], objective: str | None) -> None:
     goal = Goal.of(resolve(given, env={}))
     assert (None if goal is None else goal.objective) == objective
+
+
+class TestExpertsOnTheCpu:
+    """A model of experts on invented devices: a fast one that cannot hold all, and a slow one beside the CPU."""
+
+    @pytest.fixture
+    def mixture(self) -> Iterator[Any]:
+        with open_gguf(Reference("qwen35moe-b-Q4_K_M").path) as file:
+            spec = read_spec(Source(str(file.paths[0]), file.metadata, file.tensors))
+
+            def made(*devices: Device, **options: Any) -> ModelOnDevices:
+                return ModelOnDevices(file, spec, devices, ServingOptions(context=256, chunk=64, **options))
+
+            yield made
+
+    @pytest.fixture(autouse=True)
+    def figures(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def figures_of(device: Device, types: Any, **how: Any) -> DeviceProfile:
+            speed = SPEEDS.get(str(device.name), 0.1)
+            one = FormatProfile(1e9 * speed, {1: 1e9 * speed, 512: 1e10 * speed}, None, 0.1, False, {1: 0.5, 16: 0.5})
+            formats = {type.name: one for type in types}
+            return DeviceProfile(str(device.name), "x", 0.0, 1e-5, 1e-6, LinkProfile(1e-6, 1e9), formats)
+
+        monkeypatch.setattr(fastest_placement, "stored_profile", figures_of)
+
+    def test_the_search_leaves_the_fewest_experts_to_a_cpu_that_holds_no_layers(self, mixture: Any) -> None:
+        whole = mixture(Sized("cuda:0", GIB))
+        (shard,) = plan_shards(whole.file, whole.spec, whole.devices, whole.options)
+        auto = ExpertRequest(Sized("cpu:0", GIB), auto=True)
+        for share, least in ((1.2, 0), (0.8, 1), (0.65, 2)):
+            model = mixture(Sized("cuda:0", int(shard.needed * share)), experts=auto)
+            found = choose(model, Goal("decode"), 10, silent)
+            assert found.devices == ("cuda:0",) and len(found.offloaded) >= least
+            assert found.offloaded == tuple(range(4))[4 - len(found.offloaded) :]
+            assert [stage["offloaded"] for stage in found.plan.facts["stages"]] == [len(found.offloaded)]
+            options = replace(model.options, experts=replace(auto, layers=frozenset(found.offloaded), auto=False))
+            assert all(part.fits for part in plan_shards(model.file, model.spec, model.devices, options))
+
+    def test_the_host_has_to_hold_them(self, mixture: Any) -> None:
+        whole = mixture(Sized("cuda:0", GIB))
+        (shard,) = plan_shards(whole.file, whole.spec, whole.devices, whole.options)
+        device = Sized("cuda:0", int(shard.needed * 0.65))
+        for free, fits in ((shard.experts * 2, True), (1000, False)):
+            model = mixture(device, experts=ExpertRequest(Sized("cpu:0", free), auto=True))
+            problem = placement_problem(model, measured(model), Goal("decode"))
+            assert (best_placement(problem) is not None) == fits
+
+    def test_a_fast_device_with_its_experts_beside_it_wins_over_a_slow_one(self, mixture: Any) -> None:
+        whole = mixture(Sized("cuda:0", GIB))
+        (shard,) = plan_shards(whole.file, whole.spec, whole.devices, whole.options)
+        devices = Sized("cuda:0", int(shard.needed * 0.8)), Sized("cuda:1", GIB)
+        auto = ExpertRequest(Sized("cpu:0", GIB), auto=True)
+        assert choose(mixture(*devices, experts=auto), Goal("decode"), 10, silent).devices == ("cuda:0",)
+        assert "cuda:1" in choose(mixture(*devices), Goal("decode"), 10, silent).devices
+
+    def test_numbers_of_layers_and_given_layers_are_predicted(self, mixture: Any) -> None:
+        cpu, goal = Sized("cpu:0", GIB), Goal("decode")
+        rates = []
+        for layers in ((), (3,), (2, 3), (0, 1, 2, 3)):
+            model = mixture(Sized("cuda:0", GIB), experts=ExpertRequest(cpu, frozenset(layers)))
+            plan = known_plan(model, goal)
+            assert plan is not None and plan.prediction.shards[0].shard.offloaded == len(layers)
+            rates.append(plan.prediction.decode_rate)
+            assert len(choose(model, goal, 10, silent).offloaded) == len(layers)
+        assert rates == sorted(rates, reverse=True) and rates[0] > rates[-1]
+        ranges = mixture(Sized("cuda:0", GIB), experts=ExpertRequest(cpu, frozenset((0, 2))))
+        plan = known_plan(ranges, goal)
+        assert plan is not None and plan.prediction.decode_rate == pytest.approx(rates[2])
+
+    def test_the_message_names_the_setting(self, mixture: Any) -> None:
+        whole = mixture(Sized("cuda:0", GIB))
+        (shard,) = plan_shards(whole.file, whole.spec, whole.devices, whole.options)
+        one = shard.experts // 4
+        devices = Sized("cuda:0", shard.needed - one // 2), Sized("cpu:0", one + one // 10)
+        for device in devices:
+            device.margin = 0
+        model = mixture(*devices)
+        problem = placement_problem(model, measured(model), Goal("decode"))
+        assert best_placement(problem) is None
+        assert "; --experts-on auto would fit" in nothing_fits(problem)
+        devices[1]._free = one // 2
+        problem = placement_problem(model, measured(model), Goal("decode"))
+        assert "--experts-on" not in nothing_fits(problem)
+
+
+def test_layers_of_experts_by_name_are_no_goal() -> None:
+    auto = {"target_devices": "auto"}
+    assert Goal.of(resolve({**auto, "experts_on": "auto"}, spell=str)) is not None
+    assert Goal.of(resolve({**auto, "experts_on": "2"}, spell=str)) is not None
+    assert Goal.of(resolve({**auto, "experts_on": "1-2"}, spell=str)) is None

@@ -400,6 +400,7 @@ def test_dry_run_is_the_plan_of_inspect_and_of_the_load(capsys: pytest.CaptureFi
     assert facts["served"] == {"context": 300, "parallel": 2} and facts["fits"] is True and "kvflash" not in facts
     told = inspected(capsys, str(HYBRID), *flags)
     figures = ("device", "layers", "weights", "state", "activation_bytes_per_token")
+    figures += ("experts_on_cpu", "experts_on_cpu_bytes")
     for shard, other in zip(facts["plan"], told["plan"], strict=True):
         assert [shard[name] for name in (*figures, "kv_per_token", "fits")] == [
             other[name] for name in (*figures, "kv_per_token", "fits")

@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from luce.engine import draft_tree
 from luce.errors import BackendError
 from luce.remote.messages import Load
-from luce.remote.validate import check_step, is_path
+from luce.remote.validate import check_step, is_path, load_layers
 from luce.runtime.step import PAGE, PageView, Span, Step
+from tests.support.reference import Reference
 
 LOAD = Load(
     path="",
@@ -188,3 +190,35 @@ def test_seen_rows_of_a_long_span(rows: int) -> None:
         return
     with pytest.raises(BackendError, match=TABLE):
         check_step(step, 70, LOAD)
+
+
+@pytest.mark.parametrize(
+    ("name", "offloaded", "fits"),
+    [
+        ("qwen35moe-a-F32", (), True),
+        ("qwen35moe-a-F32", ((0, 1), ()), True),
+        ("qwen35moe-a-F32", ((1,), (2, 3)), True),
+        ("qwen35moe-a-F32", ((1,),), False),
+        ("qwen35moe-a-F32", ((1,), (2,), (3,)), False),
+        ("qwen35moe-a-F32", ((2,), ()), False),
+        ("qwen35moe-a-F32", ((), (99,)), False),
+        ("qwen35moe-a-F32", ((-1,), ()), False),
+        ("qwen35moe-a-F32", ((1, 0), ()), False),
+        ("qwen35moe-a-F32", ((1, 1), ()), False),
+        ("qwen35-a-F32", ((1,), ()), False),
+    ],
+)
+def test_layers_whose_experts_lie_on_the_cpu(name: str, offloaded: tuple[tuple[int, ...], ...], fits: bool) -> None:
+    spec = Reference(name).spec
+    load = msgspec.structs.replace(
+        LOAD,
+        layers=((0, 2), (2, len(spec.layers))),
+        pages=(9,) * len(spec.page_groups),
+        unpack_bytes=(0, 0),
+        offloaded=offloaded,
+    )
+    if fits:
+        assert load_layers(load, 2, spec) == [range(2), range(2, len(spec.layers))]
+        return
+    with pytest.raises(BackendError, match="no experts of layers"):
+        load_layers(load, 2, spec)
