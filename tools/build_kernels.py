@@ -28,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -224,6 +224,18 @@ def differing(targets: Sequence[Target], builds: Sequence[KernelBuild]) -> list[
     return tasks
 
 
+def tasks_for(
+    targets: Sequence[Target], sources: Sequence[str] | None = None, *, ci: bool
+) -> list[tuple[KernelBuild, Target]]:
+    """The builds for targets, of these sources or of all: all of each source, or those of --ci."""
+    tasks = []
+    for text in dict.fromkeys(target.text for target in targets):
+        kin = [target for target in targets if target.text == text]
+        builds = [build for build in kernels.builds(kin[0].vendor) if not sources or build.source in sources]
+        tasks += differing(kin, builds) if ci else [(build, target) for target in kin for build in builds]
+    return tasks
+
+
 def digests(tasks: Sequence[tuple[KernelBuild, Target]]) -> dict[str, str]:
     """By source: the digest of all that its builds depend on in this repository."""
     folder = proofs.ROOT / "kernels"
@@ -235,6 +247,11 @@ def digests(tasks: Sequence[tuple[KernelBuild, Target]]) -> dict[str, str]:
         source: proofs.digest((folder / f"{source}.cu", *folder.glob("*.h"), *code), *sorted(texts))
         for source, texts in found.items()
     }
+
+
+def proved(current: Mapping[str, str]) -> set[str]:
+    """The sources that are recorded with their current digest."""
+    return {source for source, digest in proofs.recorded("builds").items() if current.get(source) == digest}
 
 
 def table(results: Sequence[Result]) -> Table:
@@ -280,16 +297,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(reasons), file=sys.stderr)
         return 2
     started = time.monotonic()
-    tasks = []
-    for text in dict.fromkeys(target.text for target in targets):
-        kin = [target for target in targets if target.text == text]
-        builds = [b for b in kernels.builds(kin[0].vendor) if not options.source or b.source in options.source]
-        tasks += differing(kin, builds) if options.ci else [(b, target) for target in kin for b in builds]
+    tasks = tasks_for(targets, options.source, ci=options.ci)
     current = digests(tasks)
     if options.skip_proved or options.prove:
-        proved = {source for source, digest in proofs.recorded("builds").items() if current.get(source) == digest}
-        tasks = [task for task in tasks if task[0].source not in proved]
-        print(f"{len(proved)} of {len(current)} sources have passed as they stand; {len(tasks)} builds are left")
+        known = proved(current)
+        tasks = [task for task in tasks if task[0].source not in known]
+        print(f"{len(known)} of {len(current)} sources have passed as they stand; {len(tasks)} builds are left")
     results = build_all(tasks, options.jobs, keep=options.cache)
     shown = table(results)
     console = Console(width=None if sys.stdout.isatty() else 60 + 18 * len(targets))

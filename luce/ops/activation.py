@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from luce.cpu_kernels.dimensions import LANES
-from luce.models.spec import Activation
 from luce.runtime.cpu import CpuDevice
 from luce.runtime.device import Array, Device
+
+if TYPE_CHECKING:
+    from luce.models.spec import Activation
 
 _THREADS = 256
 # Elements of a row for each block of the gates (per thread, EACH of kernels/activation.cu).
@@ -18,7 +22,7 @@ _KERNEL: dict[Activation, str] = {
     "clamped_swiglu": "gated_clamped_swiglu",
 }
 #: the activations that compiled code of the CPU computes, and kernels that write int8
-FUSED = frozenset[Activation]({"silu", "gelu"})
+FUSED: frozenset[Activation] = frozenset({"silu", "gelu"})
 # Of clamped_swiglu (kernels/activation.h).
 _LIMIT, _STEEPNESS = np.float32(7), np.float32(1.702)
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 from gguf import GGMLQuantizationType
 
-from luce.models.spec import ExpertGroups, Gating
 from luce.ops.fp16 import Fp16Rows, to_fp16
 from luce.ops.matmul import FEW_ROWS, matmul
 from luce.ops.matmul_packed import multiply_experts
@@ -24,6 +24,9 @@ from luce.ops.matmul_prefill import TILE_FEATURES, TILE_ROWS, TILE_THREADS
 from luce.ops.weight import Weight, WeightPart
 from luce.runtime.cpu import CpuDevice
 from luce.runtime.device import Array, Device
+
+if TYPE_CHECKING:
+    from luce.models.spec import ExpertGroups, Gating
 
 #: most experts of a layer
 MAX_EXPERTS = 512

@@ -11,15 +11,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 from gguf import GGMLQuantizationType
 
-from luce.models.spec import Activation
 from luce.ops.matmul_int8 import INT8_TYPES, MOST_SHARED, Shape, block_shape, group_for, most_chains
 from luce.ops.quantise import BLOCK, Quantised, quantise
 from luce.ops.weight import Weight, WeightPart
 from luce.runtime.device import Array, Device
+
+if TYPE_CHECKING:
+    from luce.models.spec import Activation
 
 # The constants of kernels/moe_int8.cu.
 _TILE = 16

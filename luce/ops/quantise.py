@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from luce.models.spec import Activation
 from luce.runtime.device import Array, Device
+
+if TYPE_CHECKING:
+    from luce.models.spec import Activation
 
 #: Columns that share a scale: a section (the last one padded with zeros), or a quant block.
 SECTION, BLOCK = 128, 32

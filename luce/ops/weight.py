@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 
 from luce.gguf.model_file import FileRows
 from luce.gguf.quants import dequantize
-from luce.gguf.reader import TensorInfo
 from luce.runtime.device import Array, Device
+
+if TYPE_CHECKING:
+    from luce.gguf.reader import TensorInfo
 
 _T = GGMLQuantizationType
 #: the types that kernels/quants.h dequantises

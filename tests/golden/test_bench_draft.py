@@ -37,14 +37,14 @@ def measured(draft: str, tokens: int, count: int, tasks: tuple[str, ...], **fiel
 
 @pytest.mark.parametrize("draft", LEAST)
 def test_every_placement_accepts_the_same(draft: str) -> None:
-    found = [measured(draft, 32, 2, ("code", "text", "copy"), **place) for place in PLACES]
+    found = [measured(draft, 32, 1, ("code", "text", "copy"), **place) for place in PLACES]
     assert [len(report["devices"]) for report in found] == [1, 3, 2, 1]
     tasks = found[0]["tasks"]
     assert all(report["tasks"] == tasks for report in found)
     for task in tasks.values():
         histogram = {int(count): steps for count, steps in task["histogram"].items()}
         assert sum(histogram.values()) == task["steps"]
-        assert sum(count * steps for count, steps in histogram.items()) <= 2 * 31
+        assert sum(count * steps for count, steps in histogram.items()) <= 31
         assert task["tokens_per_step"] > 1.2 and len(histogram) > 2
 
 

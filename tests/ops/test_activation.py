@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import pytest
 
-from luce.models.spec import Activation
 from luce.ops.activation import gated_activation
 from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
 from tests.support import op_checks_activation as checks
 from tests.support.devices import on_devices
+
+if TYPE_CHECKING:
+    from luce.models.spec import Activation
 
 activations = pytest.mark.parametrize("activation", ["silu", "gelu", "clamped_swiglu"])
 

@@ -6,12 +6,12 @@ Every format and row count, sums of real length, and equal bits where luce.ops.m
 from __future__ import annotations
 
 import itertools
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 from luce.gguf.quants import dequantize
-from luce.models.spec import Activation
 from luce.ops.embedding import embed
 from luce.ops.matmul import matmul
 from luce.ops.matmul_prefill import BLAS_ROWS
@@ -23,6 +23,9 @@ from tests.support.devices import emulated_only, on_devices
 from tests.support.emulated import EmulatedDevice
 from tests.support.quant_blocks import FORMATS, PLAIN, block_cols, decoded, random_tensor, whole_blocks
 from tests.support.quantised import INT8, seen
+
+if TYPE_CHECKING:
+    from luce.models.spec import Activation
 
 # Row counts one below, at and above what a variant of matmul_vec holds would compile them all for every format; each
 # format meets one variant here, and one format meets all of them below.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 from numpy.typing import NDArray
 
-from luce.models.spec import Activation
 from luce.ops.activation import (
     add,
     add_bias,
@@ -18,6 +19,9 @@ from luce.ops.activation import (
 )
 from luce.ops.activation import gelu as plain_gelu
 from luce.runtime.device import Device
+
+if TYPE_CHECKING:
+    from luce.models.spec import Activation
 
 
 def silu(x: NDArray[np.float64]) -> NDArray[np.float64]:

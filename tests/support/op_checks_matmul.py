@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import numpy as np
 from numpy.typing import NDArray
 
-from luce.models.spec import Activation
 from luce.ops import matmul_int8, matmul_prefill
 from luce.ops.activation import gated_activation
 from luce.ops.fp16 import to_fp16
@@ -22,6 +21,9 @@ from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
 from tests.support.quant_blocks import decoded, random_tensor
 from tests.support.quantised import quantised, same_rows, seen, unpacked
+
+if TYPE_CHECKING:
+    from luce.models.spec import Activation
 
 Matrix = NDArray[np.float32]
 

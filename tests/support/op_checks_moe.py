@@ -8,8 +8,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from luce.models.spec import ExpertGroups
-from luce.ops.moe import Gating, Routing, add_expert_bias, combine, expert_matmul, group, route
+from luce.models.spec import ExpertGroups, Gating
+from luce.ops.moe import Routing, add_expert_bias, combine, expert_matmul, group, route
 from luce.ops.moe_int8 import expert_mlp, expert_weights
 from luce.ops.quantise import quantise
 from luce.ops.weight import RawTensor, Weight, WeightPart, upload_experts, upload_weight

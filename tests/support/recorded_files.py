@@ -131,11 +131,16 @@ class RecordedOS:
 
 
 @contextmanager
+def same_names() -> Iterator[None]:
+    """Random names are the same each time."""
+    numbers = itertools.count()
+    with mock.patch("secrets.token_hex", lambda count: f"{next(numbers):0{2 * count}x}"):
+        yield
+
+
+@contextmanager
 def recorded(root: Path) -> Iterator[RecordedOS]:
     """Record what luce.kvcache.disk.files does below `root`. Random names are the same each time."""
-    calls, numbers = RecordedOS(root), itertools.count()
-    with (
-        mock.patch.object(files, "os", calls),
-        mock.patch("secrets.token_hex", lambda count: f"{next(numbers):0{2 * count}x}"),
-    ):
+    calls = RecordedOS(root)
+    with mock.patch.object(files, "os", calls), same_names():
         yield calls

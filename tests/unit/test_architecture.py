@@ -242,6 +242,9 @@ def test_installed_wheel_finds_its_kernels_and_its_web_ui(tmp_path: Path) -> Non
         "-q",
         "--no-deps",
         "--no-cache-dir",
+        # By the setuptools that is here; tools/check_release builds in environments of their own.
+        "--no-build-isolation",
+        "--no-compile",
         "--target",
         str(place),
         str(tree),

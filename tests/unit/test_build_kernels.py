@@ -20,12 +20,16 @@ from tools.build_kernels import TARGETS, Target
 
 
 @pytest.mark.parametrize("name", ["nvrtc", "hiprtc", "clang"])
-def test_kernels_compile(name: str) -> None:
+def test_kernels_compile(name: str, pytestconfig: pytest.Config) -> None:
     reason = build_kernels.missing(name)
     if reason:
         pytest.skip(reason)
     targets = [target for target in TARGETS if target.compiler == name and target.usual]
-    builds = {build.source: build for build in kernels.builds("cuda" if name == "nvrtc" else "hip")}.values()
+    every = {build.source: build for build in kernels.builds("cuda" if name == "nvrtc" else "hip")}.values()
+    # Whatever is built here is a part of what --ci builds.
+    skipped = pytestconfig.getoption("--skip-proved") or pytestconfig.getoption("--prove")
+    known = build_kernels.proved(build_kernels.digests(build_kernels.tasks_for(TARGETS, ci=True))) if skipped else set()
+    builds = [build for build in every if build.source not in known]
     results = build_kernels.build_all([(build, target) for target in targets for build in builds], jobs=2)
     assert [result.error for result in results if result.error] == []
     assert len(results) == len(builds) * len(targets)
@@ -110,3 +114,22 @@ def test_targets_of_one_text_are_those_whose_sources_preprocess_to_the_same() ->
     for one in TARGETS:
         for other in TARGETS:
             assert (texts[one.arch] == texts[other.arch]) == (one.text == other.text), (one.arch, other.arch)
+
+
+def test_kernels_that_are_proved_are_not_compiled_again(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[str] = []
+
+    def build_all(tasks: list, jobs: int) -> list[build_kernels.Result]:
+        compiled[:] = [build.source for build, _ in tasks]
+        return [build_kernels.Result(build, target, 0.0, registers=1) for build, target in tasks]
+
+    monkeypatch.setattr(build_kernels, "missing", lambda name: None)
+    monkeypatch.setattr(build_kernels, "build_all", build_all)
+    monkeypatch.setattr(build_kernels, "proved", lambda current: current.keys() - {"norm"})
+    names = kernels.sources()
+    for given, expected in (([], names), (["--skip-proved"], ["norm"]), (["--prove"], ["norm"])):
+        config = pytester.parseconfig("-p", "tests.support.selection", *given)
+        test_kernels_compile("nvrtc", config)
+        assert compiled == expected
