@@ -19,12 +19,26 @@ from luce.models.keys import Source
 from luce.models.registry import read_spec
 from luce.runtime.host import HostDevice
 from tests.support.drive import Driver
+from tests.support.proposals import recorded
 
 torch = pytest.importorskip("torch", reason="torch is what tools/train_tiny trains with and not installed")
 
-from tools.train_tiny import data, delta, draft, drafter, export, layers, prompts, target, tasks, train  # noqa: E402
+from tools.train_tiny import (  # noqa: E402
+    data,
+    delta,
+    draft,
+    draft2,
+    drafter,
+    export,
+    layers,
+    prompts,
+    target,
+    tasks,
+    train,
+)
 
 pytestmark = pytest.mark.oracle
+TINY = Path(__file__).resolve().parents[2] / "models" / "tiny" / "target.gguf"
 SOURCES = Path(luce.__file__).parent
 
 
@@ -81,6 +95,69 @@ def test_the_draft_file_has_every_tensor_and_key(corpus: data.Corpus, tmp_path: 
     key = "qwen35-dflash-draft.dflash."
     assert reader.fields[key + "mask_token_id"].contents() == corpus.tokenizer.token_to_id(data.MASK)
     assert reader.fields[key + "target_layer_ids"].contents() == list(draft.CAPTURE)
+
+
+@pytest.mark.parametrize("matrices", [Type.F32, Type.Q8_0])
+def test_luce_drafts_the_blocks_of_a_trained_second_generation(
+    corpus: data.Corpus, tmp_path: Path, matrices: Type
+) -> None:
+    torch.manual_seed(2)
+    weights = {
+        name: w + 0.3 * torch.randn_like(w) if "conv" in name or name.startswith("selector_successor") else w
+        for name, w in draft2.grown().items()
+    }
+    export.write_draft2(tmp_path / "draft2.gguf", weights, corpus.tokenizer, matrices)
+    assert (tmp_path / "draft2.gguf").stat().st_size < (20e6 if matrices == Type.F32 else 4e6)
+    read = export.read(tmp_path / "draft2.gguf")
+    assert read.keys() == weights.keys()
+    own, base = draft2.Draft2(torch.float32, data.token_id(corpus.tokenizer, data.MASK)), export.read(TINY)
+    ids = corpus.train[:150].astype(int).tolist()
+    loaded = luce.load(TINY, target_devices="cpu:0", draft=str(tmp_path / "draft2.gguf"), verify_width=16)
+    with loaded as model, recorded(model) as proposed:
+        first, *_ = (t.id for t in model.generate(ids, max_tokens=20, temperature=0, ignore_eos=True))
+    with torch.no_grad():
+        padded = torch.tensor([ids + [0] * (-len(ids) % 64)])
+        states = torch.cat(target.Target(torch.float32)(base, padded, capture=draft.CAPTURE)[1], -1)[:, : len(ids)]
+        seed = torch.tensor([[first]])
+        z = own(read, base, states.bfloat16().float(), seed, torch.tensor([[len(ids)]]))[0, :, 1:]
+        expected = own.drafted(read, base, z, seed[0])[0].tolist()
+        plain = (z[0] @ base["output.weight"].T).argmax(-1).tolist()
+    assert proposed[0] == (len(ids) + 1, expected)
+    # The selector decides some of them.
+    assert plain != expected
+
+
+def test_a_draft_of_the_second_generation_begins_as_the_first(corpus: data.Corpus) -> None:
+    torch.manual_seed(3)
+    first, base = draft.fresh(), {n: torch.randn(4096, 256) for n in ("token_embd.weight", "output.weight")}
+    captured, seeds, anchors = torch.randn(2, 40, 5 * 256), torch.tensor([[1, 7], [3, 4]]), torch.tensor([[9, 30]] * 2)
+    with torch.no_grad():
+        z = draft.Draft(torch.float32, 5)(first, base, captured, seeds, anchors)
+        grown = draft2.grown(first)
+        again = draft2.Draft2(torch.float32, 5)(grown, base, captured, seeds, anchors)
+        torch.testing.assert_close(again, z)
+        rows = z[:, 0, 1:]
+        tokens = draft2.Draft2(torch.float32, 5).drafted(grown, base, rows, seeds[:, 0])
+        assert torch.equal(tokens, draft.Draft(torch.float32, 5).drafted(first, base, rows, seeds[:, 0]))
+
+
+def test_a_selector_learns_the_token_before() -> None:
+    """Rows that say nothing: which of two tokens comes follows from the one before."""
+    torch.manual_seed(4)
+    model, names = draft2.Draft2(torch.float32, 5), [n for n in draft2.grown() if n.startswith("selector_")]
+    w = layers.trainable({n: t for n, t in draft2.grown().items() if n in names}, torch.device("cpu"))
+    base, z = {"output.weight": torch.randn(4096, 256)}, torch.randn(1, 1, 1, 256).expand(1, 8, 15, 256)
+    best = (z[0, 0, 0] @ base["output.weight"].T).topk(2).indices
+    tokens = best[torch.randint(0, 2, (1, 8, 1)).expand(1, 8, 16)].clone()
+    tokens[..., 1::2] = best.sum() - tokens[..., 1::2]
+    optimiser = torch.optim.AdamW(w.values(), lr=0.05)
+    for _ in range(60):
+        losses, chosen = model.losses(w, base, z, tokens)
+        losses.mean().backward()
+        optimiser.step()
+        optimiser.zero_grad()
+    assert torch.equal(chosen, tokens[..., 1:])
+    assert torch.equal(model.drafted(w, base, z[0], tokens[0, :, 0]), tokens[0, :, 1:])
 
 
 def test_q6_k_is_decoded_by_the_gguf_package() -> None:

@@ -13,8 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import data, draft, drafter, evaluate, export, prompts, target, train
+from . import data, draft, draft2, drafter, evaluate, export, prompts, target, train
 from .layers import no_compile
+
+#: the models that draft blocks
+DRAFTS: dict[str, type[draft.Draft]] = {"draft": draft.Draft, "draft2": draft2.Draft2}
 
 
 def _retry(stage: Callable[[train.Setup, float], Mapping[str, Tensor]], setup: train.Setup, seconds: float) -> Any:
@@ -54,6 +57,33 @@ def _weights(folder: Path, device: torch.device) -> dict[str, dict[str, Tensor]]
     }
 
 
+def _trained_draft(
+    name: str,
+    weights: Mapping[str, Mapping[str, Tensor]],
+    feed: train.Feed,
+    corpus: data.Corpus,
+    setup: train.Setup,
+    options: argparse.Namespace,
+) -> dict[str, Tensor]:
+    """The weights of a draft of the target, from the given ones on; a DFlash2 draft begins as the DFlash draft.
+    Prints its acceptance."""
+    kind, mask = DRAFTS[name], data.token_id(corpus.tokenizer, data.MASK)
+    start = weights.get(name) or (draft2.grown(weights.get("draft")) if name == "draft2" else draft.fresh())
+
+    def run(plan: train.Setup, seconds: float) -> Mapping[str, Tensor]:
+        base, path, end = weights["target"], options.out / f"{name}.pt", time.monotonic() + seconds
+        sizes = {"sequences": options.sequences, "tokens": options.generated}
+        texts = train.draft_texts(base, feed, corpus, plan, seconds, **sizes)
+        return train.draft(
+            kind(plan.dtype, mask, plan.compile), base, start, texts, plan, max(1.0, end - time.monotonic()), path
+        )
+
+    found: dict[str, Tensor] = _retry(run, setup, getattr(options, name))
+    model, sizes = kind(setup.dtype, mask), {"count": options.evaluated, "budget": options.generated}
+    _evaluated(lambda: evaluate.acceptance(weights["target"], model, found, corpus, setup, **sizes))
+    return found
+
+
 def _train(options: argparse.Namespace) -> None:
     begun = time.monotonic()
 
@@ -72,7 +102,7 @@ def _train(options: argparse.Namespace) -> None:
     out: Path = options.out
     out.mkdir(parents=True, exist_ok=True)
     weights = _weights(options.start or out, device)
-    if device.type == "cuda" and (options.draft or options.drafter) and "target" in weights:
+    if device.type == "cuda" and (options.draft or options.draft2 or options.drafter) and "target" in weights:
         target.Target.graphs = target.graphs_work(weights["target"], setup.dtype)
         say(f"CUDA graphs: {target.Target.graphs}")
 
@@ -92,22 +122,10 @@ def _train(options: argparse.Namespace) -> None:
 
         weights["target"] = _retry(run_target, setup, options.target)
         _evaluated(lambda: check("target", target.Target(setup.dtype)))
-    if options.draft:
-        say("draft")
-        start_draft = weights.get("draft") or draft.fresh()
-
-        def run_draft(plan: train.Setup, seconds: float) -> Mapping[str, Tensor]:
-            base, path, end = weights["target"], out / "draft.pt", time.monotonic() + seconds
-            sizes = {"sequences": options.sequences, "tokens": options.generated}
-            texts = train.draft_texts(base, feed, corpus, plan, seconds, **sizes)
-            left = max(1.0, end - time.monotonic())
-            return train.draft(base, start_draft, texts, corpus, plan, left, path)
-
-        weights["draft"] = _retry(run_draft, setup, options.draft)
-        model = draft.Draft(setup.dtype, data.token_id(corpus.tokenizer, data.MASK))
-        say("acceptance")
-        sizes = {"count": options.evaluated, "budget": options.generated}
-        _evaluated(lambda: evaluate.acceptance(weights["target"], model, weights["draft"], corpus, setup, **sizes))
+    for name in DRAFTS:
+        if getattr(options, name):
+            say(name)
+            weights[name] = _trained_draft(name, weights, feed, corpus, setup, options)
     if options.drafter:
         say("drafter")
         start_drafter = weights.get("drafter") or drafter.fresh()
@@ -138,13 +156,13 @@ def main() -> None:
     corpus.add_argument("--tokenizer", type=Path, metavar="GGUF", help="keep the tokenizer of this exported file")
     run = stages.add_parser("train", help="train the models that have SECONDS, and evaluate them")
     run.add_argument("corpus", type=Path)
-    run.add_argument("out", type=Path, help="where target.pt, drafter.pt and draft.pt are written")
+    run.add_argument("out", type=Path, help="where target.pt, drafter.pt, draft.pt and draft2.pt are written")
     run.add_argument(
         "--start",
         type=Path,
         help="folder of .pt or .gguf files to start from; the draft learns from the target there; default: OUT",
     )
-    for name in ("target", "drafter", "draft"):
+    for name in ("target", "drafter", "draft", "draft2"):
         run.add_argument(f"--{name}", type=float, default=0.0, metavar="SECONDS")
     run.add_argument("--device", default="cuda")
     run.add_argument("--no-compile", dest="compile", action="store_false")
@@ -160,7 +178,7 @@ def main() -> None:
     write = stages.add_parser("export", help="write quantised GGUF files of the weights that a folder holds")
     write.add_argument("corpus", type=Path)
     write.add_argument(
-        "weights", type=Path, help="folder with target.pt, drafter.pt, draft.pt; missing ones are left out"
+        "weights", type=Path, help="folder with target.pt, drafter.pt, draft.pt, draft2.pt; missing ones are left out"
     )
     write.add_argument("out", type=Path)
     expect = stages.add_parser(

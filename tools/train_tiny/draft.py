@@ -3,6 +3,7 @@ states of the text so far, with the target's embedding and head."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ CONTEXT = 1792
 CAPTURE = (1, 3, 4, 5, 6)
 # Loss weight of row k = 1.. is exp(-(k - 1) / _GAMMA): only the tokens before the first wrong one of a block count.
 _GAMMA = 7.0
+_ATTENTION = ("q", "k", "v", "q_norm", "k_norm", "output")
 
 
 def fresh() -> dict[str, Tensor]:
@@ -52,24 +54,16 @@ def _fuse(captured: Tensor, fc: Tensor, norm: Tensor, dtype: torch.dtype) -> Ten
     return rms(linear(captured, fc, dtype), norm).to(dtype)
 
 
-def _attention_in(
-    x: Tensor,
-    f: Tensor,
-    norm: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    qn: Tensor,
-    kn: Tensor,
-    at: Tensor,
-    text: Tensor,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
-    y = rms(x, norm).to(dtype)
-    both = torch.cat([f, y], 1)
-    positions = torch.cat([text.expand(len(at), -1), at], 1)
-    value = linear(both, v, dtype).unflatten(-1, (KV_HEADS, HEAD))
-    return project(y, q, qn, at, ROPE_BASE, dtype), project(both, k, kn, positions, ROPE_BASE, dtype), value
+@dataclass(frozen=True)
+class Blocks:
+    """Where blocks stand."""
+
+    #: positions of their rows [batch, blocks * BLOCK]
+    at: Tensor
+    #: positions of the text [1, T]
+    text: Tensor
+    #: what a row sees, as `visible` has it
+    mask: Tensor
 
 
 class Draft:
@@ -94,16 +88,36 @@ class Draft:
         f = _fuse(captured, w["dflash.fc.weight"], w["dflash.hidden_norm.weight"], self.dtype)
         text = torch.arange(captured.shape[1], device=seeds.device)[None]
         at = (anchors[..., None] + torch.arange(BLOCK, device=seeds.device)).flatten(1)
-        mask = visible(anchors, captured.shape[1])
-        names = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_q_norm", "attn_k_norm")
+        where = Blocks(at, text, visible(anchors, captured.shape[1]))
         for layer in range(LAYERS):
-            norm, wq, wk, wv, q_norm, k_norm = (w[f"blk.{layer}.{n}.weight"] for n in names)
-            q, k, v = _attention_in(x, f, norm, wq, wk, wv, q_norm, k_norm, at, text, self.dtype)
-            o = attend(q, k, v, self.dtype, mask).flatten(-2)
-            x = x + linear(o, w[f"blk.{layer}.attn_output.weight"], self.dtype)
-            parts = (w[f"blk.{layer}.{n}.weight"] for n in ("ffn_norm", "ffn_gate", "ffn_up", "ffn_down"))
-            x = self._ffn(x.flatten(0, 1), *parts, self.dtype).view(x.shape)
+            x = self._mix(w, layer, x, f, where)
+            x = self._feed(w, layer, x)
         return rms(x, w["output_norm.weight"]).unflatten(1, (blocks, BLOCK))
+
+    def _mix(self, w: Weights, layer: int, x: Tensor, f: Tensor, where: Blocks) -> Tensor:
+        """x + the layer's attention."""
+        y = rms(x, w[f"blk.{layer}.attn_norm.weight"]).to(self.dtype)
+        return x + self._attention(w, layer, y, f, where)
+
+    def _attention(self, w: Weights, layer: int, y: Tensor, f: Tensor, where: Blocks) -> Tensor:
+        """The attention of normed rows y to the text's features f and to their own blocks."""
+        dtype = self.dtype
+        wq, wk, wv, q_norm, k_norm, out = (w[f"blk.{layer}.attn_{n}.weight"] for n in _ATTENTION)
+        both = torch.cat([f, y], 1)
+        positions = torch.cat([where.text.expand(len(where.at), -1), where.at], 1)
+        v = linear(both, wv, dtype).unflatten(-1, (KV_HEADS, HEAD))
+        q = project(y, wq, q_norm, where.at, ROPE_BASE, dtype)
+        k = project(both, wk, k_norm, positions, ROPE_BASE, dtype)
+        return linear(attend(q, k, v, dtype, where.mask).flatten(-2), out, dtype)
+
+    def _feed(self, w: Weights, layer: int, x: Tensor) -> Tensor:
+        """x + the layer's MLP."""
+        parts = (w[f"blk.{layer}.{n}.weight"] for n in ("ffn_norm", "ffn_gate", "ffn_up", "ffn_down"))
+        return self._ffn(x.flatten(0, 1), *parts, self.dtype).view(x.shape)
+
+    def drafted(self, w: Weights, base: Weights, z: Tensor, seeds: Tensor) -> Tensor:
+        """The tokens [n, BLOCK - 1] of blocks behind their seeds [n], greedily; z [n, BLOCK - 1, HIDDEN]."""
+        return linear(z, base["output.weight"], self.dtype).float().argmax(-1)
 
     def loss(self, w: Weights, base: Weights, captured: Tensor, ids: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor]:
         """(weighted cross entropy, mean rows right before the first wrong one) of blocks of ids [batch, T'], where
@@ -111,12 +125,17 @@ class Draft:
         rows = (anchors[..., None] + torch.arange(BLOCK, device=ids.device)).flatten(1)
         tokens = ids.gather(1, rows).unflatten(1, (-1, BLOCK))
         z = self(w, base, captured, tokens[..., 0], anchors)[:, :, 1:]
-        logits = linear(z, base["output.weight"], self.dtype).float()
-        labels = tokens[..., 1:]
+        losses, drafted = self.losses(w, base, z, tokens)
         weight = torch.exp(-torch.arange(BLOCK - 1, device=ids.device) / _GAMMA)
-        losses = F.cross_entropy(logits.flatten(0, 2), labels.flatten(), reduction="none").view(labels.shape)
-        right = (logits.argmax(-1) == labels).long().cumprod(-1).sum(-1).float().mean()
+        right = (drafted == tokens[..., 1:]).long().cumprod(-1).sum(-1).float().mean()
         return (losses * weight).mean() / weight.mean(), right
+
+    def losses(self, w: Weights, base: Weights, z: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """(cross entropy of each row, the tokens that it prefers where those before it are right), both [batch, blocks,
+        BLOCK - 1], of z [batch, blocks, BLOCK - 1, HIDDEN] and the blocks' tokens [batch, blocks, BLOCK]."""
+        logits, labels = linear(z, base["output.weight"], self.dtype).float(), tokens[..., 1:]
+        losses = F.cross_entropy(logits.flatten(0, 2), labels.flatten(), reduction="none").view(labels.shape)
+        return losses, logits.argmax(-1)
 
     @torch.no_grad()
     def accepted(
@@ -135,7 +154,7 @@ class Draft:
             here = at[live]
             tokens = ids[live].gather(1, here[:, None] + torch.arange(BLOCK, device=ids.device))
             z = self(w, base, captured[live], tokens[:, :1], here[:, None])[:, 0, 1:]
-            drafted = linear(z, base["output.weight"], self.dtype).float().argmax(-1)
+            drafted = self.drafted(w, base, z, tokens[:, 0])
             count = 1 + (drafted == tokens[:, 1:]).long().cumprod(-1).sum(-1)
             count = torch.minimum(count, prompt + budget - here)
             at[live] += count

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import draft as draft_model
+from . import draft2, export
 from . import drafter as drafter_model
-from . import export
 from . import target as target_model
 from .data import MASK, Corpus, token_id
 from .layers import Weights
@@ -173,7 +173,9 @@ def expected(folder: Path, corpus: Corpus, tokens: int = 64) -> None:
         name: export.read(folder / f"{name}.gguf") for name in export.WRITERS if (folder / f"{name}.gguf").is_file()
     }
     base, model, small = files["target"], target_model.Target(torch.float32), drafter_model.Drafter(torch.float32)
-    draft = draft_model.Draft(torch.float32, token_id(corpus.tokenizer, MASK))
+    mask = token_id(corpus.tokenizer, MASK)
+    kinds = {"draft": draft_model.Draft, "draft2": draft2.Draft2}
+    drafts = {name: kind(torch.float32, mask) for name, kind in kinds.items() if name in files}
     cases = []
     for prompt in PROMPTS:
         ids = corpus.tokenizer.encode(prompt, add_special_tokens=False).ids
@@ -183,14 +185,14 @@ def expected(folder: Path, corpus: Corpus, tokens: int = 64) -> None:
             "target": _greedy(model, base, ids, tokens),
             "drafter": _greedy(small, files["drafter"], ids, tokens),
         }
-        if "draft" in files:
+        for name, own in drafts.items():
             padded = torch.tensor([ids + [0] * (-len(ids) % 64)])
             # Rounded, as drafts read them.
             states = (
                 torch.cat(model(base, padded, capture=draft_model.CAPTURE)[1], -1)[:, : len(ids)].bfloat16().float()
             )
             seed, anchor = torch.tensor([[case["target"][0]]]), torch.tensor([[len(ids)]])
-            z = draft(files["draft"], base, states, seed, anchor)[0, 0, 1:]
-            case["draft"] = (z @ base["output.weight"].T).argmax(-1).tolist()
+            z = own(files[name], base, states, seed, anchor)[0, :, 1:]
+            case[name] = own.drafted(files[name], base, z, seed[0])[0].tolist()
         cases.append(case)
     (folder / "expected.json").write_text(json.dumps(cases) + "\n")

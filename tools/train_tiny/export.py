@@ -15,11 +15,12 @@ from gguf import GGMLQuantizationType as Type
 from numpy.typing import NDArray
 from torch import Tensor
 
-from . import draft, drafter, target
+from . import draft, draft2, drafter, target
 from .data import CHAT_TEMPLATE, END, MASK, SPECIALS, VOCAB, token_id
 from .layers import EPS
 
 Floats = NDArray[np.float32]
+_DRAFT = "qwen35-dflash-draft"
 
 
 def q6_k(values: Floats) -> NDArray[np.uint8]:
@@ -50,7 +51,7 @@ def _add(writer: gguf.GGUFWriter, name: str, values: Floats, kind: Type) -> None
 
 def _kind(name: str, values: Floats, matrices: Type, mixed: tuple[str, ...]) -> Type:
     """F32 for vectors and convolutions; Q6_K for the tensors in `mixed`, `matrices` for other matrices."""
-    if values.ndim == 1 or "conv" in name or matrices == Type.F32:
+    if values.ndim != 2 or ("conv" in name and not name.endswith("conv_proj.weight")) or matrices == Type.F32:
         return Type.F32
     return Type.Q6_K if any(part in name for part in mixed) else matrices
 
@@ -142,18 +143,36 @@ def write_draft(
     path: Path, weights: Mapping[str, Tensor], bpe: tokenizers.Tokenizer, matrices: Type = Type.Q8_0
 ) -> None:
     """A DFlash draft: no tokenizer, table or head of its own."""
-    prefix = "qwen35-dflash-draft"
-    writer = _described(path, prefix, "luce-tiny-draft", draft, matrices)
+    _write(_draft_described(path, "luce-tiny-draft", bpe, matrices), _arrays(weights), matrices, ())
+
+
+def write_draft2(
+    path: Path, weights: Mapping[str, Tensor], bpe: tokenizers.Tokenizer, matrices: Type = Type.Q8_0
+) -> None:
+    """A DFlash2 draft: fusion and feed-forward Q6_K, other matrices `matrices`; all F32 if that is F32."""
+    writer = _draft_described(path, "luce-tiny-draft2", bpe, matrices)
+    writer.add_bool(f"{_DRAFT}.attention.causal", False)
+    for name, value in (("conv_kernel_size", draft2.TAPS), ("conv_group_size", draft2.GROUP)):
+        writer.add_uint32(f"{_DRAFT}.dflash.{name}", value)
+    for name, value in (("selector_rank", draft2.RANK), ("selector_top_k", draft2.TOP)):
+        writer.add_uint32(f"{_DRAFT}.dflash.{name}", value)
+    _write(writer, _arrays(weights), matrices, ("dflash.fc", "ffn_gate", "ffn_up", "ffn_down"))
+
+
+def _draft_described(path: Path, name: str, bpe: tokenizers.Tokenizer, matrices: Type) -> gguf.GGUFWriter:
+    """A file with the keys that drafts of both generations have."""
+    prefix = _DRAFT
+    writer = _described(path, prefix, name, draft, matrices)
     writer.add_vocab_size(VOCAB)
     writer.add_uint32(f"{prefix}.dflash.n_target_layers", len(draft.CAPTURE))
     writer.add_uint32(f"{prefix}.dflash.n_target_features", len(draft.CAPTURE) * draft.HIDDEN)
     writer.add_uint32(f"{prefix}.dflash.block_size", draft.BLOCK)
     writer.add_uint32(f"{prefix}.dflash.mask_token_id", token_id(bpe, MASK))
     writer.add_array(f"{prefix}.dflash.target_layer_ids", list(draft.CAPTURE))
-    _write(writer, _arrays(weights), matrices, ())
+    return writer
 
 
-WRITERS = {"target": write_target, "drafter": write_drafter, "draft": write_draft}
+WRITERS = {"target": write_target, "drafter": write_drafter, "draft": write_draft, "draft2": write_draft2}
 
 
 def read(path: Path) -> dict[str, Tensor]:

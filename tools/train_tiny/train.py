@@ -19,7 +19,7 @@ from torch import Tensor
 from . import draft as draft_model
 from . import drafter as drafter_model
 from . import target as target_model
-from .data import MASK, Corpus, token_id
+from .data import Corpus
 from .layers import Weights, no_compile, rms, token_loss, trainable
 from .optim import Clock, Optimiser
 from .tasks import Rows, Tasks
@@ -298,25 +298,24 @@ def draft_texts(
 
 
 def draft(
+    model: draft_model.Draft,
     base: Weights,
     weights: Mapping[str, Tensor],
     runs: Sequence[Run],
-    corpus: Corpus,
     setup: Setup,
     seconds: float,
     out: Path,
     *,
     lr: float = 3e-3,
 ) -> dict[str, Tensor]:
-    """Train the draft on the texts of draft_texts, and save it."""
+    """Train a draft on the texts of draft_texts, and save it."""
     base = {name: w.to(setup.device, torch.float32) for name, w in base.items()}
     order = (0, 1, 0, 2, 0, 1, 0, 3)
-    model = draft_model.Draft(setup.dtype, token_id(corpus.tokenizer, MASK), setup.compile)
-    w = trainable(weights, setup.device)
-    optimiser = Optimiser(w, lr=lr)
+    name, w = out.stem, trainable(weights, setup.device)
+    optimiser = Optimiser(w, lr=lr, tables=("selector_predecessor", "selector_successor"))
     step, shown = 0, time.monotonic()
     count = sum(t.numel() for t in w.values())
-    print(f"draft: {count / 1e6:.2f} M parameters, shapes {[tuple(r.ids.shape) for r in runs]}", flush=True)
+    print(f"{name}: {count / 1e6:.2f} M parameters, shapes {[tuple(r.ids.shape) for r in runs]}", flush=True)
     budget = setup.rows * setup.length
     # A separate generator: a failed graph capture may have left the device's own one unusable.
     random = torch.Generator(setup.device).manual_seed(torch.initial_seed() % 2**63)
@@ -336,12 +335,12 @@ def draft(
             torch.cuda.synchronize()
         if step % 100 == 0 or clock.progress >= 1.0 or step <= 3:
             print(
-                f"draft: step {step} {clock.progress:.3f} loss {float(loss.detach()):.4f} right {float(right):.3f}"
+                f"{name}: step {step} {clock.progress:.3f} loss {float(loss.detach()):.4f} right {float(right):.3f}"
                 f" gradient {float(norm):.2f} {time.monotonic() - started:.1f} s",
                 flush=True,
             )
             if not np.isfinite(float(loss.detach())):
-                raise FloatingPointError("draft: the loss is not finite")
+                raise FloatingPointError(f"{name}: the loss is not finite")
             if time.monotonic() - shown > 30:
                 shown = time.monotonic()
                 save(out, w)
