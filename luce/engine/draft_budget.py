@@ -25,9 +25,13 @@ _WARM_UP_STEPS = 2
 
 
 class StepTimes:
-    """Seconds of steps by number of rows: measured, or interpolated; 0 until the first measurement."""
+    """Seconds of steps by number of rows: measured, or interpolated; 0 until the first measurement.
 
-    def __init__(self) -> None:
+    fixed  the share of the time of the fewest measured rows that still fewer rows are assumed to take
+    """
+
+    def __init__(self, *, fixed: float = 1.0) -> None:
+        self._fixed = fixed
         self._rows: list[int] = []
         self._seconds: list[float] = []
         self._seen: Counter[int] = Counter()
@@ -50,9 +54,11 @@ class StepTimes:
         self._seconds[at] += 0.5 * (seconds - known) if seconds < known else 0.1 * (min(seconds, 2 * known) - known)
 
     def __call__(self, rows: int) -> float:
-        """Seconds of a step. Outside the measured range the nearest measurement holds, so that numbers of rows that
-        were not tried yet look worth trying."""
-        return float(np.interp(rows, self._rows, self._seconds)) if self._rows else 0.0
+        """Seconds of a step. Above the measured range the nearest measurement holds, so that numbers of rows that were
+        not tried yet look worth trying."""
+        if not self._rows:
+            return 0.0
+        return float(np.interp(rows, [0, *self._rows], [self._fixed * self._seconds[0], *self._seconds]))
 
 
 def choose_draft_rows(
@@ -88,37 +94,34 @@ def choose_draft_rows(
 
 
 def worth_drafting(
-    asked: Many[Many[float]],
-    others: Many[Many[float]],
+    forecasts: Many[Many[float]],
     budget: int,
     plain: int,
     seconds: Callable[[int], float],
     drafting: Callable[[int], float],
     sizes: Container[int],
     *,
-    tolerated: float,
+    margin: float,
 ) -> list[bool]:
-    """Which sequences that were drafted for should be drafted for again: those with which the most tokens a second are
-    expected, from proposals like these.
+    """Which sequences to draft for: those with which the most tokens a second are expected.
 
-    asked      probabilities, as in choose_draft_rows, of sequences that the drafter was asked for
-    others     of those that have draft rows without it
+    forecasts  probabilities, as in choose_draft_rows, of the proposals that are expected for each sequence
     drafting   seconds that the proposals take by number of sequences
-    tolerated  the share of the speed that drafting may cost, as estimates are noisy
+    margin     the share by which that must be faster than plain steps
 
     All else as in choose_draft_rows. The sequences of the greatest expected gain come first, and as many of them are
     drafted for as pay; only some numbers of them are tried, beside one, two and all.
     """
-    order = sorted(range(len(asked)), key=lambda index: -sum(asked[index]))
-    best, best_rate = 0, choose_draft_rows(others, budget, plain, seconds, 0.0, sizes)[1] * (1 - tolerated)
-    counts = [*(1 << power for power in range(len(asked).bit_length()) if 1 << power < len(asked)), len(asked)]
-    for count in counts if asked else ():
-        chosen = [*(asked[index] for index in order[:count]), *others]
+    order = sorted(range(len(forecasts)), key=lambda index: -sum(forecasts[index]))
+    best, best_rate, all_of_them = 0, 1 + margin, len(forecasts)
+    counts = [*(1 << power for power in range(all_of_them.bit_length()) if 1 << power < all_of_them), all_of_them]
+    for count in counts if forecasts else ():
+        chosen = [forecasts[index] for index in order[:count]]
         rate = choose_draft_rows(chosen, budget, plain, seconds, drafting(count), sizes)[1]
-        # Among equals all that were asked: without a cost each of them can only gain.
+        # Among equals all of them: without a cost each can only gain.
         if rate > best_rate or (best and rate == best_rate):
             best, best_rate = count, rate
-    return [index in order[:best] for index in range(len(asked))]
+    return [index in order[:best] for index in range(len(forecasts))]
 
 
 def fair_shares(budget: int, demands: Many[int]) -> list[int]:
@@ -139,7 +142,8 @@ class AcceptanceRates:
     how much of the text before them is known to be copied."""
 
     def __init__(self, like: AcceptanceRates | None = None) -> None:
-        self._rates: dict[tuple[int, int], float] = {} if like is None else dict(like._rates)
+        #: each bin's rate, and its number of outcomes
+        self._rates: dict[tuple[int, int], tuple[float, int]] = {} if like is None else dict(like._rates)
 
     def probabilities(self, proposal: Proposal) -> list[float]:
         """The probability that row 1, 2, ... is accepted; none is above that of the row before it."""
@@ -151,22 +155,25 @@ class AcceptanceRates:
         for index in range(len(proposal.tokens)):
             key, prior = _bin(proposal, index)
             parent = proposal.parents[index] if proposal.parents else index - 1
-            found.append((found[parent] if parent >= 0 else 1.0) * self._rates.get(key, prior))
+            rate = self._rates[key][0] if key in self._rates else prior
+            found.append((found[parent] if parent >= 0 else 1.0) * rate)
         return found
 
     def update(self, proposal: Proposal, outcomes: Many[tuple[int, bool]], weight: float) -> None:
-        """Learn from draft tokens whose parents were accepted: (index, whether the token was accepted)."""
+        """Learn from draft tokens whose parents were accepted: (index, whether the token was accepted). `weight`: that
+        of an outcome, once there are many."""
         for index, accepted in outcomes:
-            self._move(*_bin(proposal, index), float(accepted), weight)
+            key, prior = _bin(proposal, index)
+            rate, count = self._rates.get(key, (prior, 0))
+            # The first outcomes weigh as in a mean, in which the assumed rate counts as two.
+            move = max(weight, 1 / (count + 3))
+            self._rates[key] = rate + move * (float(accepted) - rate), count + 1
 
     def decay(self, proposal: Proposal) -> None:
         """Learn that no token of a proposal was verified: rates go back until drafts are verified again."""
         for key, prior in {_bin(proposal, index) for index in range(len(proposal.tokens))}:
-            self._move(key, prior, prior, _DECAY)
-
-    def _move(self, key: tuple[int, int], prior: float, to: float, weight: float) -> None:
-        rate = self._rates.get(key, prior)
-        self._rates[key] = rate + weight * (to - rate)
+            rate, count = self._rates.get(key, (prior, 0))
+            self._rates[key] = rate + _DECAY * (prior - rate), count
 
 
 def _bin(proposal: Proposal, index: int) -> tuple[tuple[int, int], float]:

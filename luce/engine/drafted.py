@@ -93,20 +93,30 @@ class DraftedSequence:
     accepted: int = 0
     #: the continuation of an earlier text, found before the newest proposal
     copy: Copy | None = None
+    #: the mean over recent proposals of the probability that row 1, 2, ... is accepted; None before the first one
+    forecast: list[float] | None = None
+    #: whether drafting pays by the forecast
+    pays: bool = False
+    #: whether the drafter was asked since that was judged last
+    asked: bool = False
     #: length of the last pause, and steps of it that are still to come
     pause: int = 0
     pause_steps: int = 0
 
-    def asks(self) -> bool:
-        """Whether the drafter is asked for this step; counts the steps of a pause."""
-        if self.off or not self.pause_steps:
-            return not self.off
-        self.pause_steps -= 1
-        return False
+    def judge(self, *, pays: bool) -> None:
+        """Note whether drafting pays. Where it does not, a pause begins: a longer one if the drafter was asked behind
+        the last one."""
+        self.pays = pays
+        if pays:
+            self.pause = self.pause_steps = 0
+        elif self.asked or not self.pause:
+            self.pause = self.pause_steps = min(max(2 * self.pause, _MIN_PAUSE), _MAX_PAUSE)
+        self.asked = False
 
-    def rest(self, *, pays: bool) -> None:
-        """Begin a pause, longer than the one before, unless drafting pays."""
-        self.pause = self.pause_steps = 0 if pays else min(max(2 * self.pause, _MIN_PAUSE), _MAX_PAUSE)
+    def waited(self) -> bool:
+        """Whether no pause is left; counts this step of it."""
+        self.pause_steps = max(0, self.pause_steps - 1)
+        return not self.pause_steps
 
     def joined(self, proposal: Proposal, most: int, *, tree: bool) -> Proposal:
         """A proposal with the copied text of this step, up to `most` tokens: in trees a branch, in chains its end, or

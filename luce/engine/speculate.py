@@ -27,7 +27,8 @@ import numpy as np
 from luce.draft.drafter import Draftable, Drafter, DrafterUnavailableError, PendingProposals, Proposal
 from luce.draft.feature_tail import FeatureTail, FeatureTails
 from luce.draft.prompt_lookup import Lookup
-from luce.engine.draft_budget import AcceptanceRates, StepTimes, choose_draft_rows, fair_shares, worth_drafting
+from luce.engine.draft_budget import AcceptanceRates, choose_draft_rows, fair_shares
+from luce.engine.draft_pace import Pace
 from luce.engine.draft_tree import behind, in_row_order, merge_branches, part_of, refused_tokens, well_formed
 from luce.engine.drafted import DraftedSequence, DraftLimits, DraftRequest, DraftStats, DraftText, SequenceDrafts
 from luce.engine.failures import Failures
@@ -43,11 +44,6 @@ _Result = TypeVar("_Result")
 _MAX_FAILURES = 3
 # Weight of the newest outcome in the acceptance rates of a sequence, and in those that new sequences begin with.
 _SEQUENCE_WEIGHT, _GLOBAL_WEIGHT = 0.1, 0.02
-# Rows of steps to choose between, beside all rows that could be verified: each number of rows needs kernels and graphs
-# of its own, and products take up to the next of these numbers at about the same price.
-_STEP_SIZES = (2, 4, 8, 16)
-# The share of a step's speed that drafting may cost before sequences rest.
-_TOLERATED_LOSS = 0.02
 
 
 class Speculator:
@@ -78,10 +74,11 @@ class Speculator:
         self._sequences: dict[Sequence, DraftedSequence] = {}
         self._request: DraftRequest | None = None
         self._rates = AcceptanceRates()
-        self._step_times = StepTimes()
-        self._draft_times = StepTimes()
-        #: of proposals that no drafter was asked for
-        self._forced_times = StepTimes()
+        # Rows of steps to choose between, beside all rows that could be verified: each number of rows needs kernels and
+        # graphs of its own, and products take up to the next of these numbers at about the same price.
+        self._pace = Pace([1 << power for power in range(1, limits.step_rows.bit_length())])
+        #: seconds of the newest proposals, and how many sequences the drafter was asked for; none for others
+        self._drafting = 0.0, 0
         self._failures = 0
         #: why the drafter does not answer; empty while it does
         self._error = ""
@@ -127,16 +124,16 @@ class Speculator:
                 sequence.draft_state = DraftState.PROMPT if self.drafter.block else None
                 self._sequences[sequence] = DraftedSequence(AcceptanceRates(self._rates), np.empty(0, np.int32))
         budget = self._max_step_rows - len(decoding)
-        measured = self._fixed or self._step_times.measured(len(decoding))
+        measured = self._fixed or self._pace.step_times.measured(len(decoding))
         if budget <= 0 or not measured:
             # Steps without drafts are measured first.
             for sequence in decoding if self.drafter.block else ():
                 sequence.draft_state = DraftState.FULL if budget <= 0 else DraftState.MEASURING
             return failures
         texts, started = [], self._clock()
-        for sequence in decoding:
+        for sequence, asks in zip(decoding, self._asks(decoding, budget), strict=True):
             with failures.of(sequence):
-                text = self._text(sequence, budget)
+                text = self._text(sequence, budget, asks=asks)
                 if text is not None:
                     texts.append(text)
         asked = [text.asked for text in texts if text.asked is not None]
@@ -190,9 +187,11 @@ class Speculator:
                     joined = known.joined(proposal, text.most, tree=self._tree_tokens is not None)
                     alive.append((text, self._behind_forced(text.sequence, joined, text.most)))
         seconds = self._clock() - request.started
+        pace = self._pace
         if asked:
             self._seconds += seconds
-        times, count = (self._draft_times, len(asked)) if asked else (self._forced_times, len(request.texts))
+            self._drafting = seconds, len(asked)
+        times, count = (pace.draft_times, len(asked)) if asked else (pace.forced_times, len(request.texts))
         times.add(count, seconds)
         if alive:
             self._choose(alive, request, times(count), failures)
@@ -218,7 +217,8 @@ class Speculator:
     def record_step(self, scheduled: ScheduledStep, seconds: float) -> None:
         """Record what a step took."""
         if all(one.position >= len(one.sequence.prompt) for one in scheduled.sequences):
-            self._step_times.add(scheduled.step.rows, seconds)
+            self._pace.record_step(scheduled.step.rows, len(scheduled.sequences), seconds, *self._drafting)
+        self._drafting = 0.0, 0
 
     def feature_tail(self, slot: int, end: int) -> FeatureTail | None:
         """The features to save with the first `end` positions of a slot's sequence, all of which are computed."""
@@ -245,6 +245,7 @@ class Speculator:
         known.steps += 1
         known.proposed += len(draft.tokens)
         known.accepted += len(accepted)
+        self._pace.record_accepted(len(accepted))
         if not draft.ends_reasoning:
             self._forced += forced
             self._forced_accepted += sum(row <= forced for row in accepted)
@@ -334,7 +335,14 @@ class Speculator:
                 proposal = part_of(proposal, [node for node, kept in enumerate(allowed) if kept])
         return behind(proposal, known.forced, most - len(known.forced))
 
-    def _text(self, sequence: Sequence, budget: int) -> DraftText | None:
+    def _asks(self, decoding: Many[Sequence], budget: int) -> list[bool]:
+        """For which of the sequences the drafter is asked."""
+        known = [self._sequences[sequence] for sequence in decoding]
+        if not self.drafter.block or self._disabled:
+            return [False] * len(known)
+        return [not one.off for one in known] if self._fixed else self._pace.ask(known, budget)
+
+    def _text(self, sequence: Sequence, budget: int, *, asks: bool) -> DraftText | None:
         """A sequence with the draft rows that could be verified after its seed; None if there are none."""
         known, tree = self._sequences[sequence], self._tree_tokens
         depth = self._room(sequence, budget)
@@ -343,7 +351,6 @@ class Speculator:
             # other's queries (luce.ops.page_ranking).
             depth = min(depth, sequence.paging.max_draft - 1)
         most = min(depth if tree is None else tree, self._max_verify_rows - 1, budget)
-        asks = bool(self.drafter.block) and not known.off and not self._disabled and known.asks()
         if self.drafter.block:
             resting = DraftState.FAILED if known.off or self._disabled else DraftState.RESTING
             sequence.draft_state = DraftState.DRAFTING if asks else resting
@@ -410,29 +417,15 @@ class Speculator:
                     probabilities.append([*sure, *known.rates.probabilities(proposal)])
                     rated.append((text, proposal))
             proposals = rated
-            counts, _ = choose_draft_rows(probabilities, budget, request.plain, self._step_times, seconds, _STEP_SIZES)
-            self._rest([text for text, _ in proposals], probabilities, request)
+            for (text, _), own in zip(proposals, probabilities, strict=True):
+                # What grammars force, and what repeats, says nothing of the drafter.
+                if text.asked is not None:
+                    self._pace.learn(self._sequences[text.sequence], own)
+            pace = self._pace
+            counts, _ = choose_draft_rows(probabilities, budget, request.plain, pace.step_times, seconds, pace.sizes)
         for (text, proposal), count in zip(proposals, counts, strict=True):
             with failures.of(text.sequence):
                 self._give(text.sequence, proposal, count)
-
-    def _rest(self, texts: Many[DraftText], probabilities: Many[Many[float]], request: DraftRequest) -> None:
-        """Let the sequences pause for which drafting does not pay."""
-        # What grammars force, and what repeats, is verified in a pause too, and says nothing of the drafter.
-        asked = [index for index, text in enumerate(texts) if text.asked is not None]
-        others = [own for own, text in zip(probabilities, texts, strict=True) if text.asked is None]
-        pays = worth_drafting(
-            [probabilities[index] for index in asked],
-            others,
-            request.budget,
-            request.plain,
-            self._step_times,
-            self._draft_times,
-            _STEP_SIZES,
-            tolerated=_TOLERATED_LOSS,
-        )
-        for index, worth in zip(asked, pays, strict=True):
-            self._sequences[texts[index].sequence].rest(pays=worth)
 
     def _give(self, sequence: Sequence, proposal: Proposal, count: int) -> None:
         """Let the next step verify the first `count` tokens of what is forced and, behind it, of a proposal."""

@@ -1,0 +1,45 @@
+"""What drafting has gained and lost, in seconds against plain decoding: it may lose a share of the time, no more. Pure.
+
+Estimates of times and of acceptance are noisy, and a drafter that looks as if it paid may lose all the same. So the
+outcome of each step with drafts is booked: what the step and its proposals took, against what its tokens would have
+taken without drafts. Steps without drafts earn a share of their time. While the balance is below zero nothing is
+drafted.
+"""
+
+from __future__ import annotations
+
+#: the share of the time of plain steps that drafts may lose
+SHARE = 0.01
+# Plain steps' worth of time to begin with, and the most that past gains or losses count for.
+_FIRST_STEPS, _MOST_STEPS = 4, 16
+
+
+class DraftAccount:
+    """A balance in seconds."""
+
+    def __init__(self, share: float = SHARE) -> None:
+        self._share = share
+        self._balance = 0.0
+        self._begun = False
+
+    @property
+    def overdrawn(self) -> bool:
+        """Whether drafting has lost more than it may."""
+        return self._balance < 0
+
+    def affords(self, seconds: float) -> bool:
+        """Whether drafts that take so long, and may give nothing, are within what may be lost."""
+        return self._balance >= seconds
+
+    def book_plain(self, seconds: float) -> None:
+        """A step without drafts ended, which took so long."""
+        if not self._begun:
+            self._begun, self._balance = True, _FIRST_STEPS * seconds
+        self._balance += self._share * seconds
+
+    def book_drafted(self, seconds: float, tokens: int, plain: int, plain_seconds: float) -> None:
+        """A step with drafts gave `tokens` tokens and took `seconds` with its proposals; without drafts such a step
+        gives `plain` tokens in `plain_seconds`."""
+        gain = tokens / plain * plain_seconds - seconds
+        most = _MOST_STEPS * plain_seconds
+        self._balance = min(max(self._balance + gain, min(self._balance, -most)), max(self._balance, most))
