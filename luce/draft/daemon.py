@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.draft.drafter import Draftable, Drafter
+from luce.draft.draw import Draw
 from luce.draft.messages import DraftLoaded, Idle, LoadDraft, Propose, Proposed, Request, TextUpdate
 from luce.draft.on_demand import OnDemandDrafter
 from luce.draft.spec import Target, read_drafter
@@ -90,7 +92,10 @@ class DraftSession(Service):
             if update.rows:
                 self._write_features(update, message.features[at : at + update.rows])
                 at += update.rows
-        wanted = [Draftable(slot, self._texts[slot], most, depth) for slot, most, depth in message.wanted]
+        wanted = [
+            Draftable(slot, self._texts[slot], most, depth, draw=draw)
+            for (slot, most, depth), draw in zip(message.wanted, message.draws, strict=True)
+        ]
         proposals = self.drafter.propose(wanted)() if wanted else []
         return Proposed(
             tuple(np.array(proposal.tokens, np.int32) for proposal in proposals),
@@ -128,6 +133,8 @@ class DraftSession(Service):
         valid = message.features.shape == (rows, width) and rows <= _MAX_POSITIONS
         valid &= len(set(slots)) == len(slots) and all(0 <= slot < self._target.slots for slot in slots)
         valid &= all(self._fits(update, ends) for update in message.updates)
+        valid &= len(message.draws) == len(message.wanted)
+        valid &= all(draw is None or _usable(draw) for draw in message.draws)
         if not (valid and self._are_known(message.wanted, ends)):
             raise BackendError("the texts and features of the message do not fit each other")
 
@@ -146,3 +153,9 @@ class DraftSession(Service):
         valid = len(set(slots)) == len(slots) and all(ends.get(slot, 0) for slot in slots)
         max_depth = _MAX_POSITIONS if self._spec.trees else 0
         return valid and all(0 < most <= _MAX_POSITIONS and 0 <= depth <= max_depth for _, most, depth in wanted)
+
+
+def _usable(draw: Draw) -> bool:
+    """Whether tokens can be drawn so."""
+    numbers = 0 < draw.temperature < math.inf and 0 < draw.top_p <= 1 and 0 <= draw.min_p <= 1
+    return numbers and 0 <= draw.seed < 1 << 64 and 0 <= draw.top_k < 1 << 31

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from luce.draft.draw import Draw
 from luce.errors import LuceError
 from luce.runtime.step import Int32, Span
 
@@ -37,6 +38,8 @@ class Draftable:
     max_depth: int = 0
     #: whose text it is: what one session says is not looked up for another
     session: str = ""
+    #: how the target's tokens are drawn; None: it takes the likeliest ones
+    draw: Draw | None = None
 
 
 @dataclass(frozen=True)
@@ -47,8 +50,9 @@ class Proposal:
     """
 
     tokens: Sequence[int] = ()
-    #: the drafter's probability of each token, given that the tokens before it are right: one for each token, or empty
-    #: if the drafter computes none. NaN, from a draft whose logits are NaN, becomes 0
+    #: the drafter's probability of each token, given that the tokens before it are right, and, where the target draws,
+    #: in the distribution that the drafter drew it from: one for each token, or empty if the drafter computes none.
+    #: NaN, from a draft whose logits are NaN, becomes 0
     probabilities: Sequence[float] = ()
     #: of a tree: the index of the earlier token that each token follows, or -1 for the seed; tokens with one parent
     #: differ. Empty: each token follows the one before it

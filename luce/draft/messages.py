@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from luce.draft.draw import Draw
 from luce.ipc.lifecycle import Failed, Hello
 from luce.remote.messages import Done
 
@@ -76,6 +77,8 @@ class Propose(msgspec.Struct, tag=True):
     #: (slot, most tokens, depth of a tree or 0), each slot once. The target has computed all tokens of these texts but
     #: the last.
     wanted: tuple[tuple[int, int, int], ...]
+    #: how the tokens of these texts are drawn, None if they are not
+    draws: tuple[Draw | None, ...]
 
 
 class Proposed(msgspec.Struct, tag=True):

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.draft.drafter import Draftable, Proposal
+from luce.draft.draw import Draws
 from luce.runtime.step import Candidates, Int32, Output
 
 # Drafting token by token, where each token takes a pass of its own, ends when every text is less probable than this.
@@ -42,6 +43,7 @@ def draft_one_by_one(asked: Sequence[Draftable], block: int, run: Callable[[int,
     run(depth, tokens) computes the token that follows each text's token at that depth, the seed at depth 0, with
     candidates.
     """
+    draws = Draws([one.draw for one in asked], [len(one.tokens) for one in asked])
     tokens = np.array([one.tokens[-1] for one in asked], np.int32)
     found: list[tuple[list[int], list[float]]] = [([], []) for _ in asked]
     reach = np.ones(len(asked))
@@ -49,11 +51,17 @@ def draft_one_by_one(asked: Sequence[Draftable], block: int, run: Callable[[int,
         output = run(depth, tokens)
         assert output.candidates is not None
         tokens, probabilities = output.ids, top_probabilities(output.candidates)
-        for (ids, own), one, token, probability in zip(
+        if draws.any:
+            ids = output.candidates.ids
+            scores = output.candidates.logits.astype(np.float64)
+            scores += np.log(probabilities)[:, None] - scores[:, :1]
+            places, chances = draws.choose(depth, ids[:, None], scores[:, None])
+            tokens, probabilities = np.take_along_axis(ids, places, 1)[:, 0], chances[:, 0]
+        for (drafted, own), one, token, probability in zip(
             found, asked, tokens.tolist(), probabilities.tolist(), strict=True
         ):
             if depth < one.max_tokens:
-                ids.append(token)
+                drafted.append(token)
                 own.append(probability)
         reach *= probabilities
         if reach.max() < _MIN_PROBABILITY:

@@ -185,7 +185,8 @@ class RemoteDrafter:
         def check(response: Proposed) -> None:
             check_proposals(response, wanted, self._vocab)
 
-        return self._ask(Propose(tuple(updates), features, limits), rows, Proposed, check)
+        draws = tuple(one.draw for one in wanted)
+        return self._ask(Propose(tuple(updates), features, limits, draws), rows, Proposed, check)
 
     def _update(self, slot: int, text: Int32, positions: Int32) -> TextUpdate:
         fresh = slot not in self._sent

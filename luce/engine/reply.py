@@ -22,7 +22,7 @@ from luce.engine.events import (
 )
 from luce.engine.masks import StepMasks
 from luce.engine.reasoning_limit import CloseKind, ReasoningState
-from luce.engine.sampling import Sampler, mask_allows, needs_logits, score
+from luce.engine.sampling import Sampler, draw_of, mask_allows, needs_logits, score
 from luce.engine.scheduler import ScheduledSequence
 from luce.engine.sequence import RowKind, Sequence
 from luce.errors import GrammarLimitError
@@ -84,6 +84,7 @@ class Reply:
         self.output = output
         self.on_event = on_event
         self.seed = secrets.randbits(32) if params.seed is None else params.seed
+        sequence.draw = draw_of(params, self.seed)
         self._eos = frozenset() if params.ignore_eos else eos
         self._sampler: Sampler | None = None
         if needs_logits(params) or sequence.constraint is not None:

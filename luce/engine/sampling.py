@@ -2,7 +2,8 @@
 
 Order: the constraint's mask, logit bias, penalties, then (temperature 0: argmax, lowest id on ties) top-k, temperature,
 top-p, min-p, draw. The draw is a function of (seed, position) alone, so a reply does not depend on what else runs, nor
-on how rows are distributed over steps. Log probabilities are of the unmodified distribution.
+on how rows are distributed over steps; its noise is known beforehand, so that drafters guess it (luce.draft.draw). Log
+probabilities are of the unmodified distribution.
 
 Vocabularies have up to a quarter of a million entries, so no function here sorts or partitions a whole row if a part of
 it decides (luce.ops.sample.largest). Where a sampler needs few candidates, the device finds them.
@@ -18,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.config.sampling import SamplingParams
+from luce.draft.draw import Draw, keep_count
 from luce.errors import BackendError, GrammarLimitError, RequestError
 from luce.ops.sample import largest, unpack_mask
 from luce.runtime.step import MAX_CANDIDATES
@@ -82,7 +84,7 @@ class Sampler:
         ends: frozenset[int],
     ) -> None:
         self.params = params
-        self._seed = seed % 2**64
+        self._draw = draw_of(params, seed)
         self._history = _Window(prompt, params.repeat_last_n) if params.repetition_penalty != 1 else None
         self._counts = _Counts() if params.frequency_penalty or params.presence_penalty else None
         self._count = 0
@@ -116,14 +118,14 @@ class Sampler:
             raise BackendError(f"position {self._position}: the logits are not finite")
         if temperature == 0:
             return best
-        return self._draw(values, top, temperature)
+        return self._draw_whole(values, top, temperature)
 
     def choose_among(self, ids: NDArray[np.int32], logits: Logits) -> int:
         """As `choose`, from a row's candidates under its mask: ids int32 [t], logits float32 [t]. `needs_candidates`
         holds."""
         if not math.isfinite(logits[0]):
             raise BackendError(f"position {self._position}: the logits are not finite")
-        return int(self._draw_from(ids[: self.params.top_k], logits[: self.params.top_k], self._uniform()))
+        return int(self._draw_from(ids[: self.params.top_k], logits[: self.params.top_k]))
 
     def push(self, token: int) -> None:
         """Append a token to the reply."""
@@ -183,42 +185,66 @@ class Sampler:
         param = "logit_bias" if biased else "min_tokens"
         return RequestError(f"{param}: every token is banned", param=param, code="invalid_value")
 
-    def _draw(self, values: Logits, top: float, temperature: float) -> int:
-        params, uniform = self.params, self._uniform()
+    def _draw_whole(self, values: Logits, top: float, temperature: float) -> int:
+        params = self.params
         with np.errstate(over="ignore"):
             if 0 < params.top_k < len(values):
                 ids = largest(values, params.top_k)
-                return int(self._draw_from(ids, values[ids], uniform))
+                return int(self._draw_from(ids, values[ids]))
             # float32 is precise enough for each mass (1e-7) and ten times faster; only their sum needs float64.
             scaled = values - np.float32(top)
             scaled /= np.float32(max(temperature, 1e-30))
             np.exp(scaled, out=scaled)
         if params.top_p >= 1 and params.min_p <= 0:
-            return draw_index(scaled, uniform)
+            return self._draw_any(values, scaled)
         total = float(scaled.sum(dtype=np.float64))
         head = _TOP_P_TOKENS
         while True:
             ids = largest(values, min(head, len(values)))
             mass = scaled[ids].astype(np.float64)
-            keep = _keep_count(mass, total, params.top_p, params.min_p)
+            keep = keep_count(mass, total, params.top_p, params.min_p)
             if keep < len(mass) or head >= len(values):
-                return int(ids[_pick(mass[:keep], uniform)])
+                return int(ids[self._largest(ids[:keep], mass[:keep])])
             head *= 8
 
-    def _draw_from(self, ids: NDArray[Any], values: Logits, uniform: float) -> Any:
+    def _draw_any(self, values: Logits, mass: Logits) -> int:
+        """Draw from all tokens, whose mass is float32 [vocab]: the noise is that of the likeliest ones, and of all
+        others as one, among which the place in their running sum decides."""
+        ids = largest(values, min(MAX_CANDIDATES, len(values)))
+        head = mass[ids].astype(np.float64)
+        mass[ids] = 0
+        rest = float(mass.sum(dtype=np.float64))
+        place = self._largest(np.append(ids, len(values)), np.append(head, rest))
+        return int(ids[place]) if place < len(ids) else draw_index(mass, self._uniform())
+
+    def _draw_from(self, ids: NDArray[Any], values: Logits) -> Any:
         """Draw one of `ids`, whose logits descend."""
         params = self.params
         # Behind those that a mask or a bias leaves.
         values = values[: np.count_nonzero(values > -np.inf)]
         with np.errstate(over="ignore"):
             mass = np.exp((values.astype(np.float64) - float(values[0])) / params.temperature)
-        mass = mass[: _keep_count(mass, float(mass.sum()), params.top_p, params.min_p)]
-        return ids[_pick(mass, uniform)]
+        mass = mass[: keep_count(mass, float(mass.sum()), params.top_p, params.min_p)]
+        return ids[self._largest(ids[: len(mass)], mass)]
+
+    def _largest(self, ids: NDArray[np.integer], mass: NDArray[np.float64]) -> int:
+        """The place of the token that is drawn: the largest with its noise."""
+        assert self._draw is not None
+        with np.errstate(divide="ignore"):
+            return int((np.log(mass) + self._draw.noise(self._position, ids)).argmax())
 
     def _uniform(self) -> float:
-        """A number in [0, 1) from the high 53 bits of the counter-based generator's output at this position."""
-        bits = np.random.Philox(key=self._seed, counter=self._position).random_raw()
+        """A number in [0, 1) from the high 53 bits of another counter-based generator's output at this position."""
+        assert self._draw is not None
+        bits = np.random.Philox(key=self._draw.seed, counter=self._position).random_raw()
         return (int(bits) >> 11) * 2.0**-53
+
+
+def draw_of(params: SamplingParams, seed: int) -> Draw | None:
+    """How a reply's tokens are drawn, with any integer as seed; None for greedy replies."""
+    if params.temperature == 0:
+        return None
+    return Draw(seed % 2**64, params.temperature, params.top_k, params.top_p, params.min_p)
 
 
 class _Window:
@@ -275,26 +301,10 @@ def score(logits: Logits, token: int, alternatives: int) -> tuple[float, tuple[t
     return float(logits[token]) - norm, tuple((i, float(logits[i]) - norm) for i in ids)
 
 
-def _keep_count(mass: NDArray[np.float64], total: float, top_p: float, min_p: float) -> int:
-    """How many of the leading entries top-p and min-p keep, at least one; `mass` descends."""
-    keep = len(mass)
-    if top_p < 1:
-        keep = min(keep, int(np.searchsorted(np.cumsum(mass), top_p * total)) + 1)
-    if min_p > 0:
-        keep = min(keep, int(np.count_nonzero(mass >= min_p * mass[0])))
-    return max(keep, 1)
-
-
-def _pick(mass: NDArray[np.float64], uniform: float) -> int:
-    """The index where the running sum of `mass` passes `uniform` of the total."""
-    running = np.cumsum(mass)
-    return min(int(np.searchsorted(running, uniform * running[-1], side="right")), len(mass) - 1)
-
-
 def draw_index(mass: NDArray[np.float32], uniform: float) -> int:
     """The index where the running sum of `mass`, float32 [vocab], passes `uniform` of the total.
 
-    As `_pick`, but in sections, without a running sum over all entries.
+    In sections, without a running sum over all entries.
     """
     starts = np.arange(0, len(mass), _DRAW_SECTION)
     sums = np.add.reduceat(mass, starts, dtype=np.float64)

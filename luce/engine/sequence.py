@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from luce.draft.draw import Draw
 from luce.engine.reasoning_limit import ReasoningLimit
 from luce.runtime.step import Int32
 
@@ -187,6 +188,8 @@ class Sequence:
     ending: tuple[int, ...] = ()
     #: ids that end the reply
     ends: frozenset[int] = frozenset()
+    #: how its tokens are drawn; None: the likeliest ones are taken. Written by luce.engine.reply
+    draw: Draw | None = None
     #: steps in which the masks took too long. Written by luce.engine.masks
     slow_masks: int = 0
     #: whether every prompt position needs its whole logits

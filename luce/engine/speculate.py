@@ -365,6 +365,7 @@ class Speculator:
             min(own, most) if tree is None else most,
             0 if tree is None else own,
             sequence.session,
+            sequence.draw,
         )
         return DraftText(sequence, most, depth, draftable)
 

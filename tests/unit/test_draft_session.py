@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 from luce.config.settings import Config
 from luce.draft.daemon import DraftSession
 from luce.draft.drafter import Draftable
+from luce.draft.draw import Draw
 from luce.draft.messages import DraftLoaded, Idle, LoadDraft, Propose, Proposed, TextUpdate
 from luce.draft.remote import check_proposals
 from luce.engine.draft_tree import well_formed
@@ -59,7 +62,7 @@ def propose(
     *parts: TextUpdate, wanted: tuple[tuple[int, int, int], ...] = ((0, 7, 0),), rows: int | None = None
 ) -> Propose:
     count = sum(part.rows for part in parts) if rows is None else rows
-    return Propose(parts, np.full((max(0, count), WIDTH), 0x3F80, np.uint16), wanted)
+    return Propose(parts, np.full((max(0, count), WIDTH), 0x3F80, np.uint16), wanted, (None,) * len(wanted))
 
 
 def tokens(session: DraftSession, message: Propose) -> list[list[int]]:
@@ -116,7 +119,33 @@ BAD = {
     "no tokens wanted": propose(update(), wanted=((0, 0, 0),)),
     "a tree of less than no depth": propose(update(), wanted=((0, 3, -1),)),
     "another message": Forward(),
+    "fewer draws than texts": msgspec.structs.replace(propose(update()), draws=()),
+    **{
+        f"a draw of {name} {value}": msgspec.structs.replace(
+            propose(update()), draws=(replace(Draw(1, 1.0), **{name: value}),)
+        )
+        for name, value in (
+            ("seed", -1),
+            ("seed", 1 << 64),
+            ("temperature", 0.0),
+            ("temperature", math.inf),
+            ("temperature", math.nan),
+            ("top_k", -1),
+            ("top_p", 0.0),
+            ("top_p", 1.1),
+            ("min_p", -0.1),
+            ("min_p", 2.0),
+        )
+    },
 }
+
+
+def test_a_text_that_is_drawn(session: DraftSession) -> None:
+    greedy = tokens(session, propose(update()))
+    message = msgspec.structs.replace(propose(update()), draws=(Draw(1, 30.0, top_k=40),))
+    drawn = tokens(session, message)
+    assert len(drawn[0]) == 7 and drawn != greedy and drawn == tokens(session, message)
+    assert tokens(session, propose(update())) == greedy
 
 
 @pytest.mark.parametrize("message", BAD.values(), ids=BAD)

@@ -44,6 +44,8 @@ MULTIPLIED = frozenset({f"{DOMINO}gru.weight_ih", f"{DOMINO}gru.weight_hh", f"{D
 
 #: rows of the target's embedding for int32 [n]: float32 [n, hidden] on the draft's device
 Embed = Callable[[Int32], Array]
+#: luce.draft.draw.Draws.choose
+Choose = Callable[[int, Int32, F64], tuple[NDArray[np.intp], F64]]
 
 
 @dataclass(frozen=True)
@@ -111,14 +113,20 @@ def open_correction(
 
 
 def corrected(
-    head: Correction, seeds: Int32, z: F32, ids: Int32, scores: F64, embedded: Embed
+    head: Correction,
+    seeds: Int32,
+    z: F32,
+    ids: Int32,
+    scores: F64,
+    embedded: Embed,
+    choose: Choose | None = None,
 ) -> tuple[Int32, F64, F64 | None]:
     """Blocks corrected by a head; the biases of each position depend on the likeliest tokens before it.
 
     seeds int32 [texts]; z float32 [texts, positions, width] as of `read`; ids int32 and scores float64 [texts,
     positions, k]: candidates and their log probabilities by the draft alone -> both corrected, the likeliest first, the
     lower id first among equals, and the probability that the likeliest is right, float64 [texts, positions], if the
-    head computes it.
+    head computes it. What `choose` takes instead comes first.
     """
     ids, scores, confidence = ids.copy(), scores.copy(), np.ones(ids.shape[:2])
     before, state, own_confidence = seeds, head.begin(len(seeds)), None
@@ -129,10 +137,25 @@ def corrected(
         order = np.lexsort((own, -biased))
         ids[:, position] = np.take_along_axis(own, order, axis=1)
         scores[:, position] = np.take_along_axis(biased, order, axis=1)
+        if choose is not None:
+            take_first(ids, scores, slice(position, position + 1), choose)
         before = ids[:, position, 0]
         if own_confidence is not None:
             confidence[:, position] = own_confidence
     return ids, scores, None if own_confidence is None else confidence
+
+
+def take_first(ids: Int32, scores: F64, positions: slice, choose: Choose) -> None:
+    """Exchange the first candidates of some positions, of ids and scores [texts, positions, k], for those that are
+    chosen, with the probabilities that they have then."""
+    own_ids, own_scores = ids[:, positions], scores[:, positions]
+    places, probabilities = choose(positions.start, own_ids, own_scores)
+    for values in (own_ids, own_scores):
+        chosen = np.take_along_axis(values, places[..., None], -1)
+        np.put_along_axis(values, places[..., None], values[..., :1], -1)
+        values[..., :1] = chosen
+    with np.errstate(divide="ignore"):
+        own_scores[..., 0] = np.log(probabilities)
 
 
 def lattice_scores(head: Correction, seed: int, z: F32, ids: Int32, scores: F64) -> F64 | None:

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from luce.draft.dflash.correction import F64, corrected, lattice_scores
+from luce.draft.dflash.correction import F32, F64, corrected, lattice_scores, take_first
 from luce.draft.dflash.model import DFlashModel
 from luce.draft.dflash.tree import likeliest
 from luce.draft.drafter import Draftable, PendingProposals, Proposal
+from luce.draft.draw import Draws
 from luce.draft.feature_drafter import FeatureDrafter
 from luce.draft.feature_window import SlotPositions
 from luce.draft.probabilities import log_probabilities
@@ -46,8 +47,9 @@ class DFlashDrafter(FeatureDrafter):
         rows = self._model.draft_block(slots, self._head.embed(seeds))
         correction, spec = self._model.correction, self._spec
         read = None if correction is None else self._head.device.fetch(correction.read(rows))
-        # A proposal that is not a tree takes the likeliest token of each position.
-        top = MAX_CANDIDATES if any(one.max_depth for one in asked) else 1
+        draws = Draws([asked[index].draw for index in ready], [len(asked[index].tokens) for index in ready])
+        # A greedy proposal that is not a tree takes the likeliest token of each position.
+        top = MAX_CANDIDATES if draws.any or any(one.max_depth for one in asked) else 1
         top = top if correction is None else correction.top
         pending = self._head.project(rows, top=top, scale=spec.logit_scale, softcap=spec.logit_softcap)
 
@@ -56,29 +58,46 @@ class DFlashDrafter(FeatureDrafter):
             assert best is not None
             texts = (len(ready), self.block, -1)
             scores = log_probabilities(best, scale=spec.logit_scale, softcap=spec.logit_softcap).reshape(texts)
-            ids, confidence = best.ids.reshape(texts), None
-            pairwise: dict[int, tuple[Int32, F64]] = {}
-            if correction is not None and read is not None:
-                z = read().reshape(texts)
-                for row, index in enumerate(ready):
-                    pairs = None
-                    if asked[index].max_depth:
-                        pairs = lattice_scores(correction, int(seeds[row]), z[row], ids[row], scores[row])
-                    if pairs is not None:
-                        pairwise[row] = ids[row], pairs
-                ids, scores, confidence = corrected(correction, seeds, z, ids, scores, self._head.embed)
-            for row, index in enumerate(ready):
-                one = asked[index]
-                own = row, slice(min(self.block, one.max_depth or one.max_tokens))
-                if one.max_depth:
-                    candidates, pairs = pairwise.get(row, (ids[row], scores[row][:, None]))
-                    proposals[index] = _tree(candidates[own[1]], pairs[own[1]], one.max_tokens)
-                else:
-                    probabilities = np.exp(scores[own][:, 0]) if confidence is None else confidence[own]
-                    proposals[index] = Proposal(ids[own][:, 0].tolist(), probabilities.tolist())
+            z = None if read is None else read().reshape(texts)
+            found = self._proposed([asked[index] for index in ready], seeds, z, best.ids.reshape(texts), scores, draws)
+            for index, proposal in zip(ready, found, strict=True):
+                proposals[index] = proposal
             return proposals
 
         return wait
+
+    def _proposed(
+        self, asked: Sequence[Draftable], seeds: Int32, z: F32 | None, ids: Int32, scores: F64, draws: Draws
+    ) -> list[Proposal]:
+        """The proposals for texts: seeds int32 [texts], z as luce.draft.dflash.correction takes it, and the candidates
+        of each position, ids int32 and log probabilities float64 [texts, positions, k]."""
+        correction, confidence = self._model.correction, None
+        pairwise: dict[int, tuple[Int32, F64]] = {}
+        # The noise of a tree's branches is added to all candidates.
+        choose = draws.choose if draws.any and not any(one.max_depth for one in asked) else None
+        if correction is not None and z is not None:
+            for row, one in enumerate(asked):
+                if one.max_depth:
+                    pairs = lattice_scores(correction, int(seeds[row]), z[row], ids[row], scores[row])
+                    if pairs is not None:
+                        pairwise[row] = ids[row], pairs
+            ids, scores, confidence = corrected(correction, seeds, z, ids, scores, self._head.embed, choose)
+        elif choose is not None:
+            ids, scores = ids.copy(), scores.copy()
+            take_first(ids, scores, slice(0, self.block), choose)
+        found = []
+        for row, one in enumerate(asked):
+            depth = min(self.block, one.max_depth or one.max_tokens)
+            if one.max_depth:
+                candidates, pairs = pairwise.get(row, (ids[row], scores[row][:, None]))
+                pairs = draws.perturbed(row, candidates[:depth], pairs[:depth])
+                found.append(_tree(candidates[:depth], pairs, one.max_tokens))
+                continue
+            # A head's confidence is that of the likeliest token.
+            sure = None if confidence is None or draws.drawn[row] else confidence[row]
+            probabilities = np.exp(scores[row, :, 0]) if sure is None else sure
+            found.append(Proposal(ids[row, :depth, 0].tolist(), probabilities[:depth].tolist()))
+        return found
 
     def _follows(self, span: Span) -> bool:
         """Whether a span verifies a proposal without branches, right behind its slot's context, with features in the
