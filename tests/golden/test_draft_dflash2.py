@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,11 @@ from luce.draft.dflash.drafter import DFlashDrafter
 from luce.draft.drafter import Draftable
 from luce.draft.probabilities import log_probabilities
 from luce.draft.target_head import TargetHead
+from luce.layers import dynamic_conv as convolutions
+from luce.layers.dynamic_conv import DynamicConvLayer
 from luce.layers.features import FeatureRing
+from luce.models.spec import Attention
+from luce.ops.matmul import matmul
 from luce.ops.sample import find_candidates
 from luce.runtime.device import Array, Device
 from luce.runtime.host import HostDevice
@@ -90,9 +95,9 @@ class Opened:
         cap = self.spec.logit_softcap
         return cap * np.tanh(logits / cap) if cap else logits
 
-    def check(self, drafting: DraftedText, z: F32, case: str) -> None:
-        """Rows, candidates, and the walk, within the oracle's limits."""
-        expected, head = self.expected, drafting.model.correction
+    def check(self, drafting: DraftedText, z: F32, case: str, change: Callable[[Any], Any] = lambda head: head) -> None:
+        """Rows, candidates, and the walk, within the oracle's limits, with a changed selector."""
+        expected, head = self.expected, change(drafting.model.correction)
         assert head is not None
         assert np.abs(z - expected[f"z_{case}"][1:]).max() <= self.limits["z_max_abs"]
         if f"draft_logits_{case}" in expected:
@@ -229,3 +234,96 @@ def test_the_drafter_proposes_the_walk_and_pairwise_trees(name: str, kind: str, 
         assert sum(own) <= 1 + 1e-9
     assert tree.tokens[0] == chain.tokens[0]
     assert tree.probabilities[0] == pytest.approx(chain.probabilities[0])
+
+
+def convolved(x: F32, base: F32, coefficients: F32, spans: Any, *, first: int = 0, interleaved: bool = False) -> F32:
+    """luce.ops.dynamic_conv for one block, with mistakes: `first` times the first row stands before it; channels of a
+    group are not beside each other."""
+    out, times = np.zeros_like(x), x.shape[1] // coefficients.shape[2]
+    for tap in range(len(base)):
+        own = coefficients[:, tap]
+        weights = base[tap] + (np.tile(own, (1, times)) if interleaved else np.repeat(own, times, axis=1))
+        out += weights * np.concatenate((np.repeat(first * x[:1], tap, axis=0), x[: len(x) - tap]))
+    return out
+
+
+#: instead of luce.ops.dynamic_conv.dynamic_conv behind the device: mistakes that the oracle must see
+CONVOLUTIONS: dict[str, Callable[..., Any]] = {
+    "no convolution": lambda x, base, c, spans: x.copy(),
+    "base only": lambda x, base, c, spans: convolved(x, base, 0 * c, spans),
+    "coefficients only": lambda x, base, c, spans: convolved(x, 0 * base, c, spans),
+    "taps reversed": lambda x, base, c, spans: convolved(x, base[::-1], c[:, ::-1], spans),
+    "groups interleaved": lambda x, base, c, spans: convolved(x, base, c, spans, interleaved=True),
+    "row before the block repeated": lambda x, base, c, spans: convolved(x, base, c, spans, first=1),
+}
+
+
+def _transposed(self: DynamicConvLayer, y: Any) -> F32:
+    found = matmul(HostDevice(), y, self.input_weight)
+    taps = len(found[0]) // (2 * GROUPS)
+    return np.ascontiguousarray(found.reshape(len(found), taps, 2, GROUPS).transpose(0, 2, 1, 3))
+
+
+GROUPS = 4
+LAYERS: dict[str, dict[str, Any]] = {
+    "no input side": {"prepare": lambda self, y, c, step: y},
+    "no output side": {"finish": lambda self, out, c, step: out},
+    "sides swapped": {"prepare": DynamicConvLayer.finish, "finish": DynamicConvLayer.prepare},
+    "projection read tap before side": {"coefficients": _transposed},
+}
+MIXERS: dict[str, Callable[[Attention], Attention]] = {
+    "causal block rows": lambda mixer: replace(mixer, bidirectional=False),
+    "window one too wide": lambda mixer: replace(mixer, window=mixer.window and mixer.window + 1),
+    "window one too narrow": lambda mixer: replace(mixer, window=mixer.window and mixer.window - 1),
+}
+
+
+class Changed:
+    """A selector with a mistake in its steps."""
+
+    def __init__(self, head: Any, **changes: Callable[..., Any]) -> None:
+        self._head, self._changes, self._seed = head, changes, None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._head, name)
+
+    def step(self, state: F32, before: Int32, z: F32, ids: Int32, embedded: Any) -> Any:
+        if self._seed is None:
+            self._seed = before
+        before = self._changes.get("before", lambda before, seed: before)(before, self._seed)
+        z = self._changes.get("z", lambda z: z)(z)
+        state, bias, sure = self._head.step(state, before, z, ids, embedded)
+        return state, self._changes.get("bias", lambda bias: bias)(bias), sure
+
+
+SELECTORS: dict[str, dict[str, Callable[..., Any]]] = {
+    "selector left out": {"bias": lambda bias: 0 * bias},
+    "without g": {"z": np.ones_like},
+    "seed as every predecessor": {"before": lambda before, seed: seed},
+}
+
+
+@pytest.mark.parametrize("mistake", [*CONVOLUTIONS, *LAYERS, *MIXERS, *SELECTORS])
+def test_mistakes_are_seen(mistake: str, stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, change = Opened(stack, NAMES[0]), SELECTORS.get(mistake)
+    if mistake in CONVOLUTIONS:
+        wrong = CONVOLUTIONS[mistake]
+        monkeypatch.setattr(convolutions, "dynamic_conv", lambda device, *given: wrong(*given))
+    for name, method in LAYERS.get(mistake, {}).items():
+        monkeypatch.setattr(DynamicConvLayer, name, method)
+    if mistake in MIXERS:
+        layers = [replace(layer, mixer=MIXERS[mistake](layer.mixer)) for layer in opened.spec.layers]
+        opened.spec = replace(opened.spec, layers=tuple(layers))
+    drafting = opened.drafting(HostDevice(), "long")
+    (z,) = opened.block(drafting, "long")
+    with pytest.raises(AssertionError):
+        opened.check(drafting, z, "long", (lambda head: Changed(head, **change)) if change else lambda head: head)
+
+
+def test_a_convolution_without_a_mistake_is_right(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the mistakes are made in gives the oracle's numbers."""
+    monkeypatch.setattr(convolutions, "dynamic_conv", lambda device, *given: convolved(*given))
+    opened = Opened(stack, NAMES[0])
+    drafting = opened.drafting(HostDevice(), "long")
+    (z,) = opened.block(drafting, "long")
+    opened.check(drafting, z, "long", Changed)
