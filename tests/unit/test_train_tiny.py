@@ -32,6 +32,7 @@ from tools.train_tiny import (  # noqa: E402
     export,
     layers,
     prompts,
+    sampled,
     target,
     tasks,
     train,
@@ -158,6 +159,28 @@ def test_a_selector_learns_the_token_before() -> None:
         optimiser.zero_grad()
     assert torch.equal(chosen, tokens[..., 1:])
     assert torch.equal(model.drafted(w, base, z[0], tokens[0, :, 0]), tokens[0, :, 1:])
+
+
+@pytest.mark.parametrize("rule", sampled.RULES)
+def test_rules_of_acceptance(rule: str) -> None:
+    """A draft that has the target's distributions, and one that has none of its tokens."""
+    torch.manual_seed(5)
+    device, width = torch.device("cpu"), draft.BLOCK - 1
+    p = torch.randn(3, draft.BLOCK, 50).softmax(-1)
+    p[..., 40:] = 0
+    texts = sampled.Texts(torch.zeros(3, 64).long(), torch.tensor([5, 6, 7]), sampled.gumbel(3, 64, 50, device=device))
+    places = texts.rows(width)[..., None].expand(-1, -1, 50)
+    right = (p[:, :-1].log() + texts.noise.gather(1, places)).argmax(-1)
+    if rule in ("ratio", "coupled"):
+        sampled.commit(rule, texts, right, p, p[:, :-1])
+        assert texts.lengths.tolist() == [5 + draft.BLOCK, 6 + draft.BLOCK, 7 + draft.BLOCK]
+        assert torch.equal(texts.ids[0, 5 : 5 + width], right[0])
+    texts.lengths = torch.tensor([5, 6, 7])
+    q = torch.zeros(3, width, 50)
+    q[..., 45] = 1
+    sampled.commit(rule, texts, torch.full((3, width), 45), p, q)
+    assert texts.lengths.tolist() == [6, 7, 8]
+    assert texts.ids[0, 5] == right[0, 0] and not (texts.ids[:, 5:9] == 45).any()
 
 
 def test_q6_k_is_decoded_by_the_gguf_package() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import data, draft, draft2, drafter, evaluate, export, prompts, target, train
+from . import data, draft, draft2, drafter, evaluate, export, prompts, sampled, target, train
 from .layers import no_compile
 
 #: the models that draft blocks
@@ -144,6 +145,17 @@ def _train(options: argparse.Namespace) -> None:
     say("done")
 
 
+def _compare(options: argparse.Namespace) -> None:
+    device = torch.device(options.device)
+    files = _weights(options.folder, device)
+    bpe = data.read_tokenizer(options.folder / "target.gguf")
+    texts = [text for task in json.loads((options.folder / "prompts.json").read_text()).values() for text in task]
+    ids = [bpe.encode(text, add_special_tokens=False).ids[-128:] for text in texts]
+    long = [own for own in ids if len(own) == 128]
+    chosen = torch.tensor(long[:: max(1, len(long) // options.count)][: options.count], device=device)
+    sampled.compare(files, data.token_id(bpe, data.MASK), chosen, print, rounds=options.rounds, device=device)
+
+
 def main() -> None:
     """Run one stage."""
     parser = argparse.ArgumentParser(prog="train_tiny", description=__doc__)
@@ -190,6 +202,11 @@ def main() -> None:
     ask.add_argument("out", type=Path)
     ask.add_argument("--corpus", type=Path, help="take its held-out files; default: Luce's own files")
     ask.add_argument("--count", type=int, default=200)
+    compare = stages.add_parser("sampled", help="compare ways to accept drafted tokens of sampled text")
+    compare.add_argument("folder", type=Path, help="folder of the GGUF files")
+    compare.add_argument("--device", default="cuda")
+    compare.add_argument("--count", type=int, default=32, help="prompts")
+    compare.add_argument("--rounds", type=int, default=12, help="steps of each prompt")
     options = parser.parse_args()
     if options.stage == "fetch":
         data.fetch(options.packages)
@@ -204,6 +221,8 @@ def main() -> None:
                 writer(options.out / f"{name}.gguf", train.load(path), bpe)
     elif options.stage == "expected":
         evaluate.expected(options.out, data.load(options.corpus))
+    elif options.stage == "sampled":
+        _compare(options)
     elif options.stage == "prompts":
         prompts.write(options.out, options.corpus and data.load(options.corpus), options.count)
     else:

@@ -71,23 +71,23 @@ class Draft2(Draft):
         # The selector learns among the candidates; a right token that is none of them takes the last one's place.
         missing = (ids != labels[..., None]).all(-1)
         learned = torch.cat([ids[..., :-1], torch.where(missing, labels, ids[..., -1])[..., None]], -1)
-        scores = logits.gather(-1, learned) + self._edges(w, z, tokens[..., :-1], learned)
+        scores = logits.gather(-1, learned) + self.edges(w, z, tokens[..., :-1], learned)
         place = (learned == labels[..., None]).long().argmax(-1)
         selected = F.cross_entropy(scores.flatten(0, 2), place.flatten(), reduction="none").view(labels.shape)
         with torch.no_grad():
-            chosen = (best + self._edges(w, z, tokens[..., :-1], ids)).argmax(-1, keepdim=True)
+            chosen = (best + self.edges(w, z, tokens[..., :-1], ids)).argmax(-1, keepdim=True)
         return plain + selected, ids.gather(-1, chosen)[..., 0]
 
     def drafted(self, w: Weights, base: Weights, z: Tensor, seeds: Tensor) -> Tensor:
         best, ids = linear(z, base["output.weight"], self.dtype).float().topk(TOP, -1)
         before, found = seeds, []
         for row in range(z.shape[1]):
-            scores = best[:, row] + self._edges(w, z[:, row], before, ids[:, row])
+            scores = best[:, row] + self.edges(w, z[:, row], before, ids[:, row])
             before = ids[:, row].gather(-1, scores.argmax(-1, keepdim=True))[:, 0]
             found.append(before)
         return torch.stack(found, 1)
 
-    def _edges(self, w: Weights, z: Tensor, before: Tensor, ids: Tensor) -> Tensor:
+    def edges(self, w: Weights, z: Tensor, before: Tensor, ids: Tensor) -> Tensor:
         """Biases of candidates ids [..., TOP] behind the tokens `before` [...]: rows z [..., HIDDEN]."""
         first = F.embedding(before, w["selector_predecessor.weight"]) * linear(
             z, w["selector_hidden.weight"], self.dtype
