@@ -167,7 +167,8 @@ def _measure(
             ShardCost(file, spec, part.layers, device, kv, max_resident)
             for part, device in zip(backend.devices, devices, strict=True)
         ]
-        limits_of = [reached[part.device] for part in backend.devices]
+        # A shard whose experts are on the CPU reads the memory of two devices, one after the other.
+        limits_of = [None if part.offloaded else reached[part.device] for part in backend.devices]
         stepper = Stepper(backend, backend.options.chunk, kvflash)
         stepper.move_to(0, 0)
         first = seconds(lambda: stepper.read(0, 1))
@@ -181,7 +182,11 @@ def _measure(
                 "policy": None if kvflash is None else kvflash.policy.name,
                 "plan": None if placed.plan is None else placed.plan.facts,
                 "shards": [
-                    {"device": part.device, "layers": [part.layers.start, part.layers.stop - 1]}
+                    {
+                        "device": part.device,
+                        "layers": [part.layers.start, part.layers.stop - 1],
+                        "experts_on_cpu": list(part.offloaded),
+                    }
                     for part in backend.devices
                 ],
             }

@@ -3,6 +3,8 @@ of int8 products where the layers are on a GPU's kernels."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -11,11 +13,19 @@ import luce
 from luce.backend.expert_placement import ExpertRequest, requested_layers
 from luce.runtime.cpu import CpuDevice
 from luce.runtime.device import Device
+from luce.runtime.gpu import GpuDevice
 from luce.runtime.host import HostDevice
+from luce.shard.local import LocalShard
 from tests.support.capturing import CapturingDevice, SharingDevice
+from tests.support.daemons import with_flags
 from tests.support.drive import Driver
 from tests.support.emulated import EmulatedDevice
-from tests.support.golden_checks import check_replayed
+from tests.support.golden_checks import (
+    check_greedy_tokens,
+    check_logits_in_chunks,
+    check_replayed,
+    typical_error,
+)
 from tests.support.make_driver import MakeDriver
 from tests.support.reference import Reference, check_logits, references
 
@@ -110,3 +120,37 @@ def test_drafts_the_prefix_cache_and_kvflash_change_nothing() -> None:
             assert stats.draft is not None and stats.draft.proposed > 0
             assert bool(model.placement[0]["experts_on_cpu"]) == (place == "cpu")
     assert replies[0] == replies[1] == replies[2] == replies[3]
+
+
+def test_devices_of_a_daemon_wait_for_no_flags(tmp_path: Path) -> None:
+    reference = Reference("qwen35moe-a-F32")
+    prompt, greedy = reference.expected["prompt_17"].tolist(), reference.expected["greedy_17"][:6].tolist()
+    where = {"target_devices": "cpu:0,cpu:1", "target_shard_ipc_bin": with_flags(tmp_path / "python")}
+    for place, waits in (("device", True), ("cpu", False)):
+        settings = {**where, "max_ctx": 256, "kv_cache_dir": "off", "cpu_weights": "float32", "experts_on": place}
+        with luce.load(reference.path, **settings) as model:
+            assert [daemon.gpu_waits for daemon in model.daemons()] == [waits]
+            generation = model.generate(prompt, max_tokens=6, ignore_eos=True, temperature=0)
+            assert [token.id for token in generation] == greedy
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("reference", MIXTURES, ids=lambda r: r.name)
+def test_layers_on_this_gpu(reference: Reference, make_driver: MakeDriver, gpu: Device) -> None:
+    driver = make_driver(reference, [gpu], experts=request(reference, CpuDevice()))
+    check_logits_in_chunks(reference, driver, reference.kind(7), 7)
+    check_greedy_tokens(reference, driver, 7, typical_error(reference, driver))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["qwen35moe-b-Q4_K_M", "gptoss-a-F32", "gemma4-moe-F32"])
+def test_replayed_steps_on_this_gpu(name: str, make_driver: MakeDriver, gpu: Device) -> None:
+    reference = Reference(name)
+    drivers = []
+    for captures in (True, False):
+        device = GpuDevice("cuda" if gpu.name.kind == "cuda" else "hip", gpu.name.index)
+        device.captures = captures
+        drivers.append(make_driver(reference, [device], experts=request(reference, CpuDevice())))
+    check_replayed(reference, *drivers)
+    (shard,) = drivers[0].backend.shards
+    assert isinstance(shard, LocalShard) and shard.replayed > 0
