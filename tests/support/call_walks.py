@@ -37,8 +37,9 @@ def walk(name: str, constraint: Constraint, seed: int, *, special: bool = True) 
             return ids
         if closing and random.random() < 0.2:
             for token in closing:
-                if token in allowed_ids(constraint):
+                if token in now:
                     push(token)
+                    now = allowed_ids(constraint)
             continue
         marks = [token for token in now if token >= 256 or chr(token) in '}]",</\n']
         push(int(random.choice(sorted(marks if marks and random.random() < 0.5 else now))))

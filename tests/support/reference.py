@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -65,14 +65,15 @@ class Reference:
         return limits
 
 
-def references() -> list[Reference]:
+@cache
+def references() -> tuple[Reference, ...]:
     """Every reference file of a family that Luce has."""
     found = []
     for path in sorted(DIRECTORY.glob("*.gguf")):
         with open_gguf(path) as file:
             if Source(str(path), file.metadata, file.tensors).architecture in FAMILIES:
                 found.append(Reference(path.stem))
-    return found
+    return tuple(found)
 
 
 def errors(actual: NDArray[np.float32], expected: NDArray[np.float32]) -> NDArray[np.float64]:

@@ -268,6 +268,7 @@ def format_named(name: str) -> Calls:
     return next(calls for calls in TOOL_FORMATS if calls.format == name)
 
 
+@functools.cache
 def byte_tokenizer(name: str, *, special: bool = True) -> Tokenizer:
     """A tokenizer of single bytes with the special tokens of a dialect; `special` False: with those of messages only,
     so that markers of calls are text."""

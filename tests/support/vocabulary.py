@@ -43,7 +43,8 @@ def byte_level(
     merges: tuple[str, ...] = (), *, control: tuple[str, ...] = (), visible: tuple[str, ...] = (), **keys: object
 ) -> dict[str, object]:
     """A gpt2 vocabulary: ids 0..255 are the bytes, then the results of `merges`, then the special tokens."""
-    tokens = [spelling()[byte] for byte in range(256)] + [merge.replace(" ", "") for merge in merges]
+    spelled = spelling()
+    tokens = [spelled[byte] for byte in range(256)] + [merge.replace(" ", "") for merge in merges]
     types = [1] * len(tokens) + [3] * len(control) + [4] * len(visible)
     return {
         "tokenizer.ggml.model": "gpt2",

@@ -47,6 +47,8 @@ PARAMETERS: dict[str, Any] = {
 }
 TOOLS = (CallableTool("weather", PARAMETERS), CallableTool("stop", None), CallableTool("weather_now", PARAMETERS))
 KNOWN = {tool.name: tool.parameters for tool in TOOLS}
+#: made once: jsonschema.validate looks at the schema each time
+VALIDATORS = {name: jsonschema.Draft202012Validator(schema or {"type": "object"}) for name, schema in KNOWN.items()}
 CALLS: list[tuple[str, Any]] = [
     ("weather", {"city": "Oslo\n\nä<b>", "unit": "kelvin", "days": 3, "hourly": True}),
     ("weather_now", {"city": "x", "days": 20, "near": [1.5, -2], "place": {"x": 1, "inner": {"x": 2}}, "either": None}),
@@ -120,7 +122,7 @@ def test_what_the_grammar_allows_is_a_valid_call(name: str, special: bool) -> No
         found = read(name, text, KNOWN, special=special)
         assert found.calls and not found.bad and not found.cut and not found.text.strip(), text
         for tool, arguments in found.calls:
-            jsonschema.validate(arguments, KNOWN[tool] or {"type": "object"})
+            VALIDATORS[tool].validate(arguments)
             assert tool != "stop" or isinstance(arguments, dict)
     assert ended >= 4
 
@@ -393,13 +395,14 @@ ODD: dict[str, Any] = {
 @pytest.mark.parametrize("name", NAMES)
 def test_names_and_values_are_read_as_the_grammar_writes_them(name: str, strict: bool) -> None:
     grammar = compiled(name, wanted(name, CallableTool("t", ODD, strict=strict), required=True))
+    # Not strict, no length is enforced.
+    schema = ODD if strict else ODD | {"properties": ODD["properties"] | {"old string": {"type": "string"}}}
+    validator = jsonschema.Draft202012Validator(schema)
     values = set()
     for seed in range(16):
         text = walked(name, grammar.constraint(), seed)
         for _, arguments in () if text is None else read(name, text, {"t": ODD}).calls:
-            # Not strict, no length is enforced.
-            schema = ODD if strict else ODD | {"properties": ODD["properties"] | {"old string": {"type": "string"}}}
-            jsonschema.validate(arguments, schema)
+            validator.validate(arguments)
             values.add(repr(arguments["g>"]))
     assert len(values) >= 3
 
