@@ -157,5 +157,5 @@ class DraftSession(Service):
 
 def _usable(draw: Draw) -> bool:
     """Whether tokens can be drawn so."""
-    numbers = 0 < draw.temperature < math.inf and 0 < draw.top_p <= 1 and 0 <= draw.min_p <= 1
-    return numbers and 0 <= draw.seed < 1 << 64 and 0 <= draw.top_k < 1 << 31
+    numbers = 0 < draw.temperature < math.inf and 0 < draw.share <= 1 and 0 <= draw.floor <= 1
+    return numbers and 0 <= draw.seed < 1 << 64 and 0 <= draw.most < 1 << 31

@@ -31,13 +31,13 @@ def gumbel(seeds: NDArray[np.uint64], positions: NDArray[np.int64], ids: NDArray
     return found
 
 
-def keep_count(mass: F64, total: float, top_p: float, min_p: float) -> int:
-    """How many of the leading entries top-p and min-p keep, at least one; `mass` float64 [n] descends."""
+def keep_count(mass: F64, total: float, share: float, floor: float) -> int:
+    """How many of the leading entries the cuts of Draw keep, at least one; `mass` float64 [n] descends."""
     keep = len(mass)
-    if top_p < 1:
-        keep = min(keep, int(np.searchsorted(np.cumsum(mass), top_p * total)) + 1)
-    if min_p > 0:
-        keep = min(keep, int(np.count_nonzero(mass >= min_p * mass[0])))
+    if share < 1:
+        keep = min(keep, int(np.searchsorted(np.cumsum(mass), share * total)) + 1)
+    if floor > 0:
+        keep = min(keep, int(np.count_nonzero(mass >= floor * mass[0])))
     return max(keep, 1)
 
 
@@ -48,10 +48,12 @@ class Draw:
     #: below 2**64
     seed: int
     temperature: float
-    #: 0 for all tokens
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    #: only so many tokens, the likeliest ones; 0 for all
+    most: int = 0
+    #: only the likeliest ones that have this share of the mass
+    share: float = 1.0
+    #: only those with at least this part of the likeliest one's mass
+    floor: float = 0.0
 
     def noise(self, position: int, ids: NDArray[np.integer]) -> F64:
         """The noise of tokens int [n] at a position: float64 [n]."""
@@ -72,9 +74,9 @@ class Draws:
         self._ends = np.array(ends, np.int64)
         self._seeds = np.array([draw.seed for draw in found], np.uint64)
         self._temperatures = np.array([draw.temperature for draw in found], np.float64)
-        self._top_k = np.array([draw.top_k or 1 << 30 for draw in found], np.int64)
-        self._top_p = np.array([draw.top_p for draw in found], np.float64)
-        self._min_p = np.array([draw.min_p for draw in found], np.float64)
+        self._most = np.array([draw.most or 1 << 30 for draw in found], np.int64)
+        self._share = np.array([draw.share for draw in found], np.float64)
+        self._floor = np.array([draw.floor for draw in found], np.float64)
 
     def choose(self, depth: int, ids: NDArray[np.int32], scores: F64) -> tuple[NDArray[np.intp], F64]:
         """The place of each token among its candidates, and the probability that it had.
@@ -85,10 +87,10 @@ class Draws:
         logits = (scores - scores[..., :1]) / self._temperatures[:, None, None]
         with np.errstate(over="ignore"):
             mass = np.exp(logits)
-        mass *= np.arange(ids.shape[-1]) < self._top_k[:, None, None]
+        mass *= np.arange(ids.shape[-1]) < self._most[:, None, None]
         running = np.cumsum(mass, axis=-1)
-        kept = (running - mass < self._top_p[:, None, None] * running[..., -1:]) & (mass > 0)
-        kept &= mass >= self._min_p[:, None, None] * mass[..., :1]
+        kept = (running - mass < self._share[:, None, None] * running[..., -1:]) & (mass > 0)
+        kept &= mass >= self._floor[:, None, None] * mass[..., :1]
         kept[..., 0] = True
         noise = self._noise(depth, ids)
         with np.errstate(invalid="ignore"):

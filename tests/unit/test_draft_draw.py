@@ -21,6 +21,10 @@ CUTS: list[dict[str, Any]] = [
 ]
 
 
+def draw_of(seed: int, cut: dict[str, Any]) -> Draw:
+    return Draw(seed, cut["temperature"], cut.get("top_k", 0), cut.get("top_p", 1.0), cut.get("min_p", 0.0))
+
+
 def distribution(seed: int, count: int = 30) -> NDArray[np.float64]:
     """Log probabilities, the likeliest first."""
     logits = -np.sort(-np.random.default_rng(seed).standard_normal(count) * 2)
@@ -73,9 +77,9 @@ def test_the_noise_is_gumbel_s_and_independent() -> None:
 def test_a_drafter_draws_from_its_own_distribution(cut: dict[str, Any]) -> None:
     scores, ids = distribution(1), np.random.default_rng(2).permutation(30).astype(np.int32)
     expected = sampled(scores, cut)
-    places = drawn(scores, Draw(7, **cut), ids, 4000)
+    places = drawn(scores, draw_of(7, cut), ids, 4000)
     assert chi_square(places, expected) < 2
-    draws = Draws([Draw(7, **cut)], [40])
+    draws = Draws([draw_of(7, cut)], [40])
     chosen, chances = draws.choose(0, np.tile(ids, (1, 50, 1)), np.tile(scores, (1, 50, 1)))
     np.testing.assert_allclose(chances[0], expected[chosen[0]])
 
@@ -91,7 +95,7 @@ def test_a_drafter_that_knows_the_distribution_draws_the_target_s_tokens(cut: di
     for _ in range(300):
         found.append(target.choose(logits))
         target.push(0)
-    places = drawn(scores.astype(np.float32).astype(np.float64), Draw(9, **cut), ids, 300)
+    places = drawn(scores.astype(np.float32).astype(np.float64), draw_of(9, cut), ids, 300)
     assert ids[places].tolist() == found
 
 

@@ -130,11 +130,11 @@ BAD = {
             ("temperature", 0.0),
             ("temperature", math.inf),
             ("temperature", math.nan),
-            ("top_k", -1),
-            ("top_p", 0.0),
-            ("top_p", 1.1),
-            ("min_p", -0.1),
-            ("min_p", 2.0),
+            ("most", -1),
+            ("share", 0.0),
+            ("share", 1.1),
+            ("floor", -0.1),
+            ("floor", 2.0),
         )
     },
 }
@@ -142,7 +142,7 @@ BAD = {
 
 def test_a_text_that_is_drawn(session: DraftSession) -> None:
     greedy = tokens(session, propose(update()))
-    message = msgspec.structs.replace(propose(update()), draws=(Draw(1, 30.0, top_k=40),))
+    message = msgspec.structs.replace(propose(update()), draws=(Draw(1, 30.0, most=40),))
     drawn = tokens(session, message)
     assert len(drawn[0]) == 7 and drawn != greedy and drawn == tokens(session, message)
     assert tokens(session, propose(update())) == greedy
