@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Speed of the kernels on a GPU, relative to the rate at which the same GPU copies memory.
+"""Speed of the kernels on a GPU, relative to the rate at which the same GPU reads memory.
 
     tools/bench_kernels.py                    every case
     tools/bench_kernels.py matvec --json      one family, for another program
@@ -8,7 +8,7 @@ A case is one op on one shape, as the models call it, with copies of its data th
 second-level cache. A captured graph holds its calls, each on another copy, so that launches from Python do not count;
 the rest of a launch, about 1 us, does. Calls of a BLAS library are not captured but queued one by one. Times are
 medians of `--repeat` graphs, by device events. The share is the least bytes that the op has to move, divided by its
-time and by the bytes per second of a device copy (read and written).
+time and by the bytes per second of a kernel that only reads.
 
 A family is a generator of cases below, under `@family`.
 """
@@ -30,6 +30,7 @@ from gguf import GGMLQuantizationType
 from rich.console import Console
 from rich.table import Table
 
+from luce.bench.limits import limits
 from luce.ops.attention import attention
 from luce.ops.attention_mma import AttentionInputs
 from luce.ops.deltanet import RECURRENT_ROWS, DeltaWeights, RecurrentState, gated_delta_net
@@ -308,13 +309,6 @@ class Timer:
         return float(cupy.cuda.get_elapsed_time(start, end)) / 1e3
 
 
-def copy_rate(device: GpuDevice, timer: Timer) -> float:
-    """Bytes per second of a device copy, read and written."""
-    size = 1 << 30
-    source, target = device.zeros(size, np.uint8), device.empty(size, np.uint8)
-    return 2 * size / timer.seconds([lambda: target.data.copy_from_device_async(source.data, size)])
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Print a table, or JSON; 2 without a GPU."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -332,7 +326,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     device = GpuDevice(gpus[0].name.kind, gpus[0].name.index)
     timer = Timer(device, options.repeat)
-    rate = copy_rate(device, timer)
+    rate = limits(device, ()).read
     results: list[dict[str, Any]] = []
     for name in options.family or FAMILIES:
         for case in FAMILIES[name](device):
@@ -341,16 +335,16 @@ def main(arguments: list[str] | None = None) -> int:
             seconds = timer.seconds(case.calls, captured=case.captured)
             results.append({
                 "family": name, "case": case.name, "us": seconds * 1e6, "bytes_per_s": case.nbytes / seconds,
-                "share_of_copy": case.nbytes / seconds / rate, "flops_per_s": case.flops / seconds,
+                "share_of_reads": case.nbytes / seconds / rate, "flops_per_s": case.flops / seconds,
             })  # fmt: skip
     if options.json:
-        print(json.dumps({"device": device.describe()["name"], "copy_bytes_per_s": rate, "cases": results}))
+        print(json.dumps({"device": device.describe()["name"], "read_bytes_per_s": rate, "cases": results}))
         return 0
-    table = Table("case", "us", "GB/s", f"of copy ({rate / 1e12:.2f} TB/s)", "TFLOP/s")
+    table = Table("case", "us", "GB/s", f"of reads ({rate / 1e12:.2f} TB/s)", "TFLOP/s")
     for column in table.columns[1:]:
         column.justify = "right"
     for r in results:
-        numbers = (f"{r['us']:.1f}", f"{r['bytes_per_s'] / 1e9:.0f}", f"{r['share_of_copy']:.0%}")
+        numbers = (f"{r['us']:.1f}", f"{r['bytes_per_s'] / 1e9:.0f}", f"{r['share_of_reads']:.0%}")
         table.add_row(r["case"], *numbers, f"{r['flops_per_s'] / 1e12:.1f}")
     Console(width=None if sys.stdout.isatty() else 120).print(table)
     return 0

@@ -1,12 +1,13 @@
-"""The bandwidth and the arithmetic rate of a device: medians of copies and matrix products that run here and now."""
+"""The limits of a device: medians of copies, reads and matrix products that run here and now."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,29 +17,30 @@ from luce.ops.matmul import matmul
 from luce.ops.weight import RawTensor, upload_weight
 from luce.runtime.cores import thread_count
 from luce.runtime.cpu import CpuDevice
-from luce.runtime.device import Device
+from luce.runtime.device import Array, Device
 
 _RUNS = 5
+# Threads of a block of kernels/read.cu, and blocks: as many for each of 132 multiprocessors as one holds.
+_READ_THREADS, _READ_BLOCKS = 256, 8 * 132
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of the copies and the matrix products that measure a device."""
+    """The sizes of the copies, the reads and the matrix products that measure a device."""
 
-    #: far larger than caches
+    #: of a copy, far larger than caches; as many are read as a copy reads and writes
     copied_bytes: int
-    #: the product is [rows, side] by [side, side]: a millisecond or more on the fastest GPUs
+    #: the product is [rows, side] by [side, side]: a millisecond or more on the fastest GPUs with 4096 rows
     side: int
-    rows: int
 
 
-HOST_SIZES = Sizes(copied_bytes=1 << 29, side=4096, rows=512)
-GPU_SIZES = Sizes(copied_bytes=1 << 29, side=8192, rows=4096)
+HOST_SIZES = Sizes(copied_bytes=1 << 29, side=4096)
+GPU_SIZES = Sizes(copied_bytes=1 << 29, side=8192)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a device.
+    """The limits of a device, by what work does: steps of few rows read memory, prompts multiply.
 
     Copies and products are the vendor's: on GPUs float16 with float32 sums, on the CPU float32. The CPU has as many
     threads as its products have.
@@ -46,20 +48,15 @@ class Limits:
 
     #: bytes per second of a copy; each byte counts twice, as it is read and written
     copy: float
-    #: bytes per second of reads on the host; None on a GPU
-    read: float | None
-    #: operations per second of a matrix product; None without a BLAS library
-    matmul: float | None
-
-    @property
-    def bandwidth(self) -> float:
-        """Bytes per second that a step can read at most: of reads where they are measured, else of copies."""
-        return self.read or self.copy
+    #: bytes per second of reads that write nothing
+    read: float
+    #: operations per second of matrix products, by their number of rows; empty without a BLAS library
+    products: Mapping[int, float]
 
 
-def limits(device: Device) -> Limits:
-    """Measure a device. Takes about a second and 1 GiB of its memory."""
-    return host_limits(HOST_SIZES) if device.host else _gpu(device, GPU_SIZES)
+def limits(device: Device, rows: Sequence[int]) -> Limits:
+    """Measure a device, and its products of so many rows. Takes about a second and 1 GiB of its memory."""
+    return host_limits(HOST_SIZES, rows) if device.host else _gpu(device, GPU_SIZES, rows)
 
 
 def _median(seconds: Callable[[], float]) -> float:
@@ -83,26 +80,28 @@ def packed_rate(device: CpuDevice, rows: int, side: int) -> float:
     return 2 * rows * side * side / _median(lambda: _wall(lambda: matmul(device, x, weight)))
 
 
-def host_limits(sizes: Sizes) -> Limits:
+def host_limits(sizes: Sizes, rows: Sequence[int]) -> Limits:
     """Measure the CPU."""
     threads = thread_count()
     source = np.ones(sizes.copied_bytes // 4, np.float32)
     parts, copies = np.array_split(source, threads), np.array_split(np.zeros_like(source), threads)
-    a, b = (np.random.default_rng(0).random((n, sizes.side), np.float32) for n in (sizes.rows, sizes.side))
+    side = sizes.side
+    a, b = (np.random.default_rng(0).random((n, side), np.float32) for n in (max(rows, default=1), side))
 
     with ThreadPoolExecutor(threads) as pool:
         copied = _median(lambda: _wall(lambda: list(pool.map(np.copyto, copies, parts))))
         read = _median(lambda: _wall(lambda: list(pool.map(np.max, parts))))
-    product = _median(lambda: _wall(lambda: a @ b.T))
-    return Limits(2 * sizes.copied_bytes / copied, sizes.copied_bytes / read, 2 * a.size * len(b) / product)
+    products = {n: 2 * n * side * side / _median(partial(_wall, partial(np.matmul, a[:n], b.T))) for n in rows}
+    return Limits(2 * sizes.copied_bytes / copied, sizes.copied_bytes / read, products)
 
 
-def _gpu(device: Device, sizes: Sizes) -> Limits:
+def _gpu(device: Device, sizes: Sizes, rows: Sequence[int]) -> Limits:
     import cupy
 
-    count = sizes.copied_bytes
-    source = device.upload(np.random.default_rng(0).integers(0, 256, count, np.uint8))
-    target = device.empty(count, np.uint8)
+    half, side = sizes.copied_bytes, sizes.side
+    whole = device.empty(2 * half, np.uint8)
+    device.write(whole[:half], np.random.default_rng(0).integers(0, 256, half, np.uint8))
+    found = device.empty(_READ_BLOCKS * _READ_THREADS, np.uint32)
     stream = cupy.cuda.get_current_stream()
 
     def elapsed(work: Callable[[], object]) -> float:
@@ -113,14 +112,24 @@ def _gpu(device: Device, sizes: Sizes) -> Limits:
         end.synchronize()
         return float(cupy.cuda.get_elapsed_time(start, end)) / 1000
 
-    copied = _median(lambda: elapsed(lambda: target.data.copy_from_device_async(source.data, count, stream)))
+    copied = _median(lambda: elapsed(lambda: device.copy(whole[half:], whole[:half])))
+    read = _median(lambda: elapsed(lambda: read_all(device, whole, found)))
     try:
-        a, b = (_halves(device, n, sizes.side) for n in (sizes.rows, sizes.side))
-        product = _median(lambda: elapsed(lambda: cupy.matmul(a, b.T)))
+        a, b = (_halves(device, n, side) for n in (max(rows, default=1), side))
+        products = {n: 2 * n * side * side / _median(partial(elapsed, partial(cupy.matmul, a[:n], b.T))) for n in rows}
     except (ImportError, RuntimeError):
         # CuPy has no BLAS library here.
-        return Limits(2 * count / copied, None, None)
-    return Limits(2 * count / copied, None, 2 * a.size * len(b) / product)
+        products = {}
+    return Limits(2 * half / copied, 2 * half / read, products)
+
+
+def read_all(device: Device, data: Array, found: Array) -> None:
+    """Read `data`, uint8 in multiples of 16 bytes on a GPU, by a thread for each word of `found`, a multiple of 256.
+
+    The exclusive or of these words becomes that of the words of `data`.
+    """
+    grid = (len(found) // _READ_THREADS,)
+    device.launch("read", "read_words", grid, (_READ_THREADS,), (data, np.int64(data.nbytes // 16), found))
 
 
 def _halves(device: Device, rows: int, columns: int) -> Any:

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from luce import __version__
 from luce.assembly import Scorers, open_backend, open_kvflash, place
+from luce.backend.placement import default_chunk
 from luce.bench.cost import Cost, ShardCost
 from luce.bench.limits import Limits, limits
 from luce.bench.measure import Run, Stepper, Workload, seconds
@@ -76,7 +77,8 @@ def run(arguments: argparse.Namespace) -> int:
             devices = [opened.enter_context(contextlib.closing(d)) for d in open_placement(config)]
             report = _facts(file, spec, devices)
             # The wire protocol has no request for a measurement.
-            reached = {str(device.name): None if device.remote else limits(device) for device in devices}
+            rows = _prompt_rows(single, default_chunk(devices, config.chunk))
+            reached = {str(device.name): None if device.remote else limits(device, rows) for device in devices}
         for device in report["devices"]:
             limit = reached[device["device"]]
             device["limits"] = None if limit is None else dataclasses.asdict(limit)
@@ -114,6 +116,12 @@ def _tests(arguments: argparse.Namespace) -> tuple[list[Workload], list[Workload
     if not single and not many:
         raise UsageError("-p, -n, --rows, --sequences: nothing to measure", param="prompt")
     return single, many
+
+
+def _prompt_rows(tests: Sequence[Workload], chunk: int) -> list[int]:
+    """The numbers of rows that steps of prompts have: their limits are products of as many."""
+    steps = [spans for test in tests if test.kind == "prompt" for spans, _ in test.plan(chunk)]
+    return sorted({span.rows for spans in steps for span in spans})
 
 
 def _sizes(flag: str, text: str, low: int) -> list[int]:
@@ -204,8 +212,9 @@ def _measure(
             for number in range(repeat):
                 wait.update(number, repeat)
                 runs.append(stepper.run(test))
-            shares = [sum((cost.step(*step) for step in test.plan(backend.options.chunk)), Cost()) for cost in costs]
-            result = _result(test, [run.seconds for run in runs], shares, limits_of)
+            plan = test.plan(backend.options.chunk)
+            steps = [[(sum(span.rows for span in step[0]), cost.step(*step)) for step in plan] for cost in costs]
+            result = _result(test, [run.seconds for run in runs], steps, limits_of)
             report["results"].append(result | _paging(max_resident, runs))
 
 
@@ -236,18 +245,26 @@ def _paging(max_resident: int | None, runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _result(
-    test: Workload, times: Sequence[float], costs: Sequence[Cost], reached: Sequence[Limits | None]
+    test: Workload,
+    times: Sequence[float],
+    steps: Sequence[Sequence[tuple[int, Cost]]],
+    reached: Sequence[Limits | None],
 ) -> dict[str, Any]:
-    """The result of a test; its rates are those of the median run.
+    """The result of a test; its rates are those of the median run. `steps`: by device, rows and cost of each step.
 
-    `of_bandwidth` and `of_matmul_rate` divide the time that the devices need at their limits, one after another, by the
-    measured time. They are None if the limit of a device is not known.
+    `of_bandwidth` and, of prompts, `of_matmul_rate` divide the time that the devices need at their limits, one after
+    another, by the measured time. They are None if the limit of a device is not known.
     """
     median = statistics.median(times)
     rates = sorted(test.tokens / t for t in times)
-    known = [(cost, limit) for cost, limit in zip(costs, reached, strict=True) if limit is not None]
-    memory = [cost.bytes / limit.bandwidth for cost, limit in known]
-    arithmetic = [cost.flops / limit.matmul for cost, limit in known if limit.matmul]
+    totals = [sum((cost for _, cost in own), Cost()) for own in steps]
+    memory = arithmetic = None
+    if None not in reached:
+        known = [limit for limit in reached if limit is not None]
+        memory = sum(total.bytes / limit.read for total, limit in zip(totals, known, strict=True))
+        if test.kind == "prompt" and all(limit.products for limit in known):
+            pairs = zip(steps, known, strict=True)
+            arithmetic = sum(cost.flops / limit.products[rows] for own, limit in pairs for rows, cost in own)
     return {
         "test": test.name,
         **dataclasses.asdict(test),
@@ -255,10 +272,10 @@ def _result(
         "tokens_per_second": test.tokens / median,
         "spread": (rates[-1] - rates[0]) / 2,
         "milliseconds_per_step": 1000 * median / len(test.plan(1 << 30)),
-        "bytes_per_second": sum(cost.bytes for cost in costs) / median,
-        "flops_per_second": sum(cost.flops for cost in costs) / median,
-        "of_bandwidth": sum(memory) / median if len(memory) == len(costs) else None,
-        "of_matmul_rate": sum(arithmetic) / median if len(arithmetic) == len(costs) else None,
+        "bytes_per_second": sum(total.bytes for total in totals) / median,
+        "flops_per_second": sum(total.flops for total in totals) / median,
+        "of_bandwidth": None if memory is None else memory / median,
+        "of_matmul_rate": None if arithmetic is None else arithmetic / median,
     }
 
 
@@ -270,10 +287,8 @@ def show(console: Console, report: dict[str, Any]) -> None:
         if limit is None:
             console.print(f"{device['device']} ({device['name']}): in a daemon, not measured")
             continue
-        rates = [f"copies {limit['copy'] / 1e9:.0f} GB/s"]
-        if limit["read"]:
-            rates.append(f"reads {limit['read'] / 1e9:.0f} GB/s")
-        rates.append(f"multiplies {limit['matmul'] / 1e12:.2f} TFLOP/s" if limit["matmul"] else "has no BLAS library")
+        rates = [f"reads {limit['read'] / 1e9:.0f} GB/s", f"copies {limit['copy'] / 1e9:.0f} GB/s"]
+        rates += [f"multiplies {rate / 1e12:.2f} TFLOP/s with {rows} rows" for rows, rate in limit["products"].items()]
         console.print(f"{device['device']} ({device['name']}): {', '.join(rates)}")
     for load in report["loads"]:
         console.print(
@@ -296,7 +311,7 @@ def show(console: Console, report: dict[str, Any]) -> None:
         "+-",
         "ms/step",
         "GB/s",
-        "of bandwidth",
+        "of reads",
         "TFLOP/s",
         "of products",
         *(["swapped"] if paged else []),

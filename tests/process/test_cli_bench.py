@@ -19,7 +19,7 @@ COMMAND += ["--target-shard-ipc-bin", str(HERE)]
 
 @pytest.fixture(autouse=True)
 def invented_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "limits", lambda device: Limits(2e9, 1e9, 1e12))
+    monkeypatch.setattr(bench, "limits", lambda device, rows: Limits(2e9, 1e9, dict.fromkeys(rows, 1e12)))
 
 
 def test_layers_in_a_daemon(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,20 @@ from luce.bench.limits import Limits, Sizes, host_limits, packed_rate
 from luce.cli import bench
 from luce.cli.main import main
 from luce.runtime.cpu import CpuDevice
+from luce.runtime.device import Device
 
 MODEL = Path(__file__).parents[1] / "reference/qwen35-a-Q8_0.gguf"
 SMALL = ["-p", "9,70", "-n", "4", "-d", "0,20", "--rows", "3", "--sequences", "1,3", "-r", "2"]
 
 
+def invented(device: Device, rows: Sequence[int]) -> Limits:
+    """cpu:1 has no BLAS library. A product is the faster, the more rows it has."""
+    return Limits(2e9, 1e9, {} if device.name.index else {n: 1e10 * n for n in rows})
+
+
 @pytest.fixture(autouse=True)
 def invented_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "limits", lambda device: Limits(2e9, None if device.name.index else 1e9, 1e12))
+    monkeypatch.setattr(bench, "limits", invented)
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -40,23 +47,51 @@ def test_report(capsys: pytest.CaptureFixture[str]) -> None:
         tokens = {"prompt": 1, "decode": 1, "verify": 16, "batch": 4}[result["kind"]] * result["size"]
         assert tokens / slow <= result["tokens_per_second"] <= tokens / fast
         assert result["spread"] == pytest.approx((tokens / fast - tokens / slow) / 2)
-        # The CPU's is the bandwidth of reads.
         assert result["of_bandwidth"] == pytest.approx(result["bytes_per_second"] / 1e9)
-        assert result["of_matmul_rate"] == pytest.approx(result["flops_per_second"] / 1e12)
+        if result["kind"] == "prompt":
+            assert result["of_matmul_rate"] == pytest.approx(result["flops_per_second"] / (1e10 * result["size"]))
+        else:
+            assert result["of_matmul_rate"] is None
+    assert report["devices"][0]["limits"] == {"copy": 2e9, "read": 1e9, "products": {"9": 9e10, "70": 7e11}}
     one, three = report["results"][-2:]
     assert one["milliseconds_per_step"] == pytest.approx(1000 / one["tokens_per_second"])
     assert three["milliseconds_per_step"] == pytest.approx(3000 / three["tokens_per_second"])
 
 
-def test_a_device_whose_reads_are_not_measured(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_prompt_in_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each step has the limit of products with its own rows."""
+    flags = [
+        "--target-devices",
+        "cpu:0",
+        "--chunk",
+        "64",
+        "-d",
+        "0",
+        "-p",
+        "70",
+        "-n",
+        "",
+        "--rows",
+        "",
+        "--sequences",
+        "",
+    ]
+    report = run(capsys, *flags)
+    assert set(report["devices"][0]["limits"]["products"]) == {"64", "6"}
+    (result,) = report["results"]
+    all_of_64 = result["flops_per_second"] / 64e10
+    assert all_of_64 < result["of_matmul_rate"] < 2 * all_of_64
+
+
+def test_a_device_without_a_library(capsys: pytest.CaptureFixture[str]) -> None:
     report = run(capsys, "--target-devices", "cpu:1")
     for result in report["results"]:
-        assert result["of_bandwidth"] == pytest.approx(result["bytes_per_second"] / 2e9)
+        assert result["of_bandwidth"] is not None and result["of_matmul_rate"] is None
 
 
 def test_two_devices(capsys: pytest.CaptureFixture[str]) -> None:
     report = run(capsys, "--target-devices", "cpu:0,cpu:1", "--target-layer-split", "1,3")
-    assert [d["limits"]["read"] for d in report["devices"]] == [1e9, None]
+    assert [len(d["limits"]["products"]) for d in report["devices"]] == [2, 0]
     assert [shard["layers"] for shard in report["loads"][0]["shards"]] == [[0, 1], [2, 7]]
 
 
@@ -128,7 +163,7 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     lines = told.splitlines()
     assert lines[:2] == ["luce: measuring the devices", f"luce: loading {MODEL.name} for 1 x 90 tokens"], told
     assert {"luce: measuring verify 3 rows at 20", "luce: measuring 3 sequences"} <= set(lines)
-    for expected in ("qwen35", "copies 2 GB/s, reads 1 GB/s, multiplies 1.00 TFLOP/s", "verify 3 rows at 20", "1 x 90"):
+    for expected in ("qwen35", "reads 1 GB/s, copies 2 GB/s, multiplies 0.09 TFLOP/s", "verify 3 rows at 20", "1 x 90"):
         assert expected in text
 
 
@@ -148,9 +183,9 @@ def test_bad_lists(flags: list[str], message: str, capsys: pytest.CaptureFixture
 
 
 def test_host_limits() -> None:
-    reached = host_limits(Sizes(copied_bytes=1 << 20, side=64, rows=16))
-    assert reached.read is not None and reached.matmul is not None
-    assert min(reached.copy, reached.read, reached.matmul) > 1e6
+    reached = host_limits(Sizes(copied_bytes=1 << 20, side=64), [16, 3])
+    assert set(reached.products) == {3, 16}
+    assert min(reached.copy, reached.read, *reached.products.values()) > 1e6
 
 
 def test_rate_of_packed_products() -> None:

@@ -28,7 +28,7 @@ RATES = (21e9, 3e11, 7e10)
 @pytest.fixture(autouse=True)
 def invented_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     """To measure takes seconds, and half a GiB."""
-    monkeypatch.setattr(doctor, "host_limits", lambda sizes: Limits(40e9, RATES[0], RATES[2]))
+    monkeypatch.setattr(doctor, "host_limits", lambda sizes, rows: Limits(40e9, RATES[0], {rows[0]: RATES[2]}))
     monkeypatch.setattr(doctor, "packed_rate", lambda device, rows, side: RATES[1])
 
 
