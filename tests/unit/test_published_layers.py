@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from luce.errors import UnsupportedError
+from luce.gguf.model_file import FileRows
 from luce.gguf.reader import open_gguf
 from luce.layers import weights
 from luce.layers.build import LayerBuilder
@@ -29,6 +30,12 @@ def _weights_stay_in_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(weights, "upload_weight", left)
     monkeypatch.setattr(weights, "upload_experts", left)
+    # What the hole in the place of the data reads as, without GBs of it: the embeddings of Gemma's layers.
+    monkeypatch.setattr(
+        FileRows,
+        "__getitem__",
+        lambda rows, part: np.zeros((len(range(rows.shape[0])[part]), rows.shape[1]), np.uint8),
+    )
 
 
 def build(path: Path) -> tuple[set[str], set[str]]:
