@@ -223,11 +223,17 @@ def fastest_placement(model: ModelOnDevices, problem: Problem, profiles: Mapping
             experts = replace(options.experts, layers=frozenset(fastest.offloaded), auto=False)
             options = replace(options, experts=experts)
         shards = plan_shards(model.file, model.spec, used, options)
-        lacking = {shard.device: shard.needed - shard.free for shard in shards if not shard.fits}
-        if not lacking:
+        if all(shard.fits for shard in shards):
             return fastest
-        devices = [replace(own, free=max(0, own.free - 2 * lacking.get(own.name, 0))) for own in problem.devices]
-        problem = replace(problem, devices=tuple(devices))
+        lacking = {shard.device: max(0, shard.needed - shard.free) for shard in shards}
+        on_host = max(0, *(shard.offloaded_bytes - shard.offload_free for shard in shards))
+
+        def less(own: DeviceFigures, lacking: Mapping[str, int] = lacking, on_host: int = on_host) -> DeviceFigures:
+            missing = lacking.get(own.name, 0) + (on_host if own.host else 0)
+            return replace(own, free=max(0, own.free - 2 * missing))
+
+        devices, cpus = tuple(map(less, problem.devices)), tuple(map(less, problem.expert_cpus))
+        problem = replace(problem, devices=devices, expert_cpus=cpus)
     return None
 
 

@@ -19,6 +19,9 @@ from luce.backend.fastest_placement import (
     nothing_fits,
     placement_problem,
 )
+from luce.backend.fastest_placement import (
+    fastest_placement as fastest_placement_of,
+)
 from luce.backend.placement import plan_shards
 from luce.backend.serving_options import Claim, ServingOptions
 from luce.config.resolve import resolve
@@ -201,6 +204,25 @@ class TestExpertsOnTheCpu:
             model = mixture(device, experts=ExpertRequest(Sized("cpu:0", free), auto=True))
             problem = placement_problem(model, measured(model), Goal("decode"))
             assert (best_placement(problem) is not None) == fits
+
+    def test_what_is_found_fits_the_host_as_it_is_loaded(self, mixture: Any) -> None:
+        whole = mixture(Sized("cuda:0", GIB))
+        (shard,) = plan_shards(whole.file, whole.spec, whole.devices, whole.options)
+        gpus, one = (Sized("cuda:0", GIB), Sized("cuda:2", GIB)), shard.experts // 4
+        unlike = 0
+        # The plan also counts the pinned memory between the GPUs.
+        for free in (*range(2 * one, 3 * one, one // 8), 8 * one):
+            cpu = Sized("cpu:0", free)
+            cpu.margin = 0
+            model = mixture(*gpus, experts=ExpertRequest(cpu, frozenset((2, 3))))
+            profiles = measured(model)
+            problem = placement_problem(model, profiles, Goal("decode", pinned=True))
+            found = fastest_placement_of(model, problem, profiles)
+            unlike += (found is None) != (best_placement(problem) is None)
+            if found is not None:
+                options = replace(model.options, layers=found.layers)
+                assert all(part.fits for part in plan_shards(model.file, model.spec, gpus, options))
+        assert found is not None and unlike > 0
 
     def test_a_fast_device_with_its_experts_beside_it_wins_over_a_slow_one(self, mixture: Any) -> None:
         whole = mixture(Sized("cuda:0", GIB))
