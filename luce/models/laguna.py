@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from luce.gguf.metadata import shown
-from luce.models.keys import Source, model, read_yarn
+from luce.models.keys import Source, model, read_yarn, sliding_layers
 from luce.models.spec import (
     Attention,
     Dialect,
@@ -67,13 +67,10 @@ def spec(source: Source) -> ModelSpec:
 
 
 def _sliding(source: Source, layers: int) -> Sequence[bool]:
-    key = source.key("attention.sliding_window_pattern")
-    if key not in source.metadata:
-        return [bool(layer % 4) for layer in range(layers)]
-    flags = source.metadata.booleans(key)
-    if len(flags) != layers:
-        raise source.refuse("attention.sliding_window_pattern", f"has {len(flags)} entries for {layers} layers")
-    return flags
+    if source.key("attention.sliding_window_pattern") in source.metadata:
+        return sliding_layers(source, layers, 4)
+    # The first layer of four is global, not the last.
+    return [bool(layer % 4) for layer in range(layers)]
 
 
 def _attention(source: Source, layer: int, heads: int, kv_heads: int, sliding: bool) -> Attention:
