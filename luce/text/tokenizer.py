@@ -42,6 +42,13 @@ _WORD = (
 _SYMBOLS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _SPACES
 _TEKKEN = _WORD % ("", "") + r"|\p{N}" + _SYMBOLS
 _GPT4O = _WORD % (("(?i:'s|'t|'re|'ve|'m|'ll|'d)?",) * 2) + r"|\p{N}{1,3}" + _SYMBOLS
+# As in Kimi K2's published pattern: Chinese characters are pieces of their own, and no letters of words.
+_KIMI_K2 = (
+    r"\p{Han}+|"
+    + _WORD.replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]") % (("(?i:'s|'t|'re|'ve|'m|'ll|'d)?",) * 2)
+    + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    + _SPACES
+)
 _SEED_CODER = _CONTRACTIONS + r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+" + _SPACES
 _DEEPSEEK_V3 = (
     r"\p{N}{1,3}",
@@ -125,6 +132,8 @@ _PRE: Mapping[str, _Pre] = {
     "gpt-4o": _Pre((_GPT4O,)),
     "llama4": _Pre((_GPT4O,)),
     "minimax-m2": _Pre((_GPT4O,)),
+    "kimi-k2": _Pre((_KIMI_K2,)),
+    "stablelm2": _Pre((_QWEN2,)),
     "seed-coder": _Pre((_SEED_CODER,)),
     "deepseek-v3": _Pre(_DEEPSEEK_V3),
     "hunyuan-dense": _Pre(_DEEPSEEK_V3),

@@ -54,6 +54,13 @@ AHEAD, SYMBOLS = r"[^\r\n\p{L}\p{N}]?", rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{SPACE
 GPT4O = [
     rf"{AHEAD}{UPPER}*{LOWER}+{CONTRACTIONS}?|{AHEAD}{UPPER}+{LOWER}*{CONTRACTIONS}?|\p{{N}}{{1,3}}|{SYMBOLS}",
 ]
+# Of the alphabet below these characters are Chinese ones.
+HAN = "[日本語]"
+KIMI_UPPER, KIMI_LOWER = f"(?:(?!{HAN}){UPPER})", f"(?:(?!{HAN}){LOWER})"
+KIMI_K2 = [
+    rf"{HAN}+|{AHEAD}{KIMI_UPPER}*{KIMI_LOWER}+{CONTRACTIONS}?|{AHEAD}{KIMI_UPPER}+{KIMI_LOWER}*{CONTRACTIONS}?"
+    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{SPACES}",
+]
 DEEPSEEK_V3 = [
     r"\p{N}{1,3}",
     "[一-龥\u3040-\u309f\u30a0-\u30ff]+",
@@ -62,13 +69,14 @@ DEEPSEEK_V3 = [
     rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{SPACES}",
 ]
 BASIC = "[一-龥\u0800-一가-\ud7ff]+"
-DOCUMENTED |= dict.fromkeys(("deepseek-r1-qwen", "hunyuan", "megrez"), (QWEN2, False))
+DOCUMENTED |= dict.fromkeys(("deepseek-r1-qwen", "hunyuan", "megrez", "stablelm2"), (QWEN2, False))
 DOCUMENTED |= dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), (LLAMA3, False))
 DOCUMENTED |= dict.fromkeys(("glm4", "lfm2", "falcon3", "falcon-h1", "pixtral"), (LLAMA3, True))
 DOCUMENTED |= dict.fromkeys(("refact", "command-r", "starcoder", "exaone"), (DIGITS, False))
 DOCUMENTED |= {name: ([GPT2], False) for name in ("exaone4", "olmo", "phi-2", "granite-docling")}
 DOCUMENTED |= dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), (GPT4O, False))
 DOCUMENTED |= dict.fromkeys(("deepseek-v3", "hunyuan-dense"), (DEEPSEEK_V3, False))
+DOCUMENTED["kimi-k2"] = (KIMI_K2, False)
 DOCUMENTED["tekken"] = ([rf"{AHEAD}{UPPER}*{LOWER}+|{AHEAD}{UPPER}+{LOWER}*|\p{{N}}|{SYMBOLS}"], True)
 DOCUMENTED["seed-coder"] = (
     [rf"{CONTRACTIONS}|{AHEAD}\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{SPACES}"],
