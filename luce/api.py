@@ -335,7 +335,7 @@ class Model:
 
     def _overflow(self, tokens: int) -> ContextError:
         """The error for a prompt that does not fit: what to set, which clients over HTTP cannot."""
-        trained = self.spec.context_length
+        trained = self.spec.longest_context
         advice = f"shorten it: the model was trained for {trained:,} tokens"
         if self.context < trained:
             advice = f"shorten it, or raise {flag('max_ctx')} (the model was trained for {trained:,} tokens)"

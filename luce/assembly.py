@@ -203,7 +203,7 @@ def _open_model(
     directory = cache_directory(config) if config.cache_ram else None
     with contextlib.ExitStack() as opened:
         file = opened.enter_context(open_gguf(path))
-        spec = read_spec(Source(str(path), file.metadata, file.tensors))
+        spec = read_spec(Source(str(path), file.metadata, file.tensors)).for_context(config.max_ctx)
         advice = recommended(config, file, spec, find_card(config.model_cards, file))
         config, spec = advice.config, advice.spec
         tokenizer = _open_tokenizer(path, file, spec)
@@ -453,6 +453,8 @@ def _disk_tier(
     if config.shard_activations != "f32":
         # Keys, values and states of layers in daemons are computed from activations of fewer bits.
         meaning["--shard-activations"] = config.shard_activations
+    if backend.spec.stretched:
+        meaning["--max-ctx"] = "beyond the original context"
     if config.kv_cache_placement == "exact":
         layers = (
             f"{part.device} {part.layers.start}..{part.layers.stop - 1}"

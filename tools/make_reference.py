@@ -27,6 +27,11 @@ DIRECTORY = Path(__file__).parent.parent / "tests" / "reference"
 #: whose vocabulary new files have
 _VOCABULARY = DIRECTORY / "minimaxm2-a-F32.gguf"
 _LONG, _STEPS = 150, 32
+#: keys of the epsilon of norms, and what configurations call it
+_EPSILONS = (
+    ("attention.layer_norm_rms_epsilon", "rms_norm_eps"),
+    ("attention.layer_norm_epsilon", "layer_norm_eps"),
+)
 #: what an honest implementation may be off, of what one is
 _MARGIN = 4.0
 
@@ -44,6 +49,10 @@ class Recipe:
     config: Mapping[str, Any] = field(default_factory=dict)
     #: metadata beside those of `_keys`, under the architecture's prefix
     keys: Mapping[str, int | float | bool] = field(default_factory=dict)
+    #: standard deviation of the embedding table: where embeddings are scaled up, 1 drowns the layers
+    embedding: float = 1.0
+    #: what the converter adds to norms
+    norm_offset: float = 0.0
     #: parts of parameters' names that the gguf package does not know, and what it knows them as
     names: Mapping[str, str] = field(default_factory=dict)
 
@@ -77,7 +86,37 @@ RECIPES: Mapping[str, Recipe] = {
             "leading_dense_block_count": 1,
             "interleave_moe_layer_step": 1,
         },
-        {"gate.moe_statics.e_score_correction_bias": "moe_statics.e_score_correction.bias"},
+        names={"gate.moe_statics.e_score_correction_bias": "moe_statics.e_score_correction.bias"},
+    ),
+    "commandr-a": Recipe("command-r", "CohereForCausalLM", {"logit_scale": 0.25}, {"logit_scale": 0.25}),
+    "stablelm-a": Recipe(
+        "stablelm",
+        "StableLmForCausalLM",
+        {
+            "use_qkv_bias": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+        },
+        {"rope.dimension_count": 4, "use_parallel_residual": False},
+    ),
+    "qwen2moe-a": Recipe(
+        "qwen2moe",
+        "Qwen2MoeForCausalLM",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 96,
+            "decoder_sparse_step": 1,
+        },
+        {
+            "expert_count": 6,
+            "expert_used_count": 3,
+            "expert_feed_forward_length": 32,
+            "expert_shared_feed_forward_length": 96,
+        },
+    ),
+    "gemma-a": Recipe(
+        "gemma", "GemmaForCausalLM", {"head_dim": 32, "num_key_value_heads": 1}, embedding=0.1, norm_offset=1.0
     ),
 }
 
@@ -118,9 +157,10 @@ def _model(recipe: Recipe, vocabulary: int) -> Any:
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1 or "bias" in name:
             # Norms about 1, biases about 0.
-            parameter.data = torch.randn_like(parameter) * 0.3 + (0.0 if "bias" in name else 1.0)
+            middle = 0.0 if "bias" in name else 1.0 - recipe.norm_offset
+            parameter.data = torch.randn_like(parameter) * 0.3 + middle
         elif "embed_tokens" in name:
-            parameter.data = torch.randn_like(parameter)
+            parameter.data = torch.randn_like(parameter) * recipe.embedding
         else:
             parameter.data = torch.randn_like(parameter) * 1.5 * parameter.shape[-1] ** -0.5
     model.tie_weights()
@@ -140,7 +180,8 @@ def _tensors(recipe: Recipe, model: Any) -> Iterator[tuple[str, NDArray[np.float
         found = known.get_name(stem)
         if found is None:
             raise SystemExit(f"{name}: the gguf package has no name for it in {recipe.architecture}")
-        yield f"{found}{dot}{ending}", np.ascontiguousarray(value)
+        offset = np.float32(recipe.norm_offset if found.endswith("norm") else 0)
+        yield f"{found}{dot}{ending}", np.ascontiguousarray(value + offset)
 
 
 def _separate(model: Any) -> Iterator[tuple[str, NDArray[np.float32]]]:
@@ -169,7 +210,7 @@ def _write(path: Path, name: str, recipe: Recipe, model: Any, vocabulary: Mappin
         "attention.head_count_kv": config.num_key_value_heads,
         "attention.key_length": size,
         "attention.value_length": size,
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        **{key: getattr(config, field) for key, field in _EPSILONS if hasattr(config, field)},
         "rope.freq_base": config.rope_parameters["rope_theta"],
         "rope.dimension_count": size,
         **recipe.keys,
@@ -200,9 +241,10 @@ def _greedy(model: Any, prompt: list[int]) -> tuple[list[int], list[float]]:
     """A continuation, and by how much each token leads."""
     ids, margins = list(prompt), []
     for _ in range(_STEPS):
-        best = np.sort(_run(model, ids)[0][-1])
+        logits = _run(model, ids)[0][-1]
+        best = np.sort(logits)
         margins.append(float(best[-1] - best[-2]))
-        ids.append(int(_run(model, ids)[0][-1].argmax()))
+        ids.append(int(logits.argmax()))
     return ids[len(prompt) :], margins
 
 

@@ -86,8 +86,8 @@ def default_context(spec: ModelSpec, asked: int) -> int:
 
     Raises UsageError if `asked` is more than the trained length.
     """
-    if asked > spec.context_length:
-        raise UsageError(f"--max-ctx {asked}: the model was trained for {spec.context_length} tokens", param="max_ctx")
+    if asked > spec.longest_context:
+        raise UsageError(f"--max-ctx {asked}: the model was trained for {spec.longest_context} tokens", param="max_ctx")
     return asked or min(spec.context_length, _DEFAULT_CONTEXT)
 
 

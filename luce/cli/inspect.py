@@ -72,7 +72,7 @@ def describe(file: GGUFFile, spec: ModelSpec) -> dict[str, Any]:
         "skipped_layers": list(spec.skipped_layers),
         "hidden": spec.hidden,
         "vocabulary": spec.vocab,
-        "context": spec.context_length,
+        "context": spec.longest_context,
         "heads": [{"query": query, "kv": kv, "size": size} for query, kv, size in heads],
         "experts": [{"count": moe.experts, "used": moe.used, "size": moe.hidden} for moe in experts],
         "tied_head": spec.tied_head,

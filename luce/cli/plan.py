@@ -74,7 +74,7 @@ def opened(arguments: argparse.Namespace, *, planned: bool = False) -> Iterator[
     config = settings(arguments)
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(open_gguf(fetch(arguments.model, config)))
-        spec = read_spec(Source(str(file.paths[0]), file.metadata, file.tensors))
+        spec = read_spec(Source(str(file.paths[0]), file.metadata, file.tensors)).for_context(config.max_ctx)
         layers: tuple[range, ...] = ()
         if planned:
             placed = place(stack, config, file, spec)

@@ -31,14 +31,14 @@ def by_width(source: Source, attention: Attention) -> Attention:
     return replace(attention, scale=(source.positive("embedding_length") / attention.heads) ** -0.5)
 
 
-def gemma(source: Source, family: str, mixers: Sequence[Attention]) -> ModelSpec:
-    """The parts that Gemma 2 and 3 share: all but attention."""
+def gemma(source: Source, family: str, mixers: Sequence[Attention], *, post_norms: bool = True) -> ModelSpec:
+    """The parts that Gemma, Gemma 2 and Gemma 3 share: all but attention."""
     layers = [
         Layer(
             mixer,
             GatedMLP(source.positive("feed_forward_length"), "gelu"),
-            mixer_post_norm="post_attention_norm",
-            ffn_post_norm="post_ffw_norm",
+            mixer_post_norm="post_attention_norm" if post_norms else None,
+            ffn_post_norm="post_ffw_norm" if post_norms else None,
         )
         for mixer in mixers
     ]

@@ -9,7 +9,19 @@ from dataclasses import dataclass
 from luce.errors import UnsupportedError
 from luce.gguf.metadata import Metadata, shown
 from luce.gguf.reader import TensorInfo
-from luce.models.spec import Attention, GatedMLP, Gating, Layer, ModelSpec, MoE, Rope, SandwichLayer, Temperature, Yarn
+from luce.models.spec import (
+    Attention,
+    GatedMLP,
+    Gating,
+    Layer,
+    LongContext,
+    ModelSpec,
+    MoE,
+    Rope,
+    SandwichLayer,
+    Temperature,
+    Yarn,
+)
 
 # Far above real models. It bounds the work for a hostile file with many small tensors.
 _MOST_LAYERS = 1024
@@ -120,6 +132,7 @@ def model(
         layers=tuple(layers),
         skipped_layers=tuple(range(len(layers), source.stored_layers())),
         tied_head="output.weight" not in source.tensors,
+        long_context=read_long_context(source),
     )
 
 
@@ -167,6 +180,13 @@ def read_attention(source: Source, rope: Rope | None) -> Attention:
     )
 
 
+def refuse_norms_of_each_head(source: Source) -> None:
+    """Refuses LayerNorms of query and key heads whose weight is another one for each head."""
+    name = "blk.0.attn_q_norm.weight"
+    if name in source.tensors:
+        raise UnsupportedError(f"{source.path}: {name}: Luce has no code for LayerNorms of query and key heads")
+
+
 def read_mlp(source: Source) -> GatedMLP:
     """A dense MLP, with biases where the file has them."""
     return GatedMLP(source.positive("feed_forward_length"), bias=source.biased("ffn_up"))
@@ -181,7 +201,7 @@ def read_rope_of(source: Source, head_dim: int, *, base: float, adjacent: bool =
     """The rotation of full attention, with every scaling of the context that files describe.
 
     Divisors: `rope_freqs.weight` (Llama 3), or with LongRoPE (Ding et al., arXiv 2402.13753) the short ones, which hold
-    up to the original context; read_context has that limit.
+    up to the original context (read_context); ModelSpec.for_context puts the long ones in their place.
     """
     kind = source.metadata.string(source.key("rope.scaling.type"), default="none")
     if kind not in ("none", "linear", "yarn", "longrope"):
@@ -228,6 +248,13 @@ def read_context(source: Source) -> int:
     if "rope_factors_short.weight" in source.tensors:
         return min(context, source.positive("rope.scaling.original_context_length", context))
     return context
+
+
+def read_long_context(source: Source) -> LongContext | None:
+    """The context behind that of read_context, of a file that has LongRoPE's divisors for it."""
+    length, factors = source.positive("context_length"), "rope_factors_long.weight"
+    has_more = factors in source.tensors and length > read_context(source)
+    return LongContext(length, factors) if has_more else None
 
 
 def sliding_layers(source: Source, layers: int, period: int) -> list[bool]:

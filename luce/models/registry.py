@@ -8,10 +8,12 @@ from luce.errors import UnsupportedError
 from luce.gguf.metadata import shown
 from luce.models import (
     cohere2,
+    command_r,
     deepseek2,
     ernie4_5,
     ernie4_5_moe,
     exaone4,
+    gemma,
     gemma2,
     gemma3,
     gemma4,
@@ -30,6 +32,7 @@ from luce.models import (
     olmoe,
     phi3,
     qwen2,
+    qwen2moe,
     qwen3,
     qwen3moe,
     qwen3next,
@@ -37,6 +40,7 @@ from luce.models import (
     qwen35moe,
     seed_oss,
     smollm3,
+    stablelm,
     starcoder2,
 )
 from luce.models.keys import Source
@@ -45,10 +49,12 @@ from luce.models.spec import ModelSpec
 
 FAMILIES: dict[str, Callable[[Source], ModelSpec]] = {
     "cohere2": cohere2.spec,
+    "command-r": command_r.spec,
     "deepseek2": deepseek2.spec,
     "ernie4_5": ernie4_5.spec,
     "ernie4_5-moe": ernie4_5_moe.spec,
     "exaone4": exaone4.spec,
+    "gemma": gemma.spec,
     "gemma2": gemma2.spec,
     "gemma3": gemma3.spec,
     "gemma4": gemma4.spec,
@@ -67,6 +73,7 @@ FAMILIES: dict[str, Callable[[Source], ModelSpec]] = {
     "olmoe": olmoe.spec,
     "phi3": phi3.spec,
     "qwen2": qwen2.spec,
+    "qwen2moe": qwen2moe.spec,
     "qwen3": qwen3.spec,
     "qwen3moe": qwen3moe.spec,
     "qwen3next": qwen3next.spec,
@@ -74,6 +81,7 @@ FAMILIES: dict[str, Callable[[Source], ModelSpec]] = {
     "qwen35moe": qwen35moe.spec,
     "seed_oss": seed_oss.spec,
     "smollm3": smollm3.spec,
+    "stablelm": stablelm.spec,
     "starcoder2": starcoder2.spec,
 }
 

@@ -6,7 +6,7 @@ differ between families.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from luce.models.calls import Calls
@@ -335,6 +335,17 @@ class Dialect:
 
 
 @dataclass(frozen=True)
+class LongContext:
+    """What LongRoPE (Ding et al., arXiv 2402.13753) changes for sequences beyond the original context: other divisors
+    hold at all of their positions."""
+
+    #: positions of the whole context
+    length: int
+    #: name of the tensor of divisors
+    factors: str
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """One model."""
 
@@ -372,6 +383,26 @@ class ModelSpec:
     tail: int = 0
     #: id of the token whose embedding the masked rows of a draft block begin with, for drafts whose file names none
     mask_token: int | None = None
+    #: how sequences of more than `context_length` positions are run; None: there is no other way
+    long_context: LongContext | None = None
+
+    @property
+    def longest_context(self) -> int:
+        """The most positions of a sequence that `for_context` can give."""
+        return self.context_length if self.long_context is None else self.long_context.length
+
+    @property
+    def stretched(self) -> bool:
+        """Whether the divisors of the long context hold."""
+        return self.long_context is not None and self.context_length == self.long_context.length
+
+    def for_context(self, positions: int) -> ModelSpec:
+        """The model for sequences of up to `positions`: with the divisors of the long context if there are so many."""
+        long = self.long_context
+        if long is None or positions <= self.context_length:
+            return self
+        layers = tuple(_with_factors(layer, long.factors) for layer in self.layers)
+        return replace(self, context_length=long.length, layers=layers)
 
     @property
     def page_groups(self) -> tuple[PageGroup, ...]:
@@ -411,3 +442,13 @@ class ModelSpec:
         if isinstance(mixer, GatedDeltaNet):
             return None
         return self.page_groups.index(PageGroup(mixer.window))
+
+
+def _with_factors(layer: Layer | SandwichLayer, factors: str) -> Layer | SandwichLayer:
+    """A layer whose rotation has these divisors in place of its own."""
+    mixer = layer.mixer
+    if not isinstance(layer, Layer) or not isinstance(mixer, Attention):
+        return layer
+    if mixer.rope is None or mixer.rope.factors is None:
+        return layer
+    return replace(layer, mixer=replace(mixer, rope=replace(mixer.rope, factors=factors)))

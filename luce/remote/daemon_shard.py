@@ -112,7 +112,7 @@ class ServedModel(Service):
         file = opened.enter_context(open_gguf(path))
         if fingerprint(file) != load.fingerprint:
             raise ModelError(f"{path}: the daemon's file is not the server's: their contents differ")
-        spec = read_spec(Source(str(file.paths[0]), file.metadata, file.tensors))
+        spec = read_spec(Source(str(file.paths[0]), file.metadata, file.tensors)).for_context(load.context)
         layers = load_layers(load, len(devices), spec)
         self.spec = spec
         self.load = load

@@ -67,6 +67,8 @@ class Load(msgspec.Struct, tag=True):
     offloaded: tuple[tuple[int, ...], ...] = ()
     #: whether these experts stay in their file's types
     offloaded_packed: bool = True
+    #: positions that the server's spec is for (luce.models.spec.ModelSpec.for_context)
+    context: int = 0
 
 
 class LoadedLayers(msgspec.Struct):

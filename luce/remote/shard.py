@@ -129,7 +129,7 @@ class RemoteShard:
             self._requests, sum(options.ranks(spec, layer) for layer in self.layers), self._copy_seconds
         )
         self.ends = RemoteEnds(self._requests, self.device, spec.hidden, spec.vocab)
-        load = _load_message(file, parts, options, pages, rows)
+        load = _load_message(file, spec, parts, options, pages, rows)
         load = msgspec.structs.replace(load, arena=size, shared=self._shared, activations=activations)
         self._daemon.begin_load(load, Loaded, arena=self._arena, name=name)
 
@@ -343,7 +343,12 @@ class _Announced:
 
 
 def _load_message(
-    file: GGUFFile, parts: Sequence[DeviceLayers], options: ShardOptions, pages: Sequence[int], rows: int
+    file: GGUFFile,
+    spec: ModelSpec,
+    parts: Sequence[DeviceLayers],
+    options: ShardOptions,
+    pages: Sequence[int],
+    rows: int,
 ) -> Load:
     """What the daemon loads, without the fields about its transport."""
     offloads = [part.offload for part in parts if part.offload is not None]
@@ -364,4 +369,5 @@ def _load_message(
         shared=False,
         offloaded=tuple(part.offloaded for part in parts) if offloads else (),
         offloaded_packed=all(offload.device.packed for offload in offloads),
+        context=spec.context_length,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -409,6 +409,86 @@ def _olmoe() -> Published:
     return _llama_like("OLMoE-1B-7B", "olmoe", 16, hidden, vocab, keys, whole)
 
 
+def _headless(parts: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """An attention without norms of heads."""
+    return {part: shape for part, shape in parts.items() if part not in ("attn_q_norm", "attn_k_norm")}
+
+
+def _command_r() -> Published:
+    hidden, heads, vocab = 8192, 64, 256000
+    keys: dict[str, Value] = {
+        "context_length": 131072,
+        "feed_forward_length": 22528,
+        "attention.head_count": heads,
+        "attention.head_count_kv": heads,
+        "attention.layer_norm_epsilon": 1e-5,
+        "rope.freq_base": 8e6,
+        "rope.scaling.type": "none",
+        "logit_scale": 0.0625,
+        **_tokenizer("gpt2", "command-r", ["<BOS_TOKEN>", "<|END_OF_TURN_TOKEN|>"]),
+    }
+    parts = {"attn_norm": (hidden,), **_headless(_attention(hidden, heads, heads, 128)), **_mlp(hidden, 22528)}
+    return _llama_like("Command-R-35B", "command-r", 40, hidden, vocab, keys, parts)
+
+
+def _stablelm() -> Published:
+    hidden, heads, width, vocab = 2048, 32, 5632, 100352
+    keys: dict[str, Value] = {
+        "context_length": 4096,
+        "feed_forward_length": width,
+        "attention.head_count": heads,
+        "attention.head_count_kv": heads,
+        "attention.layer_norm_epsilon": 1e-5,
+        "rope.dimension_count": 16,
+        "use_parallel_residual": False,
+        **_tokenizer("gpt2", "stablelm2", ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]),
+    }
+    norms = {f"{norm}{ending}": (hidden,) for norm in ("attn_norm", "ffn_norm") for ending in ("", ".bias")}
+    biases = {f"attn_{part}.bias": (hidden,) for part in "qkv"}
+    parts = {**norms, **_headless(_attention(hidden, heads, heads, 64)), **biases, **_mlp(hidden, width)}
+    found = _llama_like("StableLM-2-1.6B", "stablelm", 24, hidden, vocab, keys, {**parts, "output": (hidden, vocab)})
+    return replace(found, tensors=(*found.tensors, ("output_norm.bias", (hidden,))))
+
+
+def _qwen2_moe() -> Published:
+    hidden, heads, experts, width, vocab = 2048, 16, 60, 1408, 151936
+    keys: dict[str, Value] = {
+        "context_length": 8192,
+        "feed_forward_length": 5632,
+        "attention.head_count": heads,
+        "attention.head_count_kv": heads,
+        "rope.freq_base": 1e6,
+        "expert_count": experts,
+        "expert_used_count": 4,
+        "expert_feed_forward_length": width,
+        "expert_shared_feed_forward_length": 5632,
+        **_tokenizer("gpt2", "qwen2", ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]),
+    }
+    biases = {f"attn_{part}.bias": (hidden,) for part in "qkv"}
+    shared = {"ffn_gate_inp_shexp": (hidden,), **_mlp(hidden, 5632, "_shexp")}
+    norms = {"attn_norm": (hidden,), "ffn_norm": (hidden,)}
+    parts = {**norms, **_headless(_attention(hidden, heads, heads, 128)), **biases, **shared}
+    whole = {**parts, **_experts(hidden, width, experts), "output": (hidden, vocab)}
+    return _llama_like("Qwen1.5-MoE-A2.7B", "qwen2moe", 24, hidden, vocab, keys, whole)
+
+
+def _gemma() -> Published:
+    hidden, width = 2048, 16384
+    keys: dict[str, Value] = {
+        "context_length": 8192,
+        "feed_forward_length": width,
+        "attention.head_count": 8,
+        "attention.head_count_kv": 1,
+        "attention.key_length": 256,
+        "attention.value_length": 256,
+        **_tokenizer("llama", None, ["<pad>", "<eos>", "<bos>"]),
+        "tokenizer.ggml.scores": [0.0] * 3,
+    }
+    norms = {"attn_norm": (hidden,), "ffn_norm": (hidden,)}
+    parts = {**norms, **_headless(_attention(hidden, 8, 1, 256)), **_mlp(hidden, width)}
+    return _llama_like("Gemma-2B", "gemma", 18, hidden, 256000, keys, parts)
+
+
 def _ernie_keys(width: int, heads: int, kv_heads: int) -> dict[str, Value]:
     return {
         "context_length": 131072,
@@ -636,4 +716,8 @@ PUBLISHED = (
     _olmoe(),
     _ernie(),
     _ernie_moe(),
+    _command_r(),
+    _stablelm(),
+    _qwen2_moe(),
+    _gemma(),
 )

@@ -240,6 +240,33 @@ EXPECTED = {
         groups={None: Group(tuple(range(28)), 2 * 4 * 128, 131072)},
         parameters=ernie_moe(),
     ),
+    # One norm of each layer.
+    "Command-R-35B": Expected(
+        layers=40,
+        groups={None: Group(tuple(range(40)), 2 * 64 * 128, 131072)},
+        parameters=256000 * 8192 + 8192 + 40 * (4 * 8192**2 + 8192 + 3 * 8192 * 22528),
+    ),
+    # Norms with biases, the last one too, and biases of queries, keys and values.
+    "StableLM-2-1.6B": Expected(
+        layers=24,
+        groups={None: Group(tuple(range(24)), 2 * 32 * 64, 4096)},
+        parameters=2 * 100352 * 2048 + 2 * 2048 + 24 * (4 * 2048**2 + (3 + 4) * 2048 + 3 * 2048 * 5632),
+        tables=100352 * 2048,
+    ),
+    "Qwen1.5-MoE-A2.7B": Expected(
+        layers=24,
+        groups={None: Group(tuple(range(24)), 2 * 16 * 128, 8192)},
+        # Three biases, two norms, the router with the shared expert's gate, the shared expert, and 60 others.
+        parameters=2 * 151936 * 2048
+        + 2048
+        + 24 * (4 * 2048**2 + 5 * 2048 + 61 * 2048 + 3 * 2048 * 5632 + 60 * 3 * 2048 * 1408),
+        tables=151936 * 2048,
+    ),
+    "Gemma-2B": Expected(
+        layers=18,
+        groups={None: Group(tuple(range(18)), 2 * 256, 8192)},
+        parameters=256000 * 2048 + 2048 + 18 * (attention(2048, 8, 1, 256) - 2 * 256 + 3 * 2048 * 16384),
+    ),
 }
 each = pytest.mark.parametrize("model", [m for m in PUBLISHED if m.architecture in FAMILIES], ids=lambda m: m.name)
 
@@ -279,6 +306,10 @@ def test_every_model_has_expected_sizes() -> None:
             "OLMoE-1B-7B": 6.9,
             "ERNIE-4.5-0.3B": 0.36,
             "ERNIE-4.5-21B-A3B": 21.8,
+            "Command-R-35B": 35,
+            "StableLM-2-1.6B": 1.64,
+            "Qwen1.5-MoE-A2.7B": 14.3,
+            "Gemma-2B": 2.5,
         },
         rel=0.04,
     )

@@ -13,6 +13,7 @@ from luce.gguf.metadata import Metadata
 from luce.gguf.reader import open_gguf
 from luce.models.keys import Source
 from luce.models.registry import read_spec
+from luce.models.spec import Attention
 from tests.support.reference import Reference
 
 
@@ -78,10 +79,12 @@ def test_a_vocabulary_of_another_size_than_the_head(tmp_path: Path) -> None:
             "key_length_mla is missing: .* attn_kv_b undivided",
         ),
         ("qwen3next-a-F32", "", "blk.0.ssm_in.weight", "ssm_in undivided, as early converters wrote"),
+        ("commandr-a-F32", "", "blk.0.attn_q_norm.weight", "attn_q_norm.weight: Luce has no code for LayerNorms of"),
+        ("stablelm-a-F32", "", "blk.0.attn_q_norm.weight", "attn_q_norm.weight: Luce has no code for LayerNorms of"),
         ("phi3-a-F32", "rope_factors_short.weight", "", ""),
     ],
 )
-def test_files_of_early_converters(name: str, removed: str, added: str, message: str) -> None:
+def test_files_that_differ_from_those_that_run(name: str, removed: str, added: str, message: str) -> None:
     with open_gguf(Reference(name).path) as file:
         keys = {key: file.metadata[key] for key in file.metadata if key != removed}
         tensors = {key: tensor for key, tensor in file.tensors.items() if key != removed}
@@ -94,3 +97,18 @@ def test_files_of_early_converters(name: str, removed: str, added: str, message:
             # Without divisors for short contexts one set of frequencies holds for the whole trained length.
             assert read_spec(source).context_length == 131072
             assert Reference(name).spec.context_length == 4096
+
+
+def test_a_long_context_has_divisors_of_its_own() -> None:
+    spec = Reference("phi3-a-F32").spec
+    assert (spec.context_length, spec.longest_context, spec.stretched) == (4096, 131072, False)
+    assert spec.for_context(0) is spec and spec.for_context(4096) is spec
+    longer = spec.for_context(4097)
+    assert (longer.context_length, longer.stretched) == (131072, True)
+    assert longer.for_context(1) is longer
+    factors = {
+        layer.mixer.rope.factors for layer in longer.layers if isinstance(layer.mixer, Attention) and layer.mixer.rope
+    }
+    assert factors == {"rope_factors_long.weight"}
+    plain = Reference("llama-a-F32").spec
+    assert plain.for_context(1 << 30) is plain
