@@ -12,9 +12,10 @@ from typing import Any
 
 from luce.api import Model, ModelParts
 from luce.backend.expert_placement import ExpertRequest
-from luce.backend.fastest_placement import Goal, ModelOnDevices, choose, known_plan
+from luce.backend.fastest_placement import Goal, choose, known_plan
 from luce.backend.kvflash_size import KVFlashRequest, tail_pages
 from luce.backend.layersplit import LayerSplitBackend
+from luce.backend.measured_devices import ModelOnDevices
 from luce.backend.placement import default_chunk, default_context
 from luce.backend.prediction_facts import PredictedPlan
 from luce.backend.serving_options import Claim, ServingOptions

@@ -69,10 +69,9 @@ def device_figures(
     )
     unpacked = {type: figures.unpack for type, figures in found.items() if figures.unpack is not None}
     own = LinkFigures(profile.way.latency, profile.way.bandwidth)
-    host, _, _ = device.name.place.removeprefix("tcp://").rpartition(":")
     return DeviceFigures(
         name=str(device.name),
-        machine=host or _HERE,
+        machine=machine(device),
         host=device.host,
         free=free,
         read=read / slower,
@@ -88,6 +87,12 @@ def device_figures(
         gather=gather,
         routing=profile.routing * slower,
     )
+
+
+def machine(device: Device) -> str:
+    """The machine of a device, whose CPU devices share one memory."""
+    host, _, _ = device.name.place.removeprefix("tcp://").rpartition(":")
+    return host or _HERE
 
 
 def _correction(profile: DeviceProfile) -> float:

@@ -6,29 +6,22 @@ against the memory plan with which layers are loaded.
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import cast
 
-from luce.backend.device_figures import device_figures, weight_types
-from luce.backend.model_work import model_work, weight_tensors
+from luce.backend.device_figures import device_figures, machine
+from luce.backend.measured_devices import MeasuredDevices, ModelOnDevices, known_figures, measured
+from luce.backend.model_work import model_work
 from luce.backend.placement import RESERVE, plan_shards
 from luce.backend.prediction_facts import PredictedPlan
-from luce.backend.serving_options import ServingOptions
 from luce.config.settings import Config
-from luce.errors import DeviceError, OutOfMemoryError
-from luce.gguf.reader import GGUFFile
+from luce.errors import OutOfMemoryError
 from luce.layers.tensors import tensor_bytes
-from luce.models.spec import ModelSpec
 from luce.planner.figures import DeviceFigures, LinkFigures
 from luce.planner.prediction import PlacedShard, Prediction, predict
 from luce.planner.problem import Load, Objective, Offload, Problem
 from luce.planner.search import Found, best_placement
-from luce.profiles.measuring import peer_link
-from luce.profiles.profile import DeviceProfile
-from luce.profiles.profile_cache import default_measuring, profile_of, stored_profile
 from luce.runtime.device import Device
 from luce.runtime.step import PAGE
 
@@ -67,27 +60,17 @@ class Goal:
 
 
 @dataclass(frozen=True)
-class ModelOnDevices:
-    """A file on devices."""
-
-    file: GGUFFile
-    spec: ModelSpec
-    devices: Sequence[Device]
-    options: ServingOptions
-
-
-@dataclass(frozen=True)
 class Fastest:
     """The fastest placement that fits."""
 
     problem: Problem
     found: Found
-    profiles: Mapping[str, DeviceProfile]
+    known: MeasuredDevices
 
     @property
     def plan(self) -> PredictedPlan:
         """Its prediction."""
-        return PredictedPlan(self.problem, self.found.prediction, self.profiles, self.found.near)
+        return PredictedPlan(self.problem, self.found.prediction, self.known, self.found.near)
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -109,106 +92,53 @@ class Fastest:
         return tuple(found)
 
 
-def measured(
-    model: ModelOnDevices,
-    *,
-    anew: bool = False,
-    seconds: float = math.inf,
-    on_figure: Callable[[str], None] = lambda figure: None,
-) -> dict[str, DeviceProfile]:
-    """The profile of each device for the model's types of weights: the stored one, or a measurement.
-
-    `seconds`: for the devices that must be measured. Raises DeviceError that names the
-    device whose figures are missing and why: the time was over before its turn, it failed, or it belongs to a daemon.
-    """
-    types, began = weight_types(weight_tensors(model.file, model.spec)), time.monotonic()
-    experts = any(model.spec.mixture(layer) is not None for layer in range(len(model.spec.layers)))
-    found = {}
-    for device in _measurable(model):
-        name = str(device.name)
-        if device.remote:
-            raise DeviceError(f"{name}: a daemon's device, which is not measured")
-        known = None if anew else stored_profile(device, types, experts=experts)
-        if known is None:
-            left = seconds - (time.monotonic() - began)
-            if left <= 0:
-                raise DeviceError(f"{name}: not measured within {seconds:g} s (--measure-budget)")
-            how = replace(default_measuring(device), experts=experts, end=time.monotonic() + left, on_figure=on_figure)
-            known = profile_of(device, types, anew=anew, how=how)
-        found[name] = known
-    return found
-
-
-def known_profiles(model: ModelOnDevices) -> dict[str, DeviceProfile] | None:
-    """The stored profiles of all devices; None if one is missing. Measures nothing."""
-    types = weight_types(weight_tensors(model.file, model.spec))
-    experts = any(model.spec.mixture(layer) is not None for layer in range(len(model.spec.layers)))
-    found = {}
-    for device in _measurable(model):
-        profile = None if device.remote else stored_profile(device, types, experts=experts)
-        if profile is None:
-            return None
-        found[str(device.name)] = profile
-    return found
-
-
-def _measurable(model: ModelOnDevices) -> list[Device]:
-    """The devices whose figures a plan needs: those of the layers, and a CPU for experts where they have none."""
-    experts = model.options.experts
-    cpu = [] if experts is None or any(device.host for device in model.devices) else [experts.device]
-    return [*model.devices, *cpu]
-
-
 def _offload(model: ModelOnDevices) -> Offload:
     experts = model.options.experts
     return "off" if experts is None else "auto" if experts.auto else len(experts.layers)
 
 
-def placement_problem(model: ModelOnDevices, profiles: Mapping[str, DeviceProfile], goal: Goal) -> Problem:
-    """The input of the search. Links between GPUs of this process that reach each other are measured now, in
-    milliseconds."""
+def placement_problem(model: ModelOnDevices, known: MeasuredDevices, goal: Goal) -> Problem:
+    """The input of the search, with the devices that have figures."""
     file, spec, devices, options = model.file, model.spec, model.devices, model.options
     layers, first = range(len(spec.layers)), devices[0]
-    types = weight_types(weight_tensors(file, spec))
     size = tensor_bytes(file, spec, layers, first, layers_only=True)
-    hosts = sum(device.host for device in devices)
     figures = []
-    for device in _measurable(model):
-        # Devices of the host share its memory, and a claim on one is a claim on all.
-        claims = (c for c in options.claims if (c.device.host if device.host else c.device.name == device.name))
-        free = max(0, device.memory().free - sum(claim.bytes for claim in claims)) // (
-            max(1, hosts) if device.host else 1
-        )
+    for device in model.measurable:
+        name = str(device.name)
+        if name not in known.profiles:
+            continue
+        # Devices that share a machine's memory get equal parts of it, and a claim on one is a claim on all.
+        sharing = max(1, sum(_share(device, other) for other in devices))
+        claims = sum(claim.bytes for claim in options.claims if _share(device, claim.device))
+        free = max(0, device.memory().free - claims) // sharing
         expand = tensor_bytes(file, spec, layers, device, layers_only=True) / size
-        own = device_figures(device, profiles[str(device.name)], types, free=free, expand=expand)
+        own = device_figures(
+            device, known.profiles[name], model.types, free=free, expand=expand, way=known.ways.get(name)
+        )
         figures.append(replace(own, margin=device.margin))
     load = Load(options.slots, options.context, min(goal.prompt, options.context), goal.reply, chunk=options.chunk)
     work = model_work(file, spec, first, options)
-    links = _peer_links(devices) if options.peer else {}
+    links = {pair: LinkFigures(link.latency, link.bandwidth) for pair, link in known.links.items()}
+    names = {str(device.name) for device in devices}
     return Problem(
         work,
         load,
-        tuple(figures[: len(devices)]),
+        tuple(own for own in figures if own.name in names),
         links,
         goal.objective,
         _offload(model),
         reserve=RESERVE,
         pinned=goal.pinned,
-        expert_cpus=tuple(figures[len(devices) :]),
+        expert_cpus=tuple(own for own in figures if own.name not in names),
     )
 
 
-def _peer_links(devices: Sequence[Device]) -> dict[tuple[str, str], LinkFigures]:
-    found = {}
-    for before in devices:
-        for behind in devices:
-            link = None if before is behind or before.remote or behind.remote else peer_link(before, behind)
-            if link is not None:
-                found[str(before.name), str(behind.name)] = LinkFigures(link.latency, link.bandwidth)
-    return found
+def _share(one: Device, other: Device) -> bool:
+    """Whether two devices have the same memory."""
+    return one.name == other.name or (one.host and other.host and machine(one) == machine(other))
 
 
-def fastest_placement(model: ModelOnDevices, problem: Problem, profiles: Mapping[str, DeviceProfile]) -> Fastest | None:
+def fastest_placement(model: ModelOnDevices, problem: Problem, known: MeasuredDevices) -> Fastest | None:
     """The fastest placement that also fits by the plan with which layers are loaded (plan_shards); None if none
     does."""
     by_name = {str(device.name): device for device in model.devices}
@@ -216,7 +146,7 @@ def fastest_placement(model: ModelOnDevices, problem: Problem, profiles: Mapping
         found = best_placement(problem)
         if found is None:
             return None
-        fastest = Fastest(problem, found, profiles)
+        fastest = Fastest(problem, found, known)
         used = [by_name[name] for name in fastest.devices]
         options = replace(model.options, layer_split=(), layers=fastest.layers)
         if options.experts is not None:
@@ -256,12 +186,12 @@ def predicted_placement(model: ModelOnDevices, problem: Problem) -> Prediction |
 def known_plan(model: ModelOnDevices, goal: Goal) -> PredictedPlan | None:
     """The prediction of the placement that the options say; None where a device has no figures, or with KVFlash, whose
     steps are not predicted. Measures nothing."""
-    profiles = None if model.options.kvflash is not None else known_profiles(model)
-    if profiles is None:
+    known = None if model.options.kvflash is not None else known_figures(model)
+    if known is None:
         return None
-    problem = placement_problem(model, profiles, goal)
+    problem = placement_problem(model, known, goal)
     prediction = predicted_placement(model, problem)
-    return None if prediction is None else PredictedPlan(problem, prediction, profiles)
+    return None if prediction is None else PredictedPlan(problem, prediction, known)
 
 
 def choose(model: ModelOnDevices, goal: Goal, seconds: float, on_figure: Callable[[str], None]) -> Fastest:
@@ -269,9 +199,9 @@ def choose(model: ModelOnDevices, goal: Goal, seconds: float, on_figure: Callabl
 
     Raises DeviceError where devices cannot be measured, and OutOfMemoryError where no placement fits.
     """
-    profiles = measured(model, seconds=seconds, on_figure=on_figure)
-    problem = placement_problem(model, profiles, goal)
-    fastest = fastest_placement(model, problem, profiles)
+    known = measured(model, seconds=seconds, on_figure=on_figure)
+    problem = placement_problem(model, known, goal)
+    fastest = fastest_placement(model, problem, known)
     if fastest is None:
         raise OutOfMemoryError(nothing_fits(problem), param="max_ctx")
     return fastest

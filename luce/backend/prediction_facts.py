@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from luce.backend.measured_devices import MeasuredDevices, is_slow
 from luce.planner.prediction import Prediction, limit
 from luce.planner.problem import Problem
-from luce.profiles.profile import DeviceProfile
+from luce.profiles.profile import DeviceProfile, LinkProfile
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class PredictedPlan:
     problem: Problem
     prediction: Prediction
     #: the figures that it rests on, by device
-    profiles: Mapping[str, DeviceProfile]
+    known: MeasuredDevices
     #: it is the fastest one by a coarse search
     near: bool = False
 
@@ -33,7 +33,7 @@ class PredictedPlan:
             **prediction_facts(self.prediction),
             "left_out": [device.name for device in self.problem.devices if device.name not in used],
             "near": self.near,
-            "profiles": {name: profile_facts(profile) for name, profile in self.profiles.items()},
+            "profiles": profile_facts(self.known),
         }
 
     @property
@@ -92,9 +92,17 @@ def prediction_facts(prediction: Prediction) -> dict[str, Any]:
     return {"stages": stages, "links": links, **rates, "pieces": prediction.pieces, "rows": prediction.rows}
 
 
-def profile_facts(profile: DeviceProfile) -> dict[str, Any]:
-    """Seconds since the measurement (age_s), types of weights whose figures are noisy, and the ratio by which servers'
-    own times correct it (observed, None without)."""
+def profile_facts(known: MeasuredDevices) -> dict[str, Any]:
+    """By device: seconds since the measurement (age_s), types of weights whose figures are noisy, the ratio by which
+    servers' own times correct it (observed, None without), and of a daemon's device the way of activations to it:
+    latency_s and bytes_per_second, and whether it is slow."""
+    return {name: _profile(profile, known.ways.get(name)) for name, profile in known.profiles.items()}
+
+
+def _profile(profile: DeviceProfile, way: LinkProfile | None) -> dict[str, Any]:
     noisy = [name for name, figures in profile.formats.items() if figures.noisy]
     observed = None if profile.observed is None else profile.observed.ratio
-    return {"age_s": max(0.0, time.time() - profile.measured), "noisy": noisy, "observed": observed}
+    facts = {"age_s": max(0.0, time.time() - profile.measured), "noisy": noisy, "observed": observed, "way": None}
+    if way is not None:
+        facts["way"] = {"latency_s": way.latency, "bytes_per_second": way.bandwidth, "slow": is_slow(way)}
+    return facts

@@ -15,7 +15,8 @@ from typing import Any
 from rich.table import Table
 
 from luce.assembly import place, serving_options
-from luce.backend.fastest_placement import Goal, ModelOnDevices
+from luce.backend.fastest_placement import Goal
+from luce.backend.measured_devices import ModelOnDevices
 from luce.backend.placement import default_context, plan_model
 from luce.backend.serving_options import ServingOptions
 from luce.cli import progress

@@ -12,14 +12,13 @@ from rich.table import Table
 
 from luce.backend.fastest_placement import (
     Goal,
-    ModelOnDevices,
     fastest_placement,
-    measured,
     nothing_fits,
     placement_problem,
     predicted_placement,
 )
 from luce.backend.layer_assignment import plan_layers
+from luce.backend.measured_devices import ModelOnDevices, measured
 from luce.backend.prediction_facts import load_facts, prediction_facts, profile_facts
 from luce.config.values import mebibytes
 from luce.errors import OutOfMemoryError, UsageError
@@ -75,13 +74,13 @@ def predicted(
     if asked.layer is not None and asked.layer >= len(model.spec.layers):
         last = len(model.spec.layers) - 1
         raise UsageError(f"--explain-layer {asked.layer}: the last layer is {last}", param="explain_layer")
-    profiles = measured(model, anew=asked.anew, seconds=asked.seconds, on_figure=on_figure)
-    own = placement_problem(model, profiles, asked.goal)
+    known = measured(model, anew=asked.anew, seconds=asked.seconds, on_figure=on_figure)
+    own = placement_problem(model, known, asked.goal)
     problem = with_devices(own, asked.what_if)
     if asked.what_if:
         found = best_placement(problem)
     else:
-        fastest = fastest_placement(model, problem, profiles)
+        fastest = fastest_placement(model, problem, known)
         found = None if fastest is None else fastest.found
     if found is None:
         raise OutOfMemoryError(nothing_fits(problem), param="max_ctx")
@@ -106,7 +105,7 @@ def predicted(
         "what_if": list(asked.what_if),
         **({"compare": _compare(model, own, problem)} if asked.compare else {}),
         **({} if asked.layer is None else {"layer": _layer(problem, asked.layer)}),
-        "profiles": {name: profile_facts(profile) for name, profile in profiles.items()},
+        "profiles": profile_facts(known),
     }
 
 
@@ -256,7 +255,14 @@ def _basis(item: tuple[str, Mapping[str, Any]]) -> str:
     days = int(profile["age_s"] // 86400)
     age = "today" if not days else f"{days} day{'s' if days > 1 else ''} ago"
     observed = "" if profile["observed"] is None else f", times {profile['observed']:.2f} as observed"
-    return f"{name} measured {age}{observed}" + (" (noisy)" if profile["noisy"] else "")
+    return f"{name} measured {age}{observed}" + (" (noisy)" if profile["noisy"] else "") + _way(profile["way"])
+
+
+def _way(way: Mapping[str, Any] | None) -> str:
+    if way is None:
+        return ""
+    slow = ", a slow link" if way["slow"] else ""
+    return f" ({way['latency_s'] * 1e3:,.3g} ms, {way['bytes_per_second'] / 1e6:,.4g} MB/s to it{slow})"
 
 
 def _show(console: Console, title: str, facts: Mapping[str, Any]) -> None:

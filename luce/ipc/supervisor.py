@@ -15,7 +15,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -52,6 +54,13 @@ RETRY_INTERVAL = 30.0
 _REASON_TIMEOUT = 20.0
 
 Answer = TypeVar("Answer", bound=msgspec.Struct)
+Result = TypeVar("Result")
+
+
+class Ask(Protocol):
+    """Sends a request before the load, and returns its response, of the given type."""
+
+    def __call__(self, request: msgspec.Struct, response: type[Answer], /) -> Answer: ...
 
 
 class Peer(Protocol):
@@ -108,6 +117,8 @@ class Supervisor:
         self._responses = responses
         self._changed = threading.Condition()
         self._hello: Hello | None = None
+        #: what is to be asked before the load, and who waits for the result
+        self._before: deque[tuple[Callable[[Ask], Any], Future[Any]]] = deque()
         self._loading: _Loading | None = None
         self._loaded: msgspec.Struct | None = None
         #: the request channel of a daemon that is ready
@@ -146,6 +157,20 @@ class Supervisor:
             if self._hello is None:
                 raise self._error or DeviceError(f"{self.name}: closed")
             return self._hello
+
+    def before_load(self, work: Callable[[Ask], Result]) -> Future[Result]:
+        """Let `work` send requests on the supervisor's thread, before `begin_load` is called.
+
+        The future has its result, or the LuceError with which it failed; DeviceError if the daemon is lost meanwhile.
+        """
+        future: Future[Result] = Future()
+        with self._changed:
+            if self._given_up or self._loading is not None:
+                future.set_exception(self._error or DeviceError(f"{self.name}: it is closed, or has loaded"))
+            else:
+                self._before.append((work, future))
+                self._changed.notify_all()
+        return future
 
     def begin_load(
         self,
@@ -271,6 +296,9 @@ class Supervisor:
                 self._error = BackendError(f"{self.name}: {type(error).__name__}: {error}")
                 self._channel, self._given_up = None, True
                 self._changed.notify_all()
+        finally:
+            with self._changed:
+                self._drop_before()
 
     def _keep_running(self) -> None:
         """One life of the daemon after another, until it is gone for good or this is closed."""
@@ -356,7 +384,7 @@ class Supervisor:
         with self._changed:
             self._hello = self._hello or hello
             self._changed.notify_all()
-        loading = self._wait_for_load(heartbeat)
+        loading = self._wait_for_load(channel, heartbeat)
         loaded = self._ask(channel, heartbeat, loading.message, loading.response, loading.fd)
         if self._loaded is not None and loaded != self._loaded:
             raise BackendError(f"{self.name}: the restarted daemon has loaded something else than before")
@@ -367,16 +395,36 @@ class Supervisor:
             self._loaded, self._channel, self._ever_ready, self._given_up = loaded, channel, True, False
             self._changed.notify_all()
 
-    def _wait_for_load(self, heartbeat: Heartbeat) -> _Loading:
-        """What `begin_load` was given, once it has been called."""
+    def _wait_for_load(self, channel: Channel[Any], heartbeat: Heartbeat) -> _Loading:
+        """What `begin_load` was given, once it has been called. Until then, `before_load` has its turn."""
         while True:
             heartbeat.ping()
             with self._changed:
-                self._changed.wait_for(lambda: self._loading is not None or self._closing, heartbeat.due())
-                if self._loading is not None:
+                self._changed.wait_for(
+                    lambda: self._before or self._loading is not None or self._closing, heartbeat.due()
+                )
+                before = self._before.popleft() if self._before else None
+                if before is None and self._loading is not None:
                     return self._loading
+            if before is not None:
+                self._run_before(*before, partial(self._ask, channel, heartbeat))
             # If this is closed, the connections have ended, and `receive` raises.
             heartbeat.receive()
+
+    def _run_before(self, work: Callable[[Ask], Any], future: Future[Any], ask: Ask) -> None:
+        """Do what `before_load` was given. Raises ChannelError if the daemon is lost."""
+        try:
+            future.set_result(work(ask))
+        except LuceError as error:
+            future.set_exception(error)
+        except Exception as error:
+            future.set_exception(DeviceError(f"{self.name}: {error}"))
+            raise
+
+    def _drop_before(self) -> None:
+        """Nothing is asked any more before a load."""
+        while self._before:
+            self._before.popleft()[1].set_exception(self._error or DeviceError(f"{self.name}: closed"))
 
     def _note_progress(self, share: float) -> None:
         """The daemon has loaded this share of its layers."""

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+
+_Range = tuple[float, float]
+# A figure is above the first number and at most the second one: a hundred times what the fastest card of
+# known_cards.py reaches, so that only lies and errors of a clock are beyond it.
+_BYTES, _OPERATIONS = (0.0, 100 * 8e12), (0.0, 100 * 2.5e15)
+_SECONDS, _RATIO, _ROWS = (-1e-300, 3600.0), (0.0, 1e6), (0.0, float(1 << 20))
 
 
 @dataclass(frozen=True)
@@ -35,9 +41,17 @@ class LinkProfile:
     bandwidth: float
 
     @property
-    def sound(self) -> bool:
-        """Whether both figures are finite and positive."""
-        return math.isfinite(self.latency) and self.latency >= 0 and 0 < self.bandwidth < math.inf
+    def flaw(self) -> str:
+        """The first figure that cannot be, with its value; empty if all can."""
+        return _first_flaw([("latency", self.latency, _SECONDS), ("bandwidth", self.bandwidth, _BYTES)])
+
+
+def _first_flaw(figures: Iterable[tuple[str, float, _Range]]) -> str:
+    for name, value, (above, most) in figures:
+        # Not a number is never between.
+        if not above < value <= most:
+            return f"{name} is {value}"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -74,18 +88,26 @@ class DeviceProfile:
     observed: Observed | None = None
 
     @property
-    def sound(self) -> bool:
-        """Whether every figure is finite and positive; times may be 0."""
-        return self.way.sound and all(self._figures())
+    def flaw(self) -> str:
+        """The first figure that cannot be, with its value; empty if all can."""
+        if not all(found.rates for found in self.formats.values()):
+            return "rates are missing"
+        return _first_flaw(self._figures())
 
-    def _figures(self) -> Iterator[bool]:
-        times = self.measured, self.step, self.launch, self.routing
-        yield from (math.isfinite(seconds) and seconds >= 0 for seconds in times)
-        rates = [] if self.state_read is None else [self.state_read]
-        for found in self.formats.values():
-            yield bool(found.rates) and min(found.rates) > 0
-            yield math.isfinite(found.spread)
-            rates += [found.read, *found.rates.values(), *found.gather.values()]
-            rates += [] if found.unpack is None else [found.unpack]
-        rates += [] if self.observed is None else [self.observed.ratio]
-        yield from (0 < rate < math.inf for rate in rates)
+    def _figures(self) -> Iterator[tuple[str, float, _Range]]:
+        times = {"step": self.step, "launch": self.launch, "routing": self.routing, "way.latency": self.way.latency}
+        yield from ((name, seconds, _SECONDS) for name, seconds in times.items())
+        yield "measured", self.measured, (-1.0, sys.float_info.max)
+        yield "way.bandwidth", self.way.bandwidth, _BYTES
+        if self.state_read is not None:
+            yield "state_read", self.state_read, _BYTES
+        if self.observed is not None:
+            yield "observed.ratio", self.observed.ratio, _RATIO
+        for type, found in self.formats.items():
+            yield f"{type}.read", found.read, _BYTES
+            yield f"{type}.spread", found.spread, (-1.0, sys.float_info.max)
+            yield from ((f"{type}.rates.{rows}", rate, _OPERATIONS) for rows, rate in found.rates.items())
+            yield from ((f"{type}.gather.{rows}", share, _RATIO) for rows, share in found.gather.items())
+            yield from ((f"{type}: rows", rows, _ROWS) for rows in found.rates)
+            if found.unpack is not None:
+                yield f"{type}.unpack", found.unpack, _BYTES

@@ -9,9 +9,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import logging
-import os
-import tempfile
 import time
 from collections.abc import Iterable
 from functools import cache
@@ -24,7 +21,7 @@ from gguf import GGMLQuantizationType
 
 import luce
 from luce.config.directories import user_cache_directory
-from luce.log import event
+from luce.profiles.cached_file import read_cached, reject_cached, write_cached
 from luce.profiles.measuring import GPU_PROFILE, HOST_PROFILE, Measuring, profile_device
 from luce.profiles.profile import DeviceProfile, FormatProfile, Observed
 from luce.runtime import kernels
@@ -34,8 +31,8 @@ from luce.runtime.gpu import GpuDevice
 from luce.runtime.power import power_limit
 
 _FORMAT = 2
-_MAX_AGE = 90 * 86400
-_log = logging.getLogger("luce.profiles")
+#: seconds for which figures count
+MAX_AGE = 90 * 86400
 
 
 def profile_of(
@@ -86,7 +83,12 @@ def default_measuring(device: Device) -> Measuring:
 
 def profile_path(device: Device, folder: Path | None = None) -> Path:
     """The file of a device's profile."""
-    return (folder or user_cache_directory() / "profiles") / f"{profile_key(device)}.json"
+    return (folder or profile_folder()) / f"{profile_key(device)}.json"
+
+
+def profile_folder() -> Path:
+    """The folder of profiles and links."""
+    return user_cache_directory() / "profiles"
 
 
 def note_observed(path: Path, observed: Observed) -> None:
@@ -122,21 +124,14 @@ def profile_key(device: Device) -> str:
 def read_profile(path: Path) -> DeviceProfile | None:
     """The profile in a file; None if there is none, if it is too old, or if the file is no profile, which the log
     says."""
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
+    stored = read_cached(path, _Stored)
+    if stored is None:
         return None
-    except OSError as error:
-        event(_log, "profile_unreadable", logging.WARNING, file=str(path), reason=error.strerror)
+    flaw = stored.profile.flaw if stored.format == _FORMAT else f"format is {stored.format}"
+    if flaw:
+        reject_cached(path, flaw)
         return None
-    try:
-        stored = msgspec.json.decode(data, type=_Stored)
-        if stored.format != _FORMAT or not stored.profile.sound:
-            raise ValueError("a figure is not finite and positive")
-    except (ValueError, msgspec.MsgspecError) as error:
-        event(_log, "profile_invalid", logging.WARNING, file=str(path), reason=str(error))
-        return None
-    return stored.profile if 0 <= time.time() - stored.profile.measured < _MAX_AGE else None
+    return stored.profile if 0 <= time.time() - stored.profile.measured < MAX_AGE else None
 
 
 class _Stored(msgspec.Struct):
@@ -145,21 +140,7 @@ class _Stored(msgspec.Struct):
 
 
 def _write(path: Path, profile: DeviceProfile) -> None:
-    content = msgspec.json.format(msgspec.json.encode(_Stored(_FORMAT, profile)))
-    temporary = ""
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", delete=False) as file:
-            temporary = file.name
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        if temporary:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-        event(_log, "profile_not_stored", logging.WARNING, file=str(path), reason=error.strerror)
+    write_cached(path, _Stored(_FORMAT, profile))
 
 
 @cache

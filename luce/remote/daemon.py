@@ -28,7 +28,8 @@ from luce.ipc.arena import Arena
 from luce.ipc.channel import Channel, ChannelError, ConnectionClosedError
 from luce.ipc.lifecycle import DeviceFacts, Failed, Hello, Open, Ping, Pong
 from luce.remote.daemon_shard import ServedModel
-from luce.remote.messages import Load, Request
+from luce.remote.messages import Load, Measure, Probe, Request
+from luce.remote.probe import answer_probe, measure_devices
 from luce.remote.service import Handler, Loader, Service, Work
 from luce.remote.validate import check_descriptor
 from luce.runtime.cores import limit_threads
@@ -122,7 +123,12 @@ class Session:
         self._opened = opened
         self._can_share = can_share
         self._path = path
-        self._handlers: dict[type[msgspec.Struct], Handler] = {Open: self.open, Load: self.load}
+        self._handlers: dict[type[msgspec.Struct], Handler] = {
+            Open: self.open,
+            Load: self.load,
+            Measure: self.measure,
+            Probe: self.probe,
+        }
         self._handlers |= {loader.message: functools.partial(self._load_with, loader) for loader in loaders}
         self._spin = 0.0
         self._devices: list[Device] = []
@@ -200,6 +206,16 @@ class Session:
         if not all(device.host for device in self._devices):
             self._spin = _SPIN
         return Hello(__version__, os.getpid(), tuple(facts))
+
+    def measure(self, message: Measure) -> msgspec.Struct:
+        """Measure the devices."""
+        self._check_can_load()
+        return measure_devices(self._devices, message)
+
+    def probe(self, message: Probe) -> msgspec.Struct:
+        """Send bytes back."""
+        self._check_can_load()
+        return answer_probe(message)
 
     def load(self, message: Load) -> msgspec.Struct:
         """Load layers."""

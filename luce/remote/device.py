@@ -31,8 +31,8 @@ class RemoteDevice(HostDevice):
     """Stands for a device of a daemon while layers are planned, and for the arena while steps run.
 
     Its arrays are NumPy arrays; `zeros` allocates them in the arena, once the shard has made one. Its work is what the
-    shard has requested of the daemon. Closing it ends the daemon. `number` says which of the daemon's devices it is.
-    Waits for the daemon; raises LuceError if that did not start.
+    shard has requested of the daemon. Closing it ends the daemon. Waits for the daemon; raises LuceError if that has
+    not started.
     """
 
     remote = True
@@ -50,7 +50,8 @@ class RemoteDevice(HostDevice):
         self.lanes = facts.lanes
         self.kv_dtype = np.dtype(facts.kv_dtype)
         self._facts = facts
-        self._number = number
+        #: which of the daemon's devices it is
+        self.number = number
         #: the shard's
         self.arena: Arena | None = None
         #: returns the event after which everything requested so far is done; the shard's
@@ -75,7 +76,7 @@ class RemoteDevice(HostDevice):
     def reported_memory(self) -> Memory | None:
         """Memory at the last heartbeat, None while the daemon is not running. Any thread may call it."""
         seen = self.daemon.memory()
-        return seen[self._number] if seen else None
+        return seen[self.number] if seen else None
 
     def describe(self) -> dict[str, str | int]:
         return self._facts.facts

@@ -1,5 +1,7 @@
 """The messages about layers in a daemon. The server sends requests; the daemon responds to each, in order.
 
+    Measure        -> Measured measure the devices; before Load
+    Probe          -> Probed   bytes there and back, which measure the link; before Load
     Load           -> Loaded   load layers of a file
     Announce                   no response: the step of the next Forward, while its input is still being computed
     Forward        -> Done     run the announced step; its input is ready
@@ -28,8 +30,66 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.ipc.lifecycle import Failed, Hello, Open
+from luce.profiles.profile import DeviceProfile, LinkProfile
 from luce.remote.mask_codec import WireMasks
 from luce.runtime.step import Output, Step
+
+
+class Measure(msgspec.Struct, tag=True):
+    """Measure the daemon's devices, before anything is loaded."""
+
+    #: types of weights, such as Q4_K
+    types: tuple[str, ...]
+    #: whether products with routed experts are measured
+    experts: bool
+    #: for devices without stored figures; 0: none is measured
+    seconds: float
+    #: measure devices with stored figures too
+    anew: bool = False
+
+
+class PeerFigures(msgspec.Struct):
+    """The link from one of the daemon's devices to another one that it reaches, by their numbers."""
+
+    before: int
+    behind: int
+    link: LinkProfile
+
+
+class MeasuredDevice(msgspec.Struct):
+    """The figures of a device."""
+
+    #: identifies the device as it is, with its driver (luce.profiles.profile_cache.profile_key)
+    key: str
+    #: None: it has none
+    profile: DeviceProfile | None
+    #: why it has none, where that is an error
+    error: str = ""
+
+
+class Measured(msgspec.Struct, tag=True):
+    """The response to Measure."""
+
+    devices: tuple[MeasuredDevice, ...]
+    peers: tuple[PeerFigures, ...]
+
+
+class Probe(msgspec.Struct, tag=True):
+    """Bytes that take the way of an activation in a message, before anything is loaded."""
+
+    checksummed: ClassVar[bool] = False
+
+    data: NDArray[np.uint8]
+    #: bytes of the response
+    answer: int
+
+
+class Probed(msgspec.Struct, tag=True):
+    """The response to Probe."""
+
+    checksummed: ClassVar[bool] = False
+
+    data: NDArray[np.uint8]
 
 
 class Load(msgspec.Struct, tag=True):
@@ -254,5 +314,5 @@ class LoadState(msgspec.Struct, tag=True):
 
 Steps = Load | Announce | Forward | Embed | Project | Accept | UpdateRanking | RankPages
 SavedStates = Save | Fetch | Restore | Drop | LoadState
-Request = Open | Steps | SavedStates
-Response = Hello | Loaded | Done | Tensors | Saved | Failed
+Request = Open | Measure | Probe | Steps | SavedStates
+Response = Hello | Measured | Probed | Loaded | Done | Tensors | Saved | Failed

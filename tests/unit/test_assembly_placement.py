@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import luce
-from luce.backend import fastest_placement
+from luce.backend import fastest_placement, measured_devices
 from luce.errors import DeviceError, OutOfMemoryError, UsageError
 from luce.profiles.profile import DeviceProfile, FormatProfile, LinkProfile
 from luce.runtime.device import Device
@@ -35,7 +35,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     def stored(device: Device, types: Any, **how: Any) -> DeviceProfile | None:
         return profile(device) if str(device.name) in names else None
 
-    monkeypatch.setattr(fastest_placement, "stored_profile", stored)
+    monkeypatch.setattr(measured_devices, "stored_profile", stored)
     return names
 
 

@@ -8,20 +8,19 @@ from typing import Any
 
 import pytest
 
-from luce.backend import fastest_placement
+from luce.backend import measured_devices
 from luce.backend.expert_placement import ExpertRequest
 from luce.backend.fastest_placement import (
     Goal,
-    ModelOnDevices,
     choose,
     known_plan,
-    measured,
     nothing_fits,
     placement_problem,
 )
 from luce.backend.fastest_placement import (
     fastest_placement as fastest_placement_of,
 )
+from luce.backend.measured_devices import ModelOnDevices, measured
 from luce.backend.placement import plan_shards
 from luce.backend.serving_options import Claim, ServingOptions
 from luce.config.resolve import resolve
@@ -32,7 +31,6 @@ from luce.models.registry import read_spec
 from luce.planner.search import best_placement
 from luce.profiles.profile import DeviceProfile, FormatProfile, LinkProfile
 from luce.runtime.device import Device
-from luce.runtime.host import HostDevice
 from tests.support.reference import Reference
 from tests.support.sized_device import GIB, Sized
 
@@ -55,8 +53,8 @@ def stored(monkeypatch: pytest.MonkeyPatch) -> dict[str, DeviceProfile]:
         how["how"].on_figure(str(device.name))
         return profile(device)
 
-    monkeypatch.setattr(fastest_placement, "stored_profile", lambda device, types, **how: known.get(str(device.name)))
-    monkeypatch.setattr(fastest_placement, "profile_of", measure)
+    monkeypatch.setattr(measured_devices, "stored_profile", lambda device, types, **how: known.get(str(device.name)))
+    monkeypatch.setattr(measured_devices, "profile_of", measure)
     return known
 
 
@@ -111,7 +109,7 @@ def test_devices_without_figures_are_measured_in_turn(stored: dict[str, DevicePr
     devices = Sized("cuda:0", GIB), Sized("cuda:1", GIB)
     stored["cuda:1"] = profile(devices[1])
     told: list[str] = []
-    assert set(measured(model(*devices), on_figure=told.append)) == {"cuda:0", "cuda:1"}
+    assert set(measured(model(*devices), on_figure=told.append).profiles) == {"cuda:0", "cuda:1"}
     assert told == ["cuda:0"]
     told.clear()
     measured(model(*devices), anew=True, on_figure=told.append)
@@ -119,15 +117,7 @@ def test_devices_without_figures_are_measured_in_turn(stored: dict[str, DevicePr
     with pytest.raises(DeviceError, match=r"cuda:0: not measured within 0 s \(--measure-budget\)"):
         measured(model(*devices), seconds=0)
     stored["cuda:0"] = profile(devices[0])
-    assert measured(model(*devices), seconds=0).keys() == {"cuda:0", "cuda:1"}
-
-
-def test_devices_of_daemons_are_not_measured(stored: dict[str, DeviceProfile], model: Any) -> None:
-    class Remote(HostDevice):
-        remote = True
-
-    with pytest.raises(DeviceError, match="cpu:0: a daemon's device"):
-        measured(model(Remote()))
+    assert measured(model(*devices), seconds=0).profiles.keys() == {"cuda:0", "cuda:1"}
 
 
 def test_a_placement_is_predicted_where_all_devices_have_figures(stored: dict[str, DeviceProfile], model: Any) -> None:
@@ -181,7 +171,7 @@ class TestExpertsOnTheCpu:
             formats = {type.name: one for type in types}
             return DeviceProfile(str(device.name), "x", 0.0, 1e-5, 1e-6, LinkProfile(1e-6, 1e9), formats)
 
-        monkeypatch.setattr(fastest_placement, "stored_profile", figures_of)
+        monkeypatch.setattr(measured_devices, "stored_profile", figures_of)
 
     def test_the_search_leaves_the_fewest_experts_to_a_cpu_that_holds_no_layers(self, mixture: Any) -> None:
         whole = mixture(Sized("cuda:0", GIB))

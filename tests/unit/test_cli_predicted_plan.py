@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from luce.backend import fastest_placement
-from luce.backend.fastest_placement import Goal, ModelOnDevices
+from luce.backend import measured_devices
+from luce.backend.fastest_placement import Goal
+from luce.backend.measured_devices import MeasuredDevices, ModelOnDevices
 from luce.backend.serving_options import ServingOptions
 from luce.cli import predicted_plan
 from luce.cli.main import main
@@ -49,8 +50,8 @@ def profile(device: Any) -> DeviceProfile:
 
 @pytest.fixture(autouse=True)
 def invented(monkeypatch: pytest.MonkeyPatch) -> None:
-    def measured(model: ModelOnDevices, **how: Any) -> dict[str, DeviceProfile]:
-        return {str(device.name): profile(device) for device in model.devices}
+    def measured(model: ModelOnDevices, **how: Any) -> MeasuredDevices:
+        return MeasuredDevices({str(device.name): profile(device) for device in model.devices})
 
     monkeypatch.setattr(predicted_plan, "measured", measured)
 
@@ -182,7 +183,7 @@ def command(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, str, 
 def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Devices of this machine, measured with little work."""
     monkeypatch.setenv("CACHE_DIRECTORY", str(tmp_path))
-    monkeypatch.setattr(predicted_plan, "measured", fastest_placement.measured)
+    monkeypatch.setattr(predicted_plan, "measured", measured_devices.measured)
     monkeypatch.setattr(profile_cache, "HOST_PROFILE", ProfileSizes(1 << 16, 256, 32, (1, 32), 4, 1 << 12, 0.0, 64))
     return tmp_path / "profiles"
 

@@ -1,0 +1,54 @@
+"""JSON files in a cache folder: one value each, written whole or not at all, and believed only if it can be read."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from luce.log import event
+
+_log = logging.getLogger("luce.profiles")
+Value = TypeVar("Value")
+
+
+def read_cached(path: Path, type: type[Value]) -> Value | None:
+    """The value in a file; None if there is no file, or if it has no such value, which the log says."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=type)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        event(_log, "profile_unreadable", logging.WARNING, file=str(path), reason=error.strerror)
+    except (ValueError, msgspec.MsgspecError) as error:
+        reject_cached(path, str(error))
+    return None
+
+
+def reject_cached(path: Path, reason: str) -> None:
+    """Say in the log why the value in a file is not believed."""
+    event(_log, "profile_invalid", logging.WARNING, file=str(path), reason=reason)
+
+
+def write_cached(path: Path, value: Any) -> None:
+    """Put a value into a file that only this user reads. Where that cannot be written, the log says why."""
+    content = msgspec.json.format(msgspec.json.encode(value))
+    temporary = ""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", delete=False) as file:
+            temporary = file.name
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        if temporary:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+        event(_log, "profile_not_stored", logging.WARNING, file=str(path), reason=error.strerror)
