@@ -16,6 +16,7 @@ from luce.backend.fastest_placement import Goal, choose, known_plan
 from luce.backend.kvflash_size import KVFlashRequest, tail_pages
 from luce.backend.layersplit import LayerSplitBackend
 from luce.backend.measured_devices import ModelOnDevices
+from luce.backend.observation import observe
 from luce.backend.placement import default_chunk, default_context
 from luce.backend.prediction_facts import PredictedPlan
 from luce.backend.serving_options import Claim, ServingOptions
@@ -222,6 +223,8 @@ def _open_model(
             backend = open_backend(
                 opened, file, spec, devices, config, on_progress, ring=ring, claims=reserved, layers=placed.layers
             )
+        if placed.plan is not None:
+            observe(backend, placed.plan)
         drafter = None
         if prepared is not None:
             drafter, no_drafter_reason = _load_drafter(opened, prepared, backend)

@@ -16,6 +16,8 @@ one), placement and memory plans. Not here: what one shard does (luce.shard) and
     model_work        what the layers of a file ask of devices, for predictions
     fastest_placement  the fastest placement by predicted speed, held against the memory plan
     prediction_facts  a prediction as facts for JSON, and as a line
+    measured_devices  figures of a model's devices and of the links between them: stored, or measured
+    observation       how shards' own times compare with the prediction, for later plans
     device_figures    what a measured device does for a file's types of weights, for predictions
     serving_options   ServingOptions: the settings of a whole model
     loading           loads the shards of a plan

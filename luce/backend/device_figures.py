@@ -57,7 +57,7 @@ def device_figures(
     """
     found = {type: profile.formats[type.name] for type in sizes}
     elements = {type: size / _bits(type) for type, size in sizes.items()}
-    slower = _correction(profile)
+    slower = correction(profile)
     read = _harmonic({type: found[type].read for type in sizes}, sizes)
     rates = tuple(
         (rows, _harmonic({type: found[type].rates[rows] for type in sizes}, elements) / slower)
@@ -95,7 +95,8 @@ def machine(device: Device) -> str:
     return host or _HERE
 
 
-def _correction(profile: DeviceProfile) -> float:
+def correction(profile: DeviceProfile) -> float:
+    """The ratio by which predictions of a device are corrected, as servers observed it, within limits."""
     low, high = _CORRECTIONS
     return 1.0 if profile.observed is None else min(high, max(low, profile.observed.ratio))
 

@@ -143,6 +143,11 @@ class LayerSplitBackend:
         """Seconds that the shards' work and the copies between them took since the start. Any thread may call it."""
         return self._pipeline.times()
 
+    def watch_decoding(self, shard: int, on_decoded: Callable[[int, float], None]) -> None:
+        """Let a function get the position and the seconds of each decoding step of one row in a shard, on the thread of
+        `forward`."""
+        self._pipeline.watch_decoding(shard, on_decoded)
+
     def forward(self, step: Step, queued: Callable[[], None] = lambda: None) -> Output:
         if not self._pipeline.shards:
             raise BackendError("the backend is closed")

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from gguf import GGMLQuantizationType
 
@@ -21,7 +22,7 @@ from luce.models.spec import ModelSpec
 from luce.profiles.link_cache import link_path, read_link, write_link
 from luce.profiles.measuring import peer_link
 from luce.profiles.profile import DeviceProfile, LinkProfile
-from luce.profiles.profile_cache import default_measuring, profile_of, stored_profile
+from luce.profiles.profile_cache import default_measuring, profile_of, profile_path, stored_profile
 from luce.remote.device import RemoteDevice, is_remote
 from luce.remote.messages import Measure
 from luce.remote.probe import DaemonFigures, ask_figures, probe_link
@@ -68,6 +69,8 @@ class MeasuredDevices:
     ways: Mapping[str, LinkProfile] = field(default_factory=dict)
     #: between devices that reach each other, in both directions
     links: Mapping[tuple[str, str], LinkProfile] = field(default_factory=dict)
+    #: the files of the profiles of this process's devices
+    paths: Mapping[str, Path] = field(default_factory=dict)
 
 
 def measured(
@@ -136,7 +139,8 @@ class _Measurement:
         if self._peer:
             self._links |= _peer_links(own)
         names = [str(device.name) for device in self._devices]
-        return MeasuredDevices({name: self._profiles[name] for name in names}, self._ways, self._links)
+        paths = {str(device.name): profile_path(device) for device in own}
+        return MeasuredDevices({name: self._profiles[name] for name in names}, self._ways, self._links, paths)
 
     def _left(self) -> float:
         return max(0.0, self._end - time.monotonic())

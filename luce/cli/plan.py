@@ -33,6 +33,7 @@ from luce.gguf.reader import GGUFFile, open_gguf
 from luce.models.keys import Source
 from luce.models.registry import read_spec
 from luce.models.spec import ModelSpec
+from luce.planner.known_cards import CARDS
 from luce.remote.open import open_placement
 from luce.runtime.cores import limit_threads
 from luce.runtime.device import Device
@@ -102,9 +103,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="DEVICE@FREE[,LATENCY,BANDWIDTH]",
-        help="plan with one more device like DEVICE, with so much free memory, such as cuda:0@24GiB; on another "
-        "machine with seconds and bytes per second of its link (repeatable)",
+        help="plan with one more device like DEVICE, with so much free memory, such as cuda:0@24GiB, or a card that is "
+        f"not here ({', '.join(CARDS)}); on another machine with seconds and bytes per second of its link (repeatable)",
     )
+    parser.add_argument("--what-if-only", action="store_true", help="plan with the devices of --what-if alone")
     parser.add_argument("--explain-layer", metavar="N", help="show what layer N takes on each device")
     add_json(parser)
     add_settings(parser, SETTINGS)
@@ -117,12 +119,17 @@ def run(arguments: argparse.Namespace) -> int:
         return _dry_run(arguments)
     config = settings(arguments)
     goal = Goal.of(config) or Goal.default(config)
-    more = arguments.compare, tuple(arguments.what_if), _layer(arguments.explain_layer)
+    more = {
+        "compare": arguments.compare,
+        "what_if": tuple(arguments.what_if),
+        "alone": arguments.what_if_only,
+        "layer": _layer(arguments.explain_layer),
+    }
     limit_threads(config.threads)
     with opened(arguments) as model, progress.shown("looking for figures of the devices", lines=True) as wait:
         facts = predicted(
             ModelOnDevices(model.file, model.spec, model.devices, model.options),
-            Asked(goal, config.measure_budget, arguments.measure, *more),
+            Asked(goal, config.measure_budget, arguments.measure, **more),
             wait.step,
         )
     if arguments.json:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
 
@@ -18,11 +18,11 @@ from luce.backend.fastest_placement import (
     predicted_placement,
 )
 from luce.backend.layer_assignment import plan_layers
-from luce.backend.measured_devices import ModelOnDevices, measured
+from luce.backend.measured_devices import MeasuredDevices, ModelOnDevices, measured
 from luce.backend.prediction_facts import load_facts, prediction_facts, profile_facts
-from luce.config.values import mebibytes
+from luce.cli.what_if import card_for, with_devices
 from luce.errors import OutOfMemoryError, UsageError
-from luce.planner.figures import DeviceFigures, LinkFigures
+from luce.planner.figures import DeviceFigures
 from luce.planner.layer_time import ExpertPlace, layer_time
 from luce.planner.problem import Objective, Problem
 from luce.planner.search import best_placement
@@ -44,6 +44,8 @@ class Asked:
     compare: bool = False
     #: devices that are not there, as --what-if names them
     what_if: tuple[str, ...] = ()
+    #: whether to plan with these devices alone
+    alone: bool = False
     #: the layer whose terms are wanted
     layer: int | None = None
 
@@ -61,7 +63,7 @@ def predicted(
     split      the value of --layer-split for it, None if a split by weights cannot say it
     without    decode_tok_s and prompt_tok_s of the fastest placement without each of its devices, None if nothing fits
     with       the same with one more device like each of them
-    what_if    devices that are not there
+    what_if    devices that are not there; alone: no others are planned with
     compare    with --compare, by goal the devices and layers of its placement, decode_tok_s and prompt_tok_s
     layer      with --explain-layer, by device and phase the seconds of each term
     profiles   by device: see profile_facts
@@ -74,9 +76,7 @@ def predicted(
     if asked.layer is not None and asked.layer >= len(model.spec.layers):
         last = len(model.spec.layers) - 1
         raise UsageError(f"--explain-layer {asked.layer}: the last layer is {last}", param="explain_layer")
-    known = measured(model, anew=asked.anew, seconds=asked.seconds, on_figure=on_figure)
-    own = placement_problem(model, known, asked.goal)
-    problem = with_devices(own, asked.what_if)
+    known, own, problem = _problems(model, asked, on_figure)
     if asked.what_if:
         found = best_placement(problem)
     else:
@@ -84,7 +84,7 @@ def predicted(
         found = None if fastest is None else fastest.found
     if found is None:
         raise OutOfMemoryError(nothing_fits(problem), param="max_ctx")
-    current = predicted_placement(model, own)
+    current = None if asked.alone else predicted_placement(model, own)
     used = [shard.device for shard in found.placement]
     split = tuple(len(shard.layers) for shard in found.placement)
     says_it = plan_layers(model.spec, len(split), split) == tuple(shard.layers for shard in found.placement)
@@ -103,39 +103,24 @@ def predicted(
         "without": [_without(problem, name) for name in used],
         "with": [_with(problem, name) for name in used],
         "what_if": list(asked.what_if),
+        "alone": asked.alone,
         **({"compare": _compare(model, own, problem)} if asked.compare else {}),
         **({} if asked.layer is None else {"layer": _layer(problem, asked.layer)}),
         "profiles": profile_facts(known),
     }
 
 
-def with_devices(problem: Problem, texts: Sequence[str]) -> Problem:
-    """The problem with further devices, each `LIKE@FREE`: like one of the problem's, with so many bytes of free memory;
-    or `LIKE@FREE,LATENCY,BANDWIDTH`: on another machine, behind a link of so many seconds and bytes per second.
-
-    Raises UsageError naming --what-if, and the devices that can be named.
-    """
-    devices = {device.name: device for device in problem.devices}
-    added = []
-    for number, text in enumerate(texts, 1):
-        name, at, rest = text.partition("@")
-        size, *link = rest.split(",")
-        if name not in devices:
-            known = ", ".join(devices)
-            raise UsageError(f"--what-if {text}: expected DEVICE@FREE with one of {known}", param="what_if")
-        try:
-            free = mebibytes(size) << 20
-            latency, bandwidth = map(float, link) if link else (0.0, 1.0)
-            if not at or latency < 0 or not bandwidth > 0:
-                raise ValueError
-        except ValueError:
-            form = "DEVICE@FREE[,LATENCY,BANDWIDTH], such as cuda:0@24GiB,0.0005,117e6"
-            raise UsageError(f"--what-if {text}: expected {form}", param="what_if") from None
-        own = replace(devices[name], name=f"{name}+{number}", free=free, daemon="")
-        if link:
-            own = replace(own, machine=own.name, way=LinkFigures(latency, bandwidth))
-        added.append(own)
-    return replace(problem, devices=(*problem.devices, *added))
+def _problems(
+    model: ModelOnDevices, asked: Asked, on_figure: Callable[[str], None]
+) -> tuple[MeasuredDevices, Problem, Problem]:
+    """Figures of the devices, the problem with these, and the one with those of --what-if too, or with those alone."""
+    if asked.alone and not asked.what_if:
+        raise UsageError("--what-if-only: requires --what-if", param="what_if_only")
+    known = MeasuredDevices({})
+    if not asked.alone:
+        known = measured(model, anew=asked.anew, seconds=asked.seconds, on_figure=on_figure)
+    own = placement_problem(model, known, asked.goal)
+    return known, own, with_devices(own, asked.what_if, card_for(model, own))
 
 
 def _rates(problem: Problem, name: str) -> dict[str, Any]:
@@ -195,12 +180,13 @@ def show(console: Console, facts: Mapping[str, Any]) -> None:
     basis = ", ".join(map(_basis, facts["profiles"].items()))
     console.print(
         f"{load['sequences']} sequence{'s' if load['sequences'] > 1 else ''} of {load['context']:,} tokens; "
-        f"prompt {load['prompt']:,}, reply {load['reply']:,}; figures: {basis}"
+        f"prompt {load['prompt']:,}, reply {load['reply']:,}"
+        + (f"; figures: {basis}" if basis else "")
         + "".join(f"; {text} is not there" for text in facts["what_if"])
     )
-    if placement is None:
+    if placement is None and not facts["alone"]:
         console.print("the placement by free memory does not fit")
-    else:
+    elif placement is not None:
         _show(console, "the placement by free memory", placement)
     near = ", nearly" if fastest["near"] else ""
     if placement is not None and placement["stages"] == fastest["stages"]:
@@ -225,7 +211,11 @@ def show(console: Console, facts: Mapping[str, Any]) -> None:
 
 def _left_out(device: Mapping[str, Any]) -> str:
     worse = device["worse_by"]
-    return f"{device['device']} ({'does not fit' if worse is None else f'would take {worse:.0%} longer'})"
+    if worse is None:
+        return f"{device['device']} (does not fit)"
+    # A device must bring more than figures vary by.
+    text = f"would take {worse:.0%} longer" if worse >= 0 else f"would bring {-worse:.1%}, too little"
+    return f"{device['device']} ({text})"
 
 
 def _show_comparison(console: Console, lines: Mapping[str, Any]) -> None:

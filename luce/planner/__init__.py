@@ -4,6 +4,7 @@ Here: what devices and links can do, what a model's layers ask of them, the pred
 placements, and the search over all placements. Not here: the measuring of devices, and the sizes of a file's layers.
 
     figures      what a device and a link can do
+    known_cards  figures of cards by their data sheets, for devices that are not there
     problem      a model's layers, the load, the devices: what a placement is predicted and searched for
     layer_time   seconds of a layer on a device, by what they are spent on
     shard_tables seconds and bytes of every range of layers on a device

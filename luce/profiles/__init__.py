@@ -4,7 +4,9 @@ Here: the measuring of a device of this process and of a link between two of the
 Not here: what the figures mean for a model (luce.backend.device_figures), and daemons, which measure their own devices
 with this package (luce.remote.probe). `luce doctor`, `luce plan` and the placement of a server's layers use it.
 
-    profile        the figures of a device
+    profile        the figures of a device and of a link
     measuring      measures them, in bounded time
     profile_cache  keeps them in the user's cache folder
+    link_cache     keeps the links to daemons there
+    cached_file    files of one value each, written whole
 """

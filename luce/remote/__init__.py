@@ -8,6 +8,7 @@ luce.shard. Messages have tensors and verbs; nothing here knows a model family.
     open              opens the devices that the settings name, here and in daemons
     device            a device in another process
     messages          the messages about layers
+    probe             figures of daemons before they load: of their devices, and of the link to them
     shard             RemoteShard: the server's side of a shard
     shard_groups      its groups of verbs: saved states, page ranking, token table and head
     rpc               requests and their responses, which arrive in the same order

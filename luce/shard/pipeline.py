@@ -131,7 +131,8 @@ class Pipeline:
             start = device.record(timing=True)
             made = shard.forward(step, arrays)
             end = device.record(timing=True)
-            self._work[number].add(start, end)
+            alone = step.rows == 1 and len(step.output_rows) == 1
+            self._work[number].add(start, end, int(step.positions[0]) if alone else None)
             result: Transfer | Activation | Pending = made
             if number < len(self.links):
                 assert isinstance(made, tuple)
@@ -172,6 +173,11 @@ class Pipeline:
             ShardTimes(device, work.durations(), copied)
             for device, work, copied in zip(self._devices, self._work, copies, strict=True)
         )
+
+    def watch_decoding(self, shard: int, on_decoded: Callable[[int, float], None] | None) -> None:
+        """Let a function get the position and the seconds of each decoding step of one row in a shard, when
+        `count_times` counts it."""
+        self._work[shard].on_decoded = on_decoded
 
     def work_seconds(self) -> float:
         """Seconds that the shards' counted work took since the start."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from luce.runtime.device import Event
@@ -58,24 +59,29 @@ class Clock:
     """Collects times of one device. One thread adds intervals, one thread counts them, any thread may read."""
 
     def __init__(self) -> None:
-        self._open: deque[tuple[Event, Event]] = deque()
+        self._open: deque[tuple[Event, Event, int | None]] = deque()
         self._counted = Histogram()
+        #: gets the position and the seconds of each counted decoding step of one row
+        self.on_decoded: Callable[[int, float], None] | None = None
 
     @property
     def total(self) -> float:
         """Seconds of all counted intervals."""
         return self._counted.total
 
-    def add(self, start: Event, end: Event) -> None:
+    def add(self, start: Event, end: Event, position: int | None = None) -> None:
         """Add the interval between two events with timing, which may be pending. Intervals come in the order of their
-        ends."""
-        self._open.append((start, end))
+        ends. `position`: of the row, if the interval is a decoding step of one row."""
+        self._open.append((start, end, position))
 
     def count(self) -> None:
         """Count the finished intervals. Raises DeviceError if the work before an event failed."""
         while self._open and self._open[0][1].done():
-            start, end = self._open.popleft()
-            self._counted.add(end.seconds_since(start))
+            start, end, position = self._open.popleft()
+            seconds = end.seconds_since(start)
+            self._counted.add(seconds)
+            if position is not None and self.on_decoded is not None:
+                self.on_decoded(position, seconds)
 
     def forget(self) -> None:
         """Drop the intervals that are not counted yet: their work failed."""

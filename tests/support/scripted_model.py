@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from luce.backend.kvflash_size import KVFlashRequest
+from luce.backend.measured_devices import MeasuredDevices
 from luce.backend.prediction_facts import PredictedPlan
 from luce.compress.compressor import Compressor
 from luce.config.settings import Config
@@ -122,7 +123,7 @@ def plan() -> PredictedPlan:
     problem = Problem(work, Load(1, 512, 128), (cpu, replace(cpu, name="cpu:1")), {})
     prediction = predict(problem, [PlacedShard("cpu:0", range(3)), PlacedShard("cpu:1", range(3, 4))])
     assert prediction is not None
-    return PredictedPlan(problem, prediction, {})
+    return PredictedPlan(problem, prediction, MeasuredDevices({}))
 
 
 class ScriptedModel:

@@ -20,6 +20,7 @@ from luce.errors import OutOfMemoryError, UsageError
 from luce.gguf.reader import open_gguf
 from luce.models.keys import Source
 from luce.models.registry import read_spec
+from luce.planner.known_cards import card_figures
 from luce.profiles import profile_cache
 from luce.profiles.measuring import ProfileSizes
 from luce.profiles.profile import DeviceProfile, FormatProfile, LinkProfile
@@ -151,6 +152,36 @@ def test_a_device_that_is_not_there_is_planned_like_one_that_is() -> None:
 def test_a_device_that_cannot_be(text: str, message: str) -> None:
     with pytest.raises(UsageError, match=f"--what-if {text}: {message}"):
         facts(Gpu(0, 1.0), asked=Asked(ASKED.goal, what_if=(text,)))
+
+
+def test_a_card_that_is_not_there_is_planned_with_its_data_sheet() -> None:
+    found = facts(Gpu(0, 1.0, free=1000), asked=Asked(ASKED.goal, what_if=("3090@1GiB",)))
+    assert [stage["device"] for stage in found["fastest"]["stages"]] == ["3090+1"]
+    # A layer's weights are read at 60 % of 936 GB/s, as the file has them.
+    figures = card_figures("3090", 1 << 30, bytes_per_weight=0.5, expand=1.0)
+    assert figures.read == pytest.approx(0.6 * 936e9)
+    assert figures.rates == (
+        (1, pytest.approx(4 * 0.6 * 936e9)),
+        (16, 0.06 * 71e12),
+        (512, 0.45 * 71e12),
+        (2048, 0.6 * 71e12),
+    )
+    # Where arithmetic is no limit, more rows are not slower than one.
+    assert min(
+        rate for _, rate in card_figures("strix-halo", 1, bytes_per_weight=0.05, expand=1.0).rates
+    ) == pytest.approx(40 * 0.6 * 256e9)
+    with pytest.raises(UsageError, match="one of cuda:0, 3090, 4060ti"):
+        facts(Gpu(0, 1.0), asked=Asked(ASKED.goal, what_if=("3091@1GiB",)))
+
+
+def test_plans_with_cards_alone_measure_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(predicted_plan, "measured", None)
+    found = facts(Gpu(0, 1.0), asked=Asked(ASKED.goal, what_if=("h100@1GiB", "3090@1GiB"), alone=True))
+    assert [stage["device"] for stage in found["fastest"]["stages"]] == ["h100+1"]
+    assert [device["device"] for device in found["left_out"]] == ["3090+2"]
+    assert (found["placement"], found["profiles"]) == (None, {})
+    with pytest.raises(UsageError, match="--what-if-only: requires --what-if"):
+        facts(Gpu(0, 1.0), asked=Asked(ASKED.goal, alone=True))
 
 
 def test_goals_are_compared() -> None:

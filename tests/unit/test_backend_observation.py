@@ -1,0 +1,114 @@
+"""What servers observe of their devices: the ratio of measured and predicted seconds, and devices that are slow."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import luce
+from luce.backend import observation
+from luce.backend.observation import ShardObservation
+from luce.planner.figures import DeviceFigures, LinkFigures
+from luce.planner.prediction import PlacedShard, predict
+from luce.planner.problem import HeadWork, LayerWork, Load, ModelWork, Problem
+from luce.profiles.profile import DeviceProfile, FormatProfile, LinkProfile, Observed
+from luce.profiles.profile_cache import _write, profile_path, read_profile
+from luce.runtime.host import HostDevice
+from tests.support.reference import Reference
+
+DEVICE = DeviceFigures("cuda:0", "here", False, 1 << 40, 1e9, ((1, 1e12),), 1e-6, 1e-3, LinkFigures(0, 1e9))
+LAYER = LayerWork(bytes=10**6, macs=10, launches=10, kv=1000, attention=1)
+MODEL = ModelWork(8, (0, 0), 0, HeadWork(0, 0, 0), (LAYER, LAYER))
+PROBLEM = Problem(MODEL, Load(1, 4096, 100), (DEVICE,), {})
+SHARD = PlacedShard("cuda:0", range(2))
+
+
+class Watch:
+    """An observation with a clock of its own, and what it has stored."""
+
+    def __init__(self, before: float = 1.0) -> None:
+        self.now = 0.0
+        self.stored: list[Observed] = []
+        self._observation = ShardObservation(PROBLEM, SHARD, before, self.stored.append, lambda: self.now)
+
+    def steps(self, count: int, ratio: float, position: int = 128, seconds: float = 0.0) -> None:
+        # Two layers of 1 ms for weights, 10 us of launches, and 1 us for each position.
+        expected = 2 * (1e-3 + 1e-5 + position * 1e-6)
+        for _ in range(count):
+            self.now += seconds / count
+            self._observation.add(position, ratio * expected)
+
+
+def test_the_ratio_is_stored_after_1000_steps_and_when_they_have_doubled() -> None:
+    watch = Watch()
+    watch.steps(999, 1.2)
+    assert watch.stored == []
+    watch.steps(1, 1.2)
+    assert watch.stored == [Observed(pytest.approx(1.2), 1000)]
+    # Of the last 1000 steps the median counts, at every position.
+    watch.steps(999, 0.9, position=2176)
+    watch.steps(1, 50.0)
+    assert watch.stored[1:] == [Observed(pytest.approx(0.9), 2000)]
+    watch.steps(2000, 1.0)
+    assert [it.steps for it in watch.stored] == [1000, 2000, 4000]
+
+
+def test_the_prediction_is_the_one_of_the_plan_without_the_step() -> None:
+    predicted = predict(PROBLEM, [SHARD])
+    assert predicted is not None
+    seconds = predicted.shards[0].decode
+    watch = Watch()
+    assert watch._observation._expected(100) == pytest.approx(seconds.total - seconds.step + 2 * 28e-6)
+
+
+def test_a_ratio_is_that_to_a_prediction_without_earlier_ones() -> None:
+    watch = Watch(before=1.5)
+    watch.steps(1000, 1.2)
+    assert watch.stored[0].ratio == pytest.approx(1.8)
+
+
+def test_a_device_that_is_slow_for_five_minutes_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    watch = Watch()
+    watch.steps(1000, 1.8, seconds=290)
+    # It was fast in between.
+    watch.steps(100, 1.0)
+    watch.steps(1000, 1.8, seconds=290)
+    assert not caplog.text
+    watch.steps(1000, 1.8, seconds=290)
+    watch.steps(1000, 1.8, seconds=290)
+    assert caplog.text.count("cuda:0 takes 1.8 times as long as predicted") == 1
+    assert "luce doctor --measure" in caplog.text
+
+
+def test_a_model_observes_its_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A reply of a tiny model is compared, kept, and corrects the next plan."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(observation, "_STEPS", 20)
+    reference = Reference("qwen3-a-F32")
+    figures = FormatProfile(1e9, {1: 1e9, 512: 1e10}, None, 0.1, False)
+    path = profile_path(HostDevice())
+    profile = DeviceProfile("cpu:0", "x", time.time(), 1e-5, 1e-9, LinkProfile(1e-6, 1e9), {"F32": figures})
+    settings: dict[str, Any] = {"max_ctx": 256, "kv_cache_dir": "off", "target_device": "cpu:0"}
+    with luce.load(reference.path, **settings) as model:
+        path = profile_path(model.backend._own[0])
+    _write(path, profile)
+    with luce.load(reference.path, **settings) as model:
+        assert model.plan is not None
+        before = model.plan.prediction.decode
+        list(model.generate([1, 2, 3], max_tokens=30, ignore_eos=True, temperature=0))
+    for thread in threading.enumerate():
+        if thread.name == "luce-observed":
+            thread.join()
+    found = read_profile(path)
+    assert found is not None
+    assert found.observed is not None
+    assert found.observed.steps == 20
+    with luce.load(reference.path, **settings) as model:
+        assert model.plan is not None
+        ratio = min(2.0, max(0.5, found.observed.ratio))
+        assert model.plan.prediction.decode == pytest.approx(before * ratio, rel=0.1)
+        assert model.plan.facts["profiles"]["cpu:0"]["observed"] == found.observed.ratio
