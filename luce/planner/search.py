@@ -24,7 +24,7 @@ from luce.planner.shard_tables import Floats, ShardTables, expert_place, passes,
 # Values within this share of each other are a tie: fewer offloaded layers win, then devices in the order listed, then
 # more layers on the earlier ones.
 _TIE = 1e-9
-#: figures that are measured, and the share by which they vary from one measurement to the next
+#: figures that are measured
 _MEASURED = (
     "free",
     "read",
@@ -39,7 +39,9 @@ _MEASURED = (
     "state_read",
     "gather",
 )
-_SAME = 0.01
+# Of more devices than this, those are interchangeable whose figures differ by less than 1 %, which is less than figures
+# vary by from one measurement to the next. Of fewer devices, all orders are searched in no time.
+_FEW, _SAME = 4, 0.01
 #: labels of one length, beyond which they are compared coarsely
 MOST_LABELS = 300_000
 
@@ -152,7 +154,7 @@ class _Search:
 
     def _interchangeable(self, first: int, second: int) -> bool:
         a, b = self._devices[first], self._devices[second]
-        if not _same_figures(a, b):
+        if not _same_figures(a, b, _SAME if len(self._devices) > _FEW else 0.0):
             return False
         links = self.problem.links
         others = [device.name for device in self._devices if device not in (a, b)]
@@ -163,21 +165,21 @@ class _Search:
         )
 
 
-def _same_figures(a: DeviceFigures, b: DeviceFigures) -> bool:
-    """Whether devices differ in their names, and in figures that are measured by less than 1 %."""
+def _same_figures(a: DeviceFigures, b: DeviceFigures, share: float) -> bool:
+    """Whether devices differ in their names, and in figures that are measured by at most a share."""
     return replace(b, **{name: getattr(a, name) for name in _MEASURED}, name=a.name) == a and all(
-        _alike(getattr(a, name), getattr(b, name)) for name in _MEASURED
+        _alike(getattr(a, name), getattr(b, name), share) for name in _MEASURED
     )
 
 
-def _alike(a: Any, b: Any) -> bool:
+def _alike(a: Any, b: Any, share: float) -> bool:
     if a is None or b is None:
         return a is b
     if isinstance(a, LinkFigures):
-        return _alike((a.latency, a.bandwidth), (b.latency, b.bandwidth))
+        return _alike((a.latency, a.bandwidth), (b.latency, b.bandwidth), share)
     if isinstance(a, tuple):
-        return len(a) == len(b) and all(map(_alike, a, b))
-    return math.isclose(a, b, rel_tol=_SAME)
+        return len(a) == len(b) and all(_alike(x, y, share) for x, y in zip(a, b, strict=True))
+    return math.isclose(a, b, rel_tol=share)
 
 
 class _Programme:

@@ -102,6 +102,22 @@ def test_a_device_must_bring_the_margin() -> None:
     assert (len(both.placement), len(alone.placement)) == (2, 1)
 
 
+def test_figures_that_differ_a_little_still_decide_the_order() -> None:
+    """The faster card is listed second, and the first layers are the larger ones."""
+    layers = (LayerWork(4_000_000_000, 1, 11, 4096, 10_240), *(LayerWork(1_000_000_000, 1, 11, 4096, 10_240),) * 3)
+    work = ModelWork(5120, (20_480,) * 4, 0, HeadWork(0, 0, 0), layers)
+    devices = gpu("a", free=6_000_000_000), gpu("b", 1.005, free=6_000_000_000)
+    found = best_placement(Problem(work, Load(1, 4096, 2048), devices, {}, "decode"))
+    assert found is not None
+    # Five gigabytes on the faster card, two on the other one.
+    assert placement_of(found) == [["b", 0, 1, 0], ["a", 2, 3, 0]]
+    # Of many devices, those that differ by less than 1 % count as equal, and only their listed order is searched.
+    more = tuple(gpu(name, 0.01, free=1) for name in "cde")
+    found = best_placement(Problem(work, Load(1, 4096, 2048), (*devices, *more), {}, "decode"))
+    assert found is not None
+    assert placement_of(found) == [["a", 0, 0, 0], ["b", 1, 3, 0]]
+
+
 def test_a_second_gpu_comes_before_the_cpu() -> None:
     cpu = replace(gpu("cpu:0", 0.03, free=200_000_000_000), host=True)
     devices = (cpu, *(gpu(f"cuda:{index}", free=9_000_000_000) for index in range(2)))
