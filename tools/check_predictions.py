@@ -296,7 +296,9 @@ async def relay(target: tuple[str, int], delay: float, port: asyncio.Future[int]
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         far = await asyncio.open_connection(*target)
-        await asyncio.gather(pass_on(reader, far[1]), pass_on(far[0], writer))
+        # The end of the relay cancels it, which is no error of the stream.
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.gather(pass_on(reader, far[1]), pass_on(far[0], writer))
 
     server = await asyncio.start_server(accept, "127.0.0.1", 0)
     port.set_result(server.sockets[0].getsockname()[1])
@@ -315,6 +317,13 @@ def delayed(target: tuple[str, int], delay: float) -> Iterator[tuple[str, int]]:
     def run() -> None:
         with contextlib.suppress(asyncio.CancelledError):
             loop.run_until_complete(task)
+        # Those of open connections.
+        rest = asyncio.all_tasks(loop)
+        for each in rest:
+            each.cancel()
+        if rest:
+            loop.run_until_complete(asyncio.gather(*rest, return_exceptions=True))
+        loop.close()
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
@@ -366,13 +375,9 @@ def namespace(rate: str) -> Iterator[str]:
         ["tc", "qdisc", "add", "dev", near, *shape],
         [*inside, "tc", "qdisc", "add", "dev", far, *shape],
     ]
-    # Packets as on a wire: without this, the limit sees segments of 64 KiB.
-    plain = ["-K", far, "tso", "off", "gso", "off", "gro", "off"]
     try:
         for command in commands:
             subprocess.run(command, check=True)
-        with contextlib.suppress(OSError):
-            subprocess.run([*inside, "ethtool", *plain], check=False)
         yield name
     finally:
         subprocess.run(["ip", "link", "del", near], check=False)
