@@ -16,6 +16,7 @@ from luce.backend.fastest_placement import (
     known_plan,
     nothing_fits,
     placement_problem,
+    predicted_placement,
 )
 from luce.backend.fastest_placement import (
     fastest_placement as fastest_placement_of,
@@ -93,6 +94,20 @@ def test_what_is_found_fits_as_it_is_loaded(stored: dict[str, DeviceProfile], mo
         found = choose(both, Goal("decode", pinned=True), 10, silent)
         options = ServingOptions(context=256, chunk=64, layers=found.layers)
         assert all(shard.fits for shard in plan_shards(both.file, both.spec, both.devices, options))
+
+
+@pytest.mark.parametrize("objective", ["decode", "prompt", "balanced"])
+@pytest.mark.parametrize("names", ["cuda:0,cuda:1", "cuda:1,cuda:0", "cuda:0,cuda:2", "cuda:2,cuda:1,cuda:0"])
+def test_it_is_never_predicted_worse_than_the_placement_by_memory(
+    objective: Any, names: str, stored: dict[str, DeviceProfile], model: Any
+) -> None:
+    whole = plan_shards(*vars(model(Sized("cuda:0", GIB))).values())[0].needed
+    for free in (GIB, int(whole * 0.75)):
+        on = model(*(Sized(name, free) for name in names.split(",")))
+        found = choose(on, Goal(objective), 10, silent)
+        today = predicted_placement(on, found.problem)
+        assert today is not None
+        assert found.plan.prediction.value <= today.value * 1.03
 
 
 def test_claims_and_margins_are_left_free(stored: dict[str, DeviceProfile], model: Any) -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from luce.planner.figures import DeviceFigures, LinkFigures
 from luce.planner.problem import HeadWork, LayerWork, Load, ModelWork, Problem
 from luce.planner.search import Found, best_placement
+from luce.planner.shard_tables import handover_rows
 from tests.support.planner_cases import BruteForce, Placement, problem_of, random_case
 
 CASES = json.loads((Path(__file__).parents[1] / "reference" / "plans.json").read_text())["cases"]
@@ -116,6 +120,39 @@ def test_figures_that_differ_a_little_still_decide_the_order() -> None:
     found = best_placement(Problem(work, Load(1, 4096, 2048), (*devices, *more), {}, "decode"))
     assert found is not None
     assert placement_of(found) == [["a", 0, 0, 0], ["b", 1, 3, 0]]
+
+
+def test_the_longest_context_is_that_of_the_best_of_all_splits() -> None:
+    """101 unequal layers on four cards of 22 GB: a split by equal numbers of layers would hold half of the context."""
+    rng = random.Random(5)
+    layers = tuple(
+        LayerWork(rng.choice((300, 600, 900)) * 10**6, 1, 1, rng.choice((1, 4)) * 2048, 1) for _ in range(101)
+    )
+    work = ModelWork(64, (256,) * 101, 0, HeadWork(0, 0, 0), layers)
+    devices = tuple(gpu(f"cuda:{number}", free=22 * 10**9) for number in range(4))
+
+    def fits(context: int) -> bool:
+        return best_placement(Problem(work, Load(1, context, 512), devices, {}, "decode", pinned=True)) is not None
+
+    first, second, third = (cut.ravel() for cut in np.meshgrid(*[np.arange(1, 101)] * 3))
+    rising = (first < second) & (second < third)
+    cuts = [np.zeros(rising.sum(), int), first[rising], second[rising], third[rising], np.full(rising.sum(), 101)]
+
+    def any_split_fits(context: int) -> bool:
+        handed = 256 * handover_rows(512)
+        sums = np.concatenate([[0], np.cumsum([layer.bytes + layer.kv * context for layer in layers])])
+        parts = [sums[behind] - sums[begin] for begin, behind in itertools.pairwise(cuts)]
+        room = devices[0].free * 0.94
+        return bool(((parts[0] <= room) & (np.max(parts[1:], axis=0) + handed <= room)).any())
+
+    def longest(holds: Callable[[int], bool]) -> int:
+        low, high = 0, 1 << 10
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if holds(middle * 256) else (low, middle)
+        return low
+
+    assert longest(fits) == longest(any_split_fits) > 16
 
 
 def test_a_second_gpu_comes_before_the_cpu() -> None:

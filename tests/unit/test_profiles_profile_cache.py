@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from gguf import GGMLQuantizationType
 
 from luce.profiles import profile_cache
+from luce.profiles.cached_file import write_cached
 from luce.profiles.measuring import ExpertSizes, Measuring, ProfileSizes
 from luce.profiles.profile import DeviceProfile, FormatProfile, LinkProfile, Observed
 from luce.profiles.profile_cache import note_observed, profile_key, profile_of, read_profile
@@ -100,6 +102,8 @@ def test_a_stored_profile_is_read(tmp_path: Path) -> None:
         {"profile__formats__Q8_0__rates": {}},
         {"profile__formats__Q8_0__rates": {"1": -2.0}},
         {"profile__formats__Q8_0__rates": {"0": 2.0}},
+        {"profile__formats__Q8_0__rates": {"1": 1e30}},
+        {"profile__way__bandwidth": 1e30},
         {"profile__formats__Q8_0__unpack": -2.0},
         {"profile__formats__Q8_0__gather": {"1": 0.0}},
         {"profile__formats__Q8_0__spread": float("inf")},
@@ -134,6 +138,21 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path: Path, caplog:
     with caplog.at_level(logging.WARNING, "luce.profiles"):
         assert profile_of(HostDevice(), [Q8_0], folder=blocked / "profiles", how=SMALL).formats
     assert "profile_not_stored" in caplog.text
+
+
+def test_two_that_write_at_the_same_time_leave_one_whole_profile(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    both = [replace(PROFILE, name=name * 1000) for name in "xy"]
+    threads = [
+        threading.Thread(target=lambda own=own: [write_cached(path, profile_cache._Stored(2, own)) for _ in range(50)])
+        for own in both
+    ]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        assert read_profile(path) in [None, *both] or not path.exists()
+    assert read_profile(path) in both
+    assert [file.name for file in tmp_path.iterdir()] == ["a.json"]
 
 
 def test_experts_are_measured_where_they_are_missing(tmp_path: Path) -> None:
