@@ -22,9 +22,10 @@ from luce.profiles.profile import Observed
 from luce.profiles.profile_cache import note_observed
 
 _log = logging.getLogger("luce.profiles")
-# Steps after which a device's ratio counts, and as many whose median it is; steps between two looks at whether a device
-# is slow, by which ratio, and for how many seconds before the log says so.
-_STEPS, _LOOK, _SLOW, _LONG = 1000, 100, 1.5, 300.0
+#: steps after which a device's ratio counts, and as many whose median it is
+STEPS = 1000
+# Steps between two looks at whether a device is slow, by which ratio, and for how many seconds before the log says so.
+_LOOK, _SLOW, _LONG = 100, 1.5, 300.0
 # Positions between which a prediction is made anew.
 _POSITIONS = 256
 
@@ -49,17 +50,17 @@ class ShardObservation:
         self._before = before
         self._store = store
         self._clock = clock
-        self._ratios: deque[float] = deque(maxlen=_STEPS)
+        self._ratios: deque[float] = deque(maxlen=STEPS)
         self._predicted: dict[int, float] = {}
         #: steps so far, and those after which the ratio is stored next
-        self._steps, self._next = 0, _STEPS
+        self._steps, self._next = 0, STEPS
         #: since when the device has been slow, and whether the log has said so
         self._slow_since: float | None = None
         self._told = False
 
     def add(self, position: int, seconds: float) -> None:
         """Count a decoding step of one row at a position."""
-        self._ratios.append(seconds / self._expected(position))
+        self._ratios.append(seconds / self.expected(position))
         self._steps += 1
         if self._steps % _LOOK == 0:
             self._look()
@@ -67,8 +68,8 @@ class ShardObservation:
             self._next *= 2
             self._store(Observed(statistics.median(self._ratios) * self._before, self._steps))
 
-    def _expected(self, position: int) -> float:
-        """Predicted seconds of the device's work on a row."""
+    def expected(self, position: int) -> float:
+        """Predicted seconds of the device's work on a row at a position."""
         part = position // _POSITIONS
         if part not in self._predicted:
             load = replace(self._problem.load, rows=1, depth=part * _POSITIONS + _POSITIONS // 2)

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import luce
@@ -16,8 +17,7 @@ from luce.planner.figures import DeviceFigures, LinkFigures
 from luce.planner.prediction import PlacedShard, predict
 from luce.planner.problem import HeadWork, LayerWork, Load, ModelWork, Problem
 from luce.profiles.profile import DeviceProfile, FormatProfile, LinkProfile, Observed
-from luce.profiles.profile_cache import _write, profile_path, read_profile
-from luce.runtime.host import HostDevice
+from luce.profiles.profile_cache import profile_path, read_profile
 from tests.support.reference import Reference
 
 DEVICE = DeviceFigures("cuda:0", "here", False, 1 << 40, 1e9, ((1, 1e12),), 1e-6, 1e-3, LinkFigures(0, 1e9))
@@ -33,14 +33,14 @@ class Watch:
     def __init__(self, before: float = 1.0) -> None:
         self.now = 0.0
         self.stored: list[Observed] = []
-        self._observation = ShardObservation(PROBLEM, SHARD, before, self.stored.append, lambda: self.now)
+        self.observation = ShardObservation(PROBLEM, SHARD, before, self.stored.append, lambda: self.now)
 
     def steps(self, count: int, ratio: float, position: int = 128, seconds: float = 0.0) -> None:
         # Two layers of 1 ms for weights, 10 us of launches, and 1 us for each position.
         expected = 2 * (1e-3 + 1e-5 + position * 1e-6)
         for _ in range(count):
             self.now += seconds / count
-            self._observation.add(position, ratio * expected)
+            self.observation.add(position, ratio * expected)
 
 
 def test_the_ratio_is_stored_after_1000_steps_and_when_they_have_doubled() -> None:
@@ -48,11 +48,11 @@ def test_the_ratio_is_stored_after_1000_steps_and_when_they_have_doubled() -> No
     watch.steps(999, 1.2)
     assert watch.stored == []
     watch.steps(1, 1.2)
-    assert watch.stored == [Observed(pytest.approx(1.2), 1000)]
+    assert [it.ratio for it in watch.stored] == pytest.approx([1.2])
     # Of the last 1000 steps the median counts, at every position.
     watch.steps(999, 0.9, position=2176)
     watch.steps(1, 50.0)
-    assert watch.stored[1:] == [Observed(pytest.approx(0.9), 2000)]
+    assert [it.ratio for it in watch.stored[1:]] == pytest.approx([0.9])
     watch.steps(2000, 1.0)
     assert [it.steps for it in watch.stored] == [1000, 2000, 4000]
 
@@ -62,7 +62,7 @@ def test_the_prediction_is_the_one_of_the_plan_without_the_step() -> None:
     assert predicted is not None
     seconds = predicted.shards[0].decode
     watch = Watch()
-    assert watch._observation._expected(100) == pytest.approx(seconds.total - seconds.step + 2 * 28e-6)
+    assert watch.observation.expected(100) == pytest.approx(seconds.total - seconds.step + 2 * 28e-6)
 
 
 def test_a_ratio_is_that_to_a_prediction_without_earlier_ones() -> None:
@@ -87,15 +87,15 @@ def test_a_device_that_is_slow_for_five_minutes_is_named_once(caplog: pytest.Log
 def test_a_model_observes_its_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A reply of a tiny model is compared, kept, and corrects the next plan."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(observation, "_STEPS", 20)
+    monkeypatch.setattr(observation, "STEPS", 20)
     reference = Reference("qwen3-a-F32")
     figures = FormatProfile(1e9, {1: 1e9, 512: 1e10}, None, 0.1, False)
-    path = profile_path(HostDevice())
     profile = DeviceProfile("cpu:0", "x", time.time(), 1e-5, 1e-9, LinkProfile(1e-6, 1e9), {"F32": figures})
     settings: dict[str, Any] = {"max_ctx": 256, "kv_cache_dir": "off", "target_device": "cpu:0"}
     with luce.load(reference.path, **settings) as model:
-        path = profile_path(model.backend._own[0])
-    _write(path, profile)
+        path = profile_path(model.backend.shards[0].device)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(msgspec.json.encode({"format": 2, "profile": profile}))
     with luce.load(reference.path, **settings) as model:
         assert model.plan is not None
         before = model.plan.prediction.decode

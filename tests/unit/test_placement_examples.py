@@ -6,18 +6,25 @@ import re
 import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from luce.cli import plan
 from luce.cli.main import main
-from luce.runtime.device import DeviceName
+from luce.runtime.host import HostDevice
 from tests.support.published import PUBLISHED
-from tests.unit.test_cli_inspect_published import Card
 
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "placement.md"
 #: command and output
 EXAMPLES = re.findall(r"^```console\n\$ luce (.*?[^\\])\n(.*?)^```$", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL)
 MODEL = "Qwen3.6-27B"
+
+
+class Packed(HostDevice):
+    """A device that holds weights and keys as GPUs do."""
+
+    packed = True
+    kv_dtype = np.dtype(np.float16)
 
 
 def printed(command: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
@@ -35,7 +42,7 @@ def test_an_example_prints_what_the_page_shows(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "110")
     # The devices of the machine take no part.
-    monkeypatch.setattr(plan, "open_placement", lambda config: [Card(DeviceName("cpu", 0))])
+    monkeypatch.setattr(plan, "open_placement", lambda config: [Packed()])
     assert printed(command, tmp_path, capsys) == output
 
 

@@ -13,7 +13,6 @@ import pytest
 from gguf import GGMLQuantizationType
 
 from luce.profiles import profile_cache
-from luce.profiles.cached_file import write_cached
 from luce.profiles.measuring import ExpertSizes, Measuring, ProfileSizes
 from luce.profiles.profile import DeviceProfile, FormatProfile, LinkProfile, Observed
 from luce.profiles.profile_cache import note_observed, profile_key, profile_of, read_profile
@@ -141,16 +140,19 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path: Path, caplog:
 
 
 def test_two_that_write_at_the_same_time_leave_one_whole_profile(tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
-    both = [replace(PROFILE, name=name * 1000) for name in "xy"]
-    threads = [
-        threading.Thread(target=lambda own=own: [write_cached(path, profile_cache._Stored(2, own)) for _ in range(50)])
-        for own in both
-    ]
+    path = stored(tmp_path / "a.json")
+    both = [replace(PROFILE, observed=Observed(ratio, 1000)) for ratio in (1.25, 1.5)]
+
+    def write(observed: Observed | None) -> None:
+        assert observed is not None
+        for _ in range(50):
+            note_observed(path, observed)
+
+    threads = [threading.Thread(target=write, args=(own.observed,)) for own in both]
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
-        assert read_profile(path) in [None, *both] or not path.exists()
+        assert read_profile(path) in [PROFILE, *both]
     assert read_profile(path) in both
     assert [file.name for file in tmp_path.iterdir()] == ["a.json"]
 
