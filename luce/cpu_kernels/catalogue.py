@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from luce.cpu_kernels.dimensions import DELTA_SCRATCH
+
 if TYPE_CHECKING:
     from luce.cpu_kernels.thread_pool import Job
 
@@ -50,7 +52,6 @@ class Kernels:
 
     multiply: Job
     attention: Job
-    gated_delta_net: Job
     rms_norm: Job
     gated_activation: Job
     #: bytes of memory that a thread of the pool needs
@@ -64,6 +65,12 @@ class Kernels:
     instructions: str
     #: the C functions of the jobs' kernels, which must outlive them
     functions: tuple[object, ...]
+
+    @property
+    def gated_delta_net(self) -> Job:
+        """Compiled or read from the cache at the first call: few families have it, and it takes as long as the rest."""
+        with _lock:
+            return _gated_delta_net()[0]
 
 
 def kernels() -> Kernels:
@@ -79,7 +86,7 @@ def _kernels() -> Kernels:
     fresh, begun = not any(FOLDER.rglob("*.nbc")), time.monotonic()
     if fresh:
         _log.info("compiling the kernels of the CPU, once for this machine")
-    from luce.cpu_kernels import attention, deltanet, elementwise, heads, lowering, product, quantised_rows
+    from luce.cpu_kernels import attention, elementwise, heads, lowering, product, quantised_rows
     from luce.cpu_kernels.thread_pool import Job
 
     functions: list[Any] = []
@@ -92,10 +99,9 @@ def _kernels() -> Kernels:
     made = Kernels(
         multiply=job(product.multiply, product.product, quantised_rows.quantise_part),
         attention=job(attention.attention, attention.attend),
-        gated_delta_net=job(deltanet.gated_delta_net, deltanet.accept, deltanet.advance),
         rms_norm=job(elementwise.rms_norm, elementwise.rms_norm_rows),
         gated_activation=job(elementwise.gated_activation, elementwise.gated_activation_rows),
-        scratch=-(-max(product.SCRATCH, attention.SCRATCH, deltanet.SCRATCH) // 64) * 64,
+        scratch=-(-max(product.SCRATCH, attention.SCRATCH, DELTA_SCRATCH) // 64) * 64,
         product_words=ProductWords(
             product.WEIGHT_WORDS, product.COUNT, product.FIRST, product.PLACE, product.FUNCTIONS
         ),
@@ -147,3 +153,18 @@ def _format_kernels(kind: int) -> FormatKernels:
         one_row=functions[1].address if len(functions) > 1 else 0,
         functions=tuple(functions),
     )
+
+
+@cache
+def _gated_delta_net() -> tuple[Job, tuple[object, ...]]:
+    """The job, and the C functions that must outlive it."""
+    from luce.cpu_kernels.jit import FOLDER, c_function
+
+    fresh = not any(FOLDER.rglob("deltanet.*.nbc"))
+    if fresh:
+        _log.info("compiling the kernels of the CPU for gated DeltaNet, once for this machine")
+    from luce.cpu_kernels import deltanet
+    from luce.cpu_kernels.thread_pool import Job
+
+    functions = c_function(deltanet.accept), c_function(deltanet.advance)
+    return Job(deltanet.gated_delta_net, tuple(each.address for each in functions)), functions

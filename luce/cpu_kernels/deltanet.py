@@ -16,6 +16,9 @@ import math
 
 import numpy as np
 
+from luce.cpu_kernels.dimensions import DELTA_BLOCK as BLOCK
+from luce.cpu_kernels.dimensions import DELTA_FACTORS as _FACTORS
+from luce.cpu_kernels.dimensions import DELTA_VECTORS as _VECTORS
 from luce.cpu_kernels.dimensions import LANES, MOST_DELTA_HEAD, TREE_ROWS
 from luce.cpu_kernels.jit import compiled, compiled_as
 from luce.cpu_kernels.thread_pool import run_job
@@ -35,8 +38,6 @@ from luce.cpu_kernels.vectors import (
     word,
 )
 
-#: rows that are convolved at a time: their keys and queries and 16 rows of a state of 128 take 24 KB
-BLOCK = 16
 # int64 arguments. Addresses: x, the weights of the convolution float32 [taps, channels], the other weights, the states
 # of luce.ops.deltanet.RecurrentState, the arrays of luce.runtime.step.SpanArrays (0: none), out. Then sizes: bytes from
 # row to row of x, value heads, key heads, elements of a head, taps, most speculative rows, bits of eps as float32.
@@ -44,17 +45,15 @@ _X, _FILTERS, _DECAY, _BIAS, _NORM, _MEMORY, _PAST, _KEPT, _FADES, _SPANS, _PEND
 _STRIDE, _HEADS, _KEY_HEADS, _SIZE, _TAPS, _MOST, _EPS, _WORDS = range(13, 21)
 # The vectors that the thread's memory has for each row of a block: q, k, v, what the row adds to the state along its
 # key, and its output.
-_QUERY, _KEY, _VALUE, _CHANGE, _ANSWER, _VECTORS = range(6)
+_QUERY, _KEY, _VALUE, _CHANGE, _ANSWER = range(5)
 # The factors of a row of a block, in bytes: e^g, b and q^T k.
-_FADE, _RATE, _OVERLAP, _FACTORS = 0, 4, 8, 16
+_FADE, _RATE, _OVERLAP = 0, 4, 8
 # The thread's memory: a state, the vectors and factors of a block's rows, and the sums of 16 rows of the state with a
 # key and with a query, lane by lane.
 _OF_ROWS = 4 * MOST_DELTA_HEAD * MOST_DELTA_HEAD
 _OF_FACTORS = _OF_ROWS + 4 * MOST_DELTA_HEAD * BLOCK * _VECTORS
 _OF_KEY = _OF_FACTORS + BLOCK * _FACTORS
 _OF_QUERY = _OF_KEY + LANES * 64
-#: bytes of memory that a thread needs
-SCRATCH = _OF_QUERY + LANES * 64
 # The vectors of a speculative row: its inputs of q, k and v, its key and its change.
 _KEPT_KEY, _KEPT_CHANGE, _KEPT_VECTORS = 3, 4, 5
 # Numbers that `branches` has for a span: two lists, each with its length in front.

@@ -15,6 +15,12 @@ PAGE = 64
 MOST_HEAD, MOST_GROUP = 512, 64
 #: most elements of a head of gated DeltaNet that compiled code takes
 MOST_DELTA_HEAD = 256
+#: rows of x that gated DeltaNet convolves at a time, the vectors that each has in the thread's memory, and the bytes of
+#: its factors: keys, queries and 16 rows of a state of 128 take 24 KB
+DELTA_BLOCK, DELTA_VECTORS, DELTA_FACTORS = 16, 5, 16
+#: bytes of that memory: a state, vectors and factors of a block's rows, and two sums of 16 rows, lane by lane
+DELTA_SCRATCH = 4 * MOST_DELTA_HEAD * (MOST_DELTA_HEAD + DELTA_BLOCK * DELTA_VECTORS)
+DELTA_SCRATCH += DELTA_BLOCK * DELTA_FACTORS + 2 * LANES * 64
 #: most rows of a draft tree, as luce.runtime.step.MAX_TREE_ROWS
 TREE_ROWS = 16
 #: rows of a part of what is computed row by row

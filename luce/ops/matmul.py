@@ -74,6 +74,8 @@ def int8_group(device: Device, rows: int, weight: Weight) -> int:
 def sole_int8_group(device: Device, rows: int, weight: Weight) -> int:
     """The group in which `rows` rows are quantised for all parts of the weight; 0 if parts differ or read floats."""
     group = int8_group(device, rows, weight)
+    if not group:
+        return 0
     alone = all(part.type in INT8_TYPES and group_for(part.type) == group for part in weight.parts)
     return group if alone else 0
 
