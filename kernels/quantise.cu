@@ -13,18 +13,24 @@ LUCE_FN void load4(const float* __restrict__ row, int column, int cols, float (&
     }
 }
 
-// x float32 [n, cols], rows x_stride apart, as `padded` quantised rows (quantise.h); rows n, n + 1, ... become zeros.
-// cols is a multiple of 32.
-// Grid: (padded, ceil(cols / 4 / the block's threads)).
+// The group of `padded` quantised rows that row blockIdx.x belongs to: groups lie one after the other.
+LUCE_FN Bytes group_bytes(u8* to, int cols, int padded, int wide) {
+    const i64 bytes = (i64)luce_ceil_div(cols, SECTION) * section_bytes(padded, wide);
+    return {to + (int)blockIdx.x / padded * bytes, padded, wide};
+}
+
+// x float32 [n, cols], rows x_stride apart, as groups of `padded` quantised rows (quantise.h); rows n, n + 1, ... become
+// zeros. cols is a multiple of 32.
+// Grid: (padded for each group, ceil(cols / 4 / the block's threads)).
 extern "C" __global__ void __launch_bounds__(256)
     quantise(const float* __restrict__ x, u8* __restrict__ to, const i64 x_stride, const int n, const int cols,
-             const int wide) {
+             const int padded, const int wide) {
     luce_release();
     luce_await();
     const int row = (int)blockIdx.x, column = (int)(blockIdx.y * blockDim.x + threadIdx.x) * 4;
     float own[4] = {};
     if (row < n) load4(x + row * x_stride, column, cols, own);
-    quantise_columns(own, in_section(column, cols), column, row, {to, (int)gridDim.x, wide});
+    quantise_columns(own, in_section(column, cols), column, row % padded, group_bytes(to, cols, padded, wide));
 }
 
 // The same of act(gate) * up: gate and up float32 [n, cols], act silu or gelu.

@@ -22,7 +22,8 @@ def separate_prompts(step: Step) -> list[Step]:
 
     Short prompts share a step of at most FEW_ROWS rows. Products of more than FEW_ROWS rows round in another way, and a
     BLAS library's rounding depends on their number. So a reply, drafted or not, and a prompt have the same bits
-    whatever other prompts are in the step. Rows of more than FEW_ROWS replies have other bits in any case.
+    whatever other prompts are in the step. More than FEW_ROWS replies have the bits of one only where their products
+    add up like those of one (luce.ops.matmul).
     """
     if step.rows <= FEW_ROWS:
         return [step]

@@ -10,6 +10,7 @@ This module and expert_matmul (moe.py) choose the way of each product:
 | 1 .. FEW_ROWS     | Q4_0 Q8_0 Q4_K Q5_K Q6_K | x quantised to int8, integer products (matmul_int8.py)             |
 | 1 .. FEW_ROWS     | BF16, with such products in hardware | x as pairs of bfloat16, in tiles (matmul_bf16.py)      |
 | 1 .. FEW_ROWS     | the other types          | float32 (kernels/matmul_vec.cu)                                    |
+| .. MANY_ROWS      | Q4_K Q5_K Q6_K alone, with such products in hardware | the same (matmul_rows.py)  |
 | more              | any                      | x and weights as fp16, F32 weights in float32 (matmul_prefill.py)  |
 
 For up to FEW_ROWS rows (decoding, verification) a kernel reads each quant block of the weights once for all rows. The
@@ -28,7 +29,8 @@ from luce.ops.activation import add_bias
 from luce.ops.matmul_bf16 import Split, multiply_bf16, split_rows, takes_tiles
 from luce.ops.matmul_int8 import INT8_TYPES, group_for, multiply, multiply_pair, pairs
 from luce.ops.matmul_packed import multiply_packed
-from luce.ops.matmul_prefill import matmul_prefill
+from luce.ops.matmul_prefill import BLAS_ROWS, matmul_prefill
+from luce.ops.matmul_rows import multiply_rows, takes_rows
 from luce.ops.quantise import Quantised, quantise
 from luce.ops.weight import Weight, WeightPart
 from luce.runtime.cpu import CpuDevice
@@ -36,6 +38,8 @@ from luce.runtime.device import Array, Device
 
 #: up to so many rows, the bits of a row do not depend on the number of rows
 FEW_ROWS = 16
+#: up to so many rows, the bits of a row are those of few rows if takes_rows is true of all parts of the weight
+MANY_ROWS = BLAS_ROWS - 1
 # The constant of kernels/matmul_vec.cu.
 _WAVES = 4
 
@@ -54,6 +58,8 @@ def matmul(device: Device, x: Array | Quantised, weight: Weight) -> Array:
             multiply_packed(device, x, weight, out)
     elif device.host:
         _host(x, weight, out)
+    elif x.shape[0] > FEW_ROWS and x.shape[0] <= MANY_ROWS and _takes_rows(device, weight):
+        _many(device, x, weight, out)
     elif x.shape[0] > FEW_ROWS:
         matmul_prefill(device, x, weight, out)
     elif x.shape[0]:
@@ -101,6 +107,18 @@ def _few(device: Device, x: Array | Quantised, weight: Weight, out: Array) -> No
             multiply_bf16(device, split, part, weight.cols, out)
         else:
             _vec(device, floats, part, weight, out)
+
+
+def _takes_rows(device: Device, weight: Weight) -> bool:
+    return all(takes_rows(device, part, weight.cols) for part in weight.parts)
+
+
+def _many(device: Device, x: Array, weight: Weight, out: Array) -> None:
+    quantised: dict[int, Quantised] = {}
+    for part in weight.parts:
+        group = group_for(part.type)
+        own = quantised[group] = quantised.get(group) or quantise(device, x, group)
+        multiply_rows(device, own, part, weight.cols, out)
 
 
 def _vec(device: Device, x: Array, part: WeightPart, weight: Weight, out: Array) -> None:

@@ -106,7 +106,7 @@ def _part_shape(device: Device, x: Quantised, part: WeightPart, cols: int) -> Sh
 def dense_shape(type: GGMLQuantizationType, rows: int, cols: int, padded: int, lanes: int, limit: int) -> Shape:
     """The thread block of a dense product. `limit`: the shared memory of a block on a device whose tensor cores
     multiply int8, 0 on other devices."""
-    bits = _chain_bits(type, rows, cols)
+    bits = chain_bits(type, rows, cols)
     if not limit or padded < _TILE_ROWS or bits not in _TILE_BITS:
         return block_shape(type, cols, padded, 1, bits, lanes)
     tiles = tiles_per_block(type, rows, cols, padded, bits)
@@ -153,7 +153,7 @@ def _run(type: GGMLQuantizationType, chains: int) -> tuple[int, bool]:
 
 
 @lru_cache(1024)
-def _chain_bits(type: GGMLQuantizationType, rows: int, cols: int) -> int:
+def chain_bits(type: GGMLQuantizationType, rows: int, cols: int) -> int:
     """log2 of the chains of a dense product's rows, from the weight alone.
 
     Eight chains read faster than four (H200, Q4_K 5120 x 17408: 17.3 us and 19.7), unless a tenth or more of them are

@@ -27,9 +27,10 @@ class Quantised:
     cols: int
     #: columns that share a scale, their largest magnitude / 127: SECTION or BLOCK
     group: int
-    #: the rows that kernels are built for; those from `count` on are zeros
+    #: the rows that kernels are built for; those from `count` on are zeros. Of more than 16 rows, those of a group
     padded: int
-    #: uint8 [sections, section_bytes]: rounded quotients of columns and scales, the scales, sums of quotients
+    #: uint8 [groups * sections, section_bytes], a group for `padded` rows: rounded quotients of columns and scales, the
+    #: scales, sums of quotients
     data: Array
     #: float32 [count, cols]: the rows before rounding, for products that need them; None without such products
     x: Array | None
@@ -41,7 +42,7 @@ class Quantised:
 
 
 def padded_rows(count: int) -> int:
-    """The rows of the kernel variant for `count` <= 16 rows (kernels/matmul_int8.cu)."""
+    """The rows of the kernel variant for `count` rows (kernels/matmul_int8.cu); of more than 16, those of a group."""
     return count if count <= 2 else 8 if count <= 8 else 16
 
 
@@ -55,7 +56,7 @@ def empty_quantised(
 ) -> Quantised:
     """Rows that a kernel is about to write (kernels/quantise.h); `padded` defaults to padded_rows(count)."""
     padded = padded_rows(count) if padded is None else padded
-    data = device.empty((-(-cols // SECTION), section_bytes(padded, group)), np.uint8)
+    data = device.empty((-(-count // padded) * -(-cols // SECTION), section_bytes(padded, group)), np.uint8)
     return Quantised(count, cols, group, padded, data, x)
 
 
@@ -69,12 +70,13 @@ def as_arguments(rows: Quantised | None) -> tuple[Array | None, np.int32, np.int
 def quantise(device: Device, x: Array, group: int, *, padded: int | None = None) -> Quantised:
     """x float32 [n, cols] with n > 0 (any row stride) on a GPU; cols is a multiple of 32.
 
-    `padded` defaults to the rows of the kernels for n <= 16 rows. An infinity or a NaN makes every product with its
+    `padded` defaults to the rows of the kernels. An infinity or a NaN makes every product with its
     group NaN; a group whose magnitudes are below 1e-30 becomes zeros.
     """
     n, cols = x.shape
     rows = empty_quantised(device, n, cols, group, padded=padded, x=x)
-    sizes = (np.int64(x.strides[0] // 4), np.int32(n), np.int32(cols), np.int32(group == SECTION))
+    facts = (n, cols, rows.padded, group == SECTION)
+    sizes = (np.int64(x.strides[0] // 4), *(np.int32(fact) for fact in facts))
     device.launch("quantise", "quantise", _grid(rows), (_THREADS,), (x, rows.data, *sizes))
     return rows
 
@@ -94,4 +96,4 @@ def quantise_gated(device: Device, gate: Array, up: Array, activation: Activatio
 
 
 def _grid(rows: Quantised) -> tuple[int, int]:
-    return rows.padded, -(-rows.cols // _COLUMNS)
+    return -(-rows.count // rows.padded) * rows.padded, -(-rows.cols // _COLUMNS)

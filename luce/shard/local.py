@@ -32,8 +32,9 @@ from luce.shard.shard import Activation, DeviceInfo, Pending, ShardInfo
 from luce.shard.shard_options import NO_HOOKS, DeviceLayers, ShardHooks, ShardOptions
 from luce.shard.sizes import activation_widths, mirrored, state_bytes
 
-# Rows of a short and of a long prompt, for which different kernels run.
-_PROMPT_ROWS = (64, 512)
+# Rows of prompts for which different kernels run: of few rows every number that has kernels of its own, of up to
+# MANY_ROWS, and of more.
+_FEW_PROMPT_ROWS, _PROMPT_ROWS = (1, 2, 4, 8, FEW_ROWS), (64, 512)
 
 
 class LocalShard:
@@ -84,7 +85,7 @@ class LocalShard:
 
         def warm_up() -> None:
             builder.weights.store_fp16(own.unpack_bytes)
-            self._warm_up(len(spec.page_groups), widths, options.slots)
+            self._warm_up(len(spec.page_groups), widths, options)
 
         device.warm_up(warm_up)
         unpacked = builder.weights.store_fp16(own.unpack_bytes)
@@ -179,11 +180,19 @@ class LocalShard:
         logits = self._head(stream, step)
         return argmax(self.device, logits), logits, *captured
 
-    def _warm_up(self, groups: int, widths: Sequence[int], slots: int) -> None:
-        """Run prompts, and steps of one row for up to `slots` sequences. `widths`: columns of the first activation."""
+    def _warm_up(self, groups: int, widths: Sequence[int], options: ShardOptions) -> None:
+        """Run steps of each kind for which kernels differ: prompts, sequences with a row each, and drafts.
+
+        `widths`: columns of the first activation.
+        """
         tables, seen = (1,) * groups, (False,) * groups
-        shapes = [StepShape(n, 1, n, 1, tables, seen) for n in _PROMPT_ROWS]
-        shapes += [StepShape(n, n, 1, n, tables, seen) for n in range(1, min(slots, FEW_ROWS) + 1)]
+        shapes = [StepShape(n, 1, n, 1, tables, seen) for n in (*_FEW_PROMPT_ROWS, *_PROMPT_ROWS)]
+        several = list(range(2, min(options.slots, FEW_ROWS) + 1))
+        if options.slots > FEW_ROWS:
+            several.append(_PROMPT_ROWS[0])
+        shapes += [StepShape(n, n, 1, n, tables, seen) for n in several]
+        drafts = [n for n in _FEW_PROMPT_ROWS if n <= options.verify_rows]
+        shapes += [StepShape(n, 1, n, n, tables, seen, pending=True) for n in drafts]
         for shape in shapes:
             activation = (
                 () if self._embedding is not None else tuple(self.device.empty((shape.rows, w)) for w in widths)

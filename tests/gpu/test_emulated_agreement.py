@@ -64,7 +64,7 @@ def test_matmul_by_tensor_cores(gpu: Device, twin: Device, format: str, rows: in
     results = [d.download(matmul(d, d.upload(x), upload_weight(d, [tensor]))) for d in (gpu, twin)]
     assert errors(*results).max() < 1e-10
     w, met = decoded(tensor), seen(gpu, format, x)
-    limit = product_limit(met, w, fp16=rounds_to_fp16(gpu, format, rows))
+    limit = product_limit(met, w, fp16=rounds_to_fp16(gpu, format, rows, x.shape[1]))
     for result in results:
         assert (np.abs(result - met @ w.astype(np.float64).T) <= limit).all()
 

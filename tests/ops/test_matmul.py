@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from luce.gguf.quants import dequantize
+from luce.ops import matmul_rows
 from luce.ops.embedding import embed
 from luce.ops.matmul import matmul
 from luce.ops.matmul_prefill import BLAS_ROWS
@@ -164,6 +165,50 @@ def test_rows_do_not_depend_on_their_neighbours(
     device: Device, name: str, rows: int, cols: int, counts: list[int]
 ) -> None:
     checks.check_neighbours(device, name, rows, cols, counts)
+
+
+#: four and eight chains, columns that end within a step, and features within a block
+COMPANY = [("Q4_K", 70, 1280), ("Q5_K", 33, 2304), ("Q6_K", 37, 1280), ("Q6_K", 33, 4096)]
+
+
+@on_devices(
+    "name, rows, cols, counts",
+    host=[],
+    emulated=[],
+    gpu=[
+        *((name, rows, cols, [17, 32, 33, 143]) for name, rows, cols in COMPANY),
+        *((name, 9000, 2816, [17, 64]) for name in ("Q4_K", "Q5_K", "Q6_K")),
+    ],
+)
+def test_rows_in_company_on_a_gpu(device: Device, name: str, rows: int, cols: int, counts: list[int]) -> None:
+    checks.check_company(device, [name], rows, cols, counts)
+
+
+@pytest.mark.parametrize(("name", "rows", "cols"), COMPANY)
+@emulated_32
+def test_rows_in_company(device: Device, name: str, rows: int, cols: int) -> None:
+    checks.check_company(device, [name], rows, cols, [17, 40])
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q5_K", "Q6_K"])
+@emulated_32
+def test_rows_in_company_with_two_tiles_a_wave(device: Device, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matmul_rows, "_MANY_FEATURES", 1)
+    checks.check_company(device, [name], 70, 1280, [33])
+
+
+@emulated_32
+def test_rows_in_company_meet_several_formats(device: Device) -> None:
+    checks.check_company(device, ["Q5_K", "Q4_K"], 18, 1280, [17])
+
+
+@emulated_32
+def test_little_shared_memory_for_rows_in_company(device: Device) -> None:
+    """Then they are multiplied as fp16, as in formats without int8 products."""
+    device.shared_limit = 64 << 10
+    checks.check_product(device, "F16", rows=18, cols=1280, n=17)
+    weight = upload_weight(device, [random_tensor("Q4_K", 18, 1280, 3)])
+    assert not matmul_rows.takes_rows(device, weight.parts[0], 1280)
 
 
 @pytest.mark.parametrize(("name", "cols"), [("Q4_K", 2304), ("Q5_K", 2048)])
@@ -334,7 +379,7 @@ def test_weights_beyond_two_gigabytes(device: Device, n: int) -> None:
     actual = device.download(matmul(device, device.upload(x), weight))
     w = decoded(tensor)[0].astype(np.float64)
     x = seen(device, "Q8_0", x)
-    limit = checks.product_limit(x, w[None], fp16=checks.rounds_to_fp16(device, "Q8_0", n))[:, 0]
+    limit = checks.product_limit(x, w[None], fp16=checks.rounds_to_fp16(device, "Q8_0", n, 32768))[:, 0]
     assert (np.abs(actual[:, -1] - x.astype(np.float64) @ w) <= limit).all()
     assert not actual[:, :-1].any()
 

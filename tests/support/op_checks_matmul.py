@@ -20,7 +20,7 @@ from luce.ops.weight import RawTensor, upload_weight
 from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
 from tests.support.quant_blocks import decoded, random_tensor
-from tests.support.quantised import quantised, same_rows, seen, unpacked
+from tests.support.quantised import goes_in_int8, quantised, same_rows, seen, unpacked
 
 if TYPE_CHECKING:
     from luce.models.spec import Activation
@@ -50,9 +50,9 @@ def product_limit(x: NDArray[np.floating], w: Matrix, *, fp16: bool) -> NDArray[
     return limit
 
 
-def rounds_to_fp16(device: Device, name: str, n: int) -> bool:
-    """Whether products of n rows with weights in this format are of fp16."""
-    return not device.host and n > FEW_ROWS and name != "F32"
+def rounds_to_fp16(device: Device, name: str, n: int, cols: int = 0) -> bool:
+    """Whether products of n rows with weights in this format are of fp16; `cols` as in goes_in_int8."""
+    return not device.host and n > FEW_ROWS and name != "F32" and not goes_in_int8(device, name, n, cols)
 
 
 def check_product(device: Device, name: str, rows: int, cols: int, n: int) -> None:
@@ -60,7 +60,7 @@ def check_product(device: Device, name: str, rows: int, cols: int, n: int) -> No
     tensor = random_tensor(name, rows, cols, seed=rows * 31 + cols)
     x = _x(n, cols, seed=n)
     w = decoded(tensor).astype(np.float64)
-    limit = product_limit(x, w, fp16=rounds_to_fp16(device, name, n))
+    limit = product_limit(x, w, fp16=rounds_to_fp16(device, name, n, cols))
     actual = _product(device, x, [tensor])
     assert actual.dtype == np.float32
     assert actual.shape == (n, rows)
@@ -109,6 +109,25 @@ def check_parts(device: Device, n: int) -> None:
         rows = quantise(device, device.upload(x), group)
         together = device.download(matmul(device, rows, upload_weight(device, tensors)))
         np.testing.assert_array_equal(together, apart)
+
+
+def check_company(device: Device, names: Sequence[str], rows: int, cols: int, counts: Sequence[int]) -> None:
+    """Rows have the bits in company that they have alone, up to MANY_ROWS of them, by the kernel for so many."""
+    tensors = [random_tensor(name, rows, cols, seed=5 + number) for number, name in enumerate(names)]
+    weight, launched = upload_weight(device, tensors), list[str]()
+    launch = type(device).launch
+
+    def record(self: Device, source: str, *args: Any, **options: Any) -> None:
+        launched.append(source)
+        launch(self, source, *args, **options)
+
+    x = _x(max(counts), cols, seed=6)
+    alone = [device.download(matmul(device, device.upload(x[at : at + 1]), weight)) for at in range(max(counts))]
+    with mock.patch.object(type(device), "launch", record):
+        for n in counts:
+            together = device.download(matmul(device, device.upload(x[:n]), weight))
+            np.testing.assert_array_equal(together, np.concatenate(alone[:n]), err_msg=f"{n} rows")
+    assert launched.count("matmul_rows") == len(counts) * len(weight.parts)
 
 
 def check_bias(device: Device, n: int) -> None:

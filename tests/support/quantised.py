@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from luce.ops.matmul import FEW_ROWS
+from luce.ops.matmul import FEW_ROWS, MANY_ROWS
 from luce.ops.quantise import BLOCK, Quantised
 from luce.runtime.cpu import CpuDevice
 from luce.runtime.device import Device
@@ -17,9 +17,11 @@ INT8 = ("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 SECTION = 128
 
 
-def goes_in_int8(device: Device, name: str, n: int) -> bool:
-    """Whether products of n rows with weights in this format are of int8."""
-    return not device.host and 0 < n <= FEW_ROWS and name in INT8
+def goes_in_int8(device: Device, name: str, n: int, cols: int = 0) -> bool:
+    """Whether products of n rows with weights in this format are of int8. More than FEW_ROWS need tensor cores, and so
+    many columns that rows have four chains; those of experts are not, for which `cols` is 0."""
+    many = n <= MANY_ROWS and "BF16" in device.products and name.endswith("_K") and cols > 3 * 256
+    return not device.host and name in INT8 and (0 < n <= FEW_ROWS or many)
 
 
 def group_for(name: str) -> int:
@@ -113,7 +115,7 @@ def seen(device: Device, name: str, x: NDArray[np.floating]) -> NDArray[np.float
         quotients = groups * np.where(largest > 1e-30, np.float32(127) / largest, np.float32(0))
         fine = 254 * np.rint(quotients) + np.rint((quotients - np.rint(quotients)) * np.float32(254))
         return (fine.astype(np.float64) * (largest / np.float32(127 * 254))).reshape(x.shape)
-    if not goes_in_int8(device, name, len(x)):
+    if not goes_in_int8(device, name, len(x), x.shape[1]):
         return x.astype(np.float64)
     return quantised(x, group_for(name)).floats(x.shape[1])
 
