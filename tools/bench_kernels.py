@@ -33,6 +33,7 @@ from rich.table import Table
 from luce.bench.limits import limits
 from luce.ops.attention import attention
 from luce.ops.attention_mma import AttentionInputs
+from luce.ops.block_sparse import BlockSparse
 from luce.ops.deltanet import RECURRENT_ROWS, DeltaWeights, RecurrentState, gated_delta_net
 from luce.ops.matmul import matmul
 from luce.ops.matmul_prefill import BLAS_ROWS
@@ -212,6 +213,37 @@ def attend(device: Device) -> Iterator[Case]:
             seen = spans * rows * (2 * past + rows + 1) // 2
             nbytes = 4 * spans * (past + rows) * kv_heads * d + 2 * q.nbytes
             yield Case(f"{heads}/{kv_heads} x {d}, {spans} x {rows} at {past}", calls, nbytes, 4 * seen * heads * d)
+
+
+@family
+def block_sparse(device: Device) -> Iterator[Case]:
+    """A layer of a 0.6B model at the end of a long text: attention over all keys, and over some blocks."""
+    heads, kv_heads, d, rows = 16, 8, 128, 2048
+    for length in (32768, 131072):
+        past, pages = length - 2 * rows, length // PAGE
+        table = np.arange(pages, dtype=np.int32)[None]
+        places = np.array([(0, 0, rows, past)], np.int32)
+        up = device.upload
+        step = SpanArrays(up(places), up(np.zeros(rows, np.int32)), 1, rows)
+        count = up(np.array([(past + rows) // PAGE], np.int32))
+        at = up(np.arange(past, past + rows, dtype=np.int32))
+        view = PageView(up(table), up(table * PAGE), count, at)
+        q, pool = normal(device, rows, heads, d), normal(device, pages * PAGE, kv_heads, d).astype(np.float16)
+        inputs = AttentionInputs(q, pool, pool.copy(), step, view, at, d**-0.5, None)
+        nbytes, flops = 4 * (past + rows) * kv_heads * d + 2 * q.nbytes, 4 * rows * (past + rows // 2) * heads * d
+        yield Case(f"{length} tokens, all blocks", [partial(attention, device, inputs)], nbytes, flops)
+        # Random queries and keys: blocks have equal scores, so alpha 1 leaves those that are always read.
+        for alpha in (1.0, 1e-9):
+            text = BlockSparse(device, alpha, length)
+            for begin in range(0, past, rows):
+                text.step(begin, rows)(inputs)
+            yield Case(
+                f"{length} tokens, alpha {alpha:g}",
+                [partial(text.step(past, rows), inputs)],
+                nbytes,
+                flops,
+                captured=False,
+            )
 
 
 @family

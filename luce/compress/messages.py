@@ -31,6 +31,8 @@ class LoadScorer(msgspec.Struct, tag=True):
     rows: int
     #: most tokens of a segment
     longest: int
+    #: of block-sparse attention, in [0, 1]
+    alpha: float = 0.0
 
 
 class ScorerLoaded(msgspec.Struct, tag=True):

@@ -43,11 +43,13 @@ class ScorerPlan:
     #: tokens that pass a layer together, and most tokens of a segment
     rows: int
     longest: int
+    #: as for TextScorer
+    alpha: float
 
     @cached_property
     def bytes(self) -> int:
         """Bytes on its device. Raises ModelError if the model cannot score."""
-        return scorer_bytes(self.file, self.spec, self.device, self.longest)
+        return scorer_bytes(self.file, self.spec, self.device, self.longest, rows=self.rows, alpha=self.alpha)
 
     @property
     def claims(self) -> tuple[Claim, ...]:
@@ -66,9 +68,10 @@ class ScorerPlan:
 
     def load(self, retokenize: Retokenize | None) -> Scorer:
         """Load it."""
+        rows, longest, alpha = self.rows, self.longest, self.alpha
         if is_remote(self.device):
-            return RemoteScorer(self.device, self.file, retokenize, rows=self.rows, longest=self.longest)
-        return TextScorer(self.file, self.spec, self.device, retokenize, rows=self.rows, longest=self.longest)
+            return RemoteScorer(self.device, self.file, retokenize, rows=rows, longest=longest, alpha=alpha)
+        return TextScorer(self.file, self.spec, self.device, retokenize, rows=rows, longest=longest, alpha=alpha)
 
 
 def plan_scorer(
@@ -98,7 +101,7 @@ def plan_scorer(
     if found is None:
         (found,) = open_all([name], _DEVICE, config.cpu_weights, beside=here)
     opened.enter_context(contextlib.closing(found))
-    plan = ScorerPlan(place, file, spec, found, default_chunk([found], config.chunk), longest)
+    plan = ScorerPlan(place, file, spec, found, default_chunk([found], config.chunk), longest, config.prefill_alpha)
     # Refuses models that cannot score before anything large is loaded.
     assert plan.bytes
     return plan

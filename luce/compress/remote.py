@@ -34,9 +34,9 @@ _ATTEMPTS = 2
 class RemoteScorer:
     """See luce.compress.scorer.Scorer. Loads the file on a device of a daemon, and waits for it. Thread-safe.
 
-    `retokenize`, `rows`, `longest`: as for TextScorer. `close` releases the daemon's weights; the daemon ends with its
-    device. If the daemon dies while it scores a text, the text is sent again, once, to the daemon that follows. Raises
-    LuceError if the daemon cannot load the file.
+    `retokenize`, `rows`, `longest`, `alpha`: as for TextScorer. `close` releases the daemon's weights; the daemon ends
+    with its device. If the daemon dies while it scores a text, the text is sent again, once, to the daemon that
+    follows. Raises LuceError if the daemon cannot load the file.
     """
 
     def __init__(
@@ -47,13 +47,14 @@ class RemoteScorer:
         *,
         rows: int,
         longest: int = LONGEST,
+        alpha: float = 0,
     ) -> None:
         self._daemon = device.daemon
         self._retokenize = retokenize
         self._lock = threading.Lock()
         self._requests = 0
         self._closed = False
-        load = LoadScorer(str(file.paths[0].resolve()), fingerprint(file), rows, longest)
+        load = LoadScorer(str(file.paths[0].resolve()), fingerprint(file), rows, longest, alpha)
         self._daemon.begin_load(load, ScorerLoaded)
         self._daemon.wait_loaded(ScorerLoaded)
 

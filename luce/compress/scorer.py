@@ -7,6 +7,7 @@ not grow, and no position is beyond the model's context.
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 from collections.abc import Callable
@@ -15,12 +16,14 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from luce.errors import ModelError
+from luce.errors import DeviceError, ModelError
 from luce.gguf.reader import GGUFFile
 from luce.models.spec import ModelSpec
 from luce.runtime.device import Device
 from luce.runtime.step import Int32
-from luce.shard.layerwise import LayerwiseModel, layerwise_bytes
+from luce.shard.layerwise import LayerwiseModel, ReadingSize, layerwise_bytes
+
+_log = logging.getLogger(__name__)
 
 #: tokens of a text's end that follow each segment but the last one, and most tokens of a segment
 TAIL, LONGEST = 64, 1 << 18
@@ -72,8 +75,9 @@ class TextScorer:
     """A model on a device that scores texts, one at a time. Thread-safe.
 
     `retokenize`: for a model with another vocabulary. `rows`: tokens that pass a layer together. `longest`: most tokens
-    of a segment, for which memory is reserved. Raises ModelError if the model has no full attention or a too short
-    context.
+    of a segment, for which memory is reserved. `alpha`: as for LayerwiseModel; a text for which block-sparse attention
+    fails is read again with full attention. Raises ModelError if the model has no full attention or a context that is
+    too short.
     """
 
     def __init__(
@@ -85,11 +89,12 @@ class TextScorer:
         *,
         rows: int = 512,
         longest: int = LONGEST,
+        alpha: float = 0,
     ) -> None:
         self._retokenize = retokenize
         self._segment = segment_tokens(file, spec, longest)
         self._lock = threading.Lock()
-        self._model = LayerwiseModel(file, spec, device, longest=self._segment + TAIL, rows=rows)
+        self._model = LayerwiseModel(file, spec, device, longest=self._segment + TAIL, rows=rows, alpha=alpha)
 
     def __call__(
         self,
@@ -117,9 +122,19 @@ class TextScorer:
             for begin in range(0, len(tokens), size):
                 end = min(begin + size, len(tokens))
                 read = np.concatenate([tokens[begin:end], tokens[max(end, len(tokens) - TAIL) :]])
-                attention = self._model.tail_attention(read, min(QUERIES, len(read)), rotated=rotated, check=check)
+                attention = self._tail_attention(read, rotated, check)
                 scores.append(smoothed(attention.mean(axis=0, dtype=np.float64))[: end - begin])
         return np.concatenate(scores)
+
+    def _tail_attention(self, tokens: Int32, rotated: bool, check: Callable[[], None]) -> NDArray[np.float32]:
+        model, rows = self._model, min(QUERIES, len(tokens))
+        try:
+            return model.tail_attention(tokens, rows, rotated=rotated, check=check)
+        except DeviceError as error:
+            if not model.sparse(len(tokens)):
+                raise
+            _log.warning("block-sparse attention failed, the text is read again with full attention: %s", error)
+        return model.tail_attention(tokens, rows, rotated=rotated, check=check, dense=True)
 
 
 def in_own_vocabulary(
@@ -139,9 +154,12 @@ def segment_tokens(file: GGUFFile, spec: ModelSpec, longest: int = LONGEST) -> i
     return min(longest, spec.context_length - TAIL)
 
 
-def scorer_bytes(file: GGUFFile, spec: ModelSpec, device: Device, longest: int = LONGEST) -> int:
+def scorer_bytes(
+    file: GGUFFile, spec: ModelSpec, device: Device, longest: int = LONGEST, *, rows: int = 512, alpha: float = 0
+) -> int:
     """Bytes of a TextScorer on its device while it reads its longest segment. Raises as TextScorer."""
-    return sum(layerwise_bytes(file, spec, device, segment_tokens(file, spec, longest) + TAIL, QUERIES))
+    longest = segment_tokens(file, spec, longest) + TAIL
+    return sum(layerwise_bytes(file, spec, device, ReadingSize(longest, rows, alpha, QUERIES)))
 
 
 def smoothed(scores: NDArray[np.float64]) -> NDArray[np.float64]:

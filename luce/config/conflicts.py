@@ -136,6 +136,7 @@ _COMPRESSION = (
     "prefill_keep_ratio",
     "prefill_keep",
     "prefill_curve",
+    "prefill_alpha",
     "prefill_freeze",
     "prefill_freeze_threshold",
 )

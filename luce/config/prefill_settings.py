@@ -74,6 +74,14 @@ class PrefillSettings(SamplingDefaults):
         metavar="N",
         group="prompt compression",
     )
+    prefill_alpha: float = setting(
+        0.12,
+        number(0, 1),
+        "the small model does not read blocks of keys whose score is less than this share of the best one's; 0: it "
+        "reads all",
+        metavar="SHARE",
+        group="prompt compression",
+    )
     prefill_curve: tuple[tuple[int, float], ...] = setting(
         (),
         shares,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from luce.layers.rotary import Rotary
 from luce.layers.state import KVPool
 from luce.models.spec import Attention
-from luce.ops.attention import gated_attention
+from luce.ops.attention import gate_heads, gated_attention
 from luce.ops.attention_mma import AttentionInputs, Gate
 from luce.ops.matmul import matmul, sole_int8_group
 from luce.ops.norm import head_rms_norm
@@ -119,7 +119,10 @@ class AttentionLayer:
             spec.softcap,
             self._sinks,
         )
-        mixed = gated_attention(device, inputs, gate, int8_group=sole_int8_group(device, rows, self._out))
+        if step.sparse is not None and spec.window is None and not spec.softcap and spec.donor is None:
+            mixed: Array | Quantised = gate_heads(device, step.sparse(inputs), gate)
+        else:
+            mixed = gated_attention(device, inputs, gate, int8_group=sole_int8_group(device, rows, self._out))
         return matmul(device, mixed, self._out)
 
     def write_context(self, y: Array | Quantised, step: DeviceStep, rotary: Rotary | None = None) -> None:

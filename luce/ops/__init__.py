@@ -13,6 +13,7 @@ matmul              products; matmul_int8 and matmul_bf16 for few rows, matmul_p
 quantise            rows of activations as int8
 moe, moe_int8       mixture of experts
 attention           attention over KV pages; attention_mma on tensor cores, kvtype for the types of K and V
+block_sparse        attention of a long text of which rows read some blocks
 qkv, rope           query, key and value heads before attention; rotary angles
 deltanet            gated DeltaNet
 short_conv          gated short convolution

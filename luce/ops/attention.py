@@ -64,9 +64,13 @@ def gated_attention(
         out = rows or device.empty((n, heads * d))
         attention_mma.launch(device, out, inputs, tiles, gate)
         return out
-    mixed = _attend(device, inputs)
+    return gate_heads(device, _attend(device, inputs), gate)
+
+
+def gate_heads(device: Device, mixed: Array, gate: Gate | None) -> Array:
+    """The results of attention times the gate if there is one: float32 [n, heads, d] -> [n, heads * d]."""
     if gate is None:
-        return mixed.reshape(n, heads * d)
+        return mixed.reshape(len(mixed), -1)
     return (sigmoid_gate if gate.kind == "sigmoid" else softplus_gate)(device, mixed, gate.values)
 
 

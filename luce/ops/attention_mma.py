@@ -160,7 +160,7 @@ def launch(
         tile = tiles[-1]
         # An upper bound that holds wherever spans begin.
         run(tile, "attention_many", (n * group // tile.queries + spans.count, kv_heads), out, inputs.sinks, *common)
-        if spans.count == 1:
+        if spans.count == 1 or spans.shortest > FEW_ROWS:
             return
     rows = min(spans.longest, FEW_ROWS)
     tile = next((tile for tile in tiles if tile.queries >= rows * group), tiles[-1])

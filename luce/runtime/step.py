@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -341,6 +342,8 @@ class SpanArrays:
     #: int32 [spans, 2, 1 + MAX_TREE_ROWS]: how many rows, and then the rows, first of the accepted ones (also where
     #: Span.path is empty), then of the ancestors; None without draft trees
     branches: Array | None = None
+    #: the shortest span has at least so many rows
+    shortest: int = 0
 
 
 class DeviceStep:
@@ -370,6 +373,8 @@ class DeviceStep:
         #: float32 [rows, 2 kv_heads head_dim] by layer: the rows' keys and then their values, for layers on other
         #: devices that use them as their own
         self.lent: dict[int, Array] = {}
+        #: computes full attention instead of luce.ops.attention: a luce.ops.block_sparse.SparseStep
+        self.sparse: Callable[[Any], Array] | None = None
 
     @classmethod
     def upload(cls, device: Device, step: Step) -> DeviceStep:

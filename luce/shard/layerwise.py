@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from luce.layers.rotary import Rotary
 from luce.layers.state import DeltaState, KVPool, StateOptions
 from luce.layers.tensors import tensor_bytes
 from luce.models.spec import Attention, GatedDeltaNet, ModelSpec, Rope
+from luce.ops.block_sparse import BLOCK, BlockSparse, block_sparse_bytes, is_dense
 from luce.ops.page_ranking import NEWEST_QUERIES
 from luce.ops.qkv import Rotation
 from luce.ops.tail_attention import TailAttention, tail_attention_bytes
@@ -28,14 +29,18 @@ from luce.runtime.step import PAGE, DeviceStep, Int32, PageView, Span, Step
 class LayerwiseModel:
     """The layers of a model up to its last one with full attention, for texts of up to `longest` tokens.
 
-    `rows` tokens pass a layer together. Layers with pages of the same form share one pool. Raises ModelError if no
+    `rows` tokens pass a layer together. Layers with pages of the same form share one pool. `alpha`: 0, or that of
+    luce.ops.block_sparse, by which layers with full attention read some blocks of a long text. Raises ModelError if no
     layer has full attention.
     """
 
-    def __init__(self, file: GGUFFile, spec: ModelSpec, device: Device, *, longest: int, rows: int) -> None:
+    def __init__(
+        self, file: GGUFFile, spec: ModelSpec, device: Device, *, longest: int, rows: int, alpha: float = 0
+    ) -> None:
         layers = _read_layers(file, spec)
         self._device = device
-        self._rows = rows
+        self._alpha = alpha
+        self._rows = _step_rows(rows, alpha)
         self._groups = len(spec.page_groups)
         self._pages = -(-longest // PAGE)
         states = StateOptions([self._pages] * self._groups, slots=1, rank_pages=True, one_layer_at_a_time=True)
@@ -47,17 +52,23 @@ class LayerwiseModel:
         device.synchronize()
 
     def tail_attention(
-        self, tokens: Int32, rows: int, *, rotated: bool, check: Callable[[], None] = lambda: None
+        self,
+        tokens: Int32,
+        rows: int,
+        *,
+        rotated: bool,
+        check: Callable[[], None] = lambda: None,
+        dense: bool = False,
     ) -> NDArray[np.float32]:
         """The attention of the last `rows` tokens, at most NEWEST_QUERIES, to each token of a text: float32 [rows, n].
 
         It is the largest attention weight by any head of a layer with full attention. `tokens`: int32 [n] with 0 < n <=
         `longest`. `rotated`: queries and keys as the layers use them; otherwise without their rotary embedding, whose
         decay over distance hides early text. `check` is called before each layer; an exception that it raises ends the
-        work.
+        work. `dense`: all blocks are read.
         """
         device, n = self._device, len(tokens)
-        steps = self._steps(tokens)
+        steps = self._steps(tokens, sparse=not dense and self.sparse(n))
         x = device.empty((n, self._hidden))
         for step, at in zip(steps, self._ranges(n), strict=True):
             device.copy(x[at.start : at.stop], self._embedding(step))
@@ -83,6 +94,10 @@ class LayerwiseModel:
             attention.add(newest, mixer.state.k, mixer.scale, rotation)
         return attention.result()
 
+    def sparse(self, length: int) -> bool:
+        """Whether the layers read some blocks of a text of `length` tokens."""
+        return self._alpha > 0 and not is_dense(length)
+
     def close(self) -> None:
         """Release weights and states. Idempotent."""
         self._layers.clear()
@@ -91,7 +106,7 @@ class LayerwiseModel:
     def _ranges(self, n: int) -> list[range]:
         return [range(begin, min(begin + self._rows, n)) for begin in range(0, n, self._rows)]
 
-    def _steps(self, tokens: Int32) -> list[DeviceStep]:
+    def _steps(self, tokens: Int32, *, sparse: bool) -> list[DeviceStep]:
         """The text in steps. Page i of each pool holds page i of the text, so a row lies at its own position."""
         steps = []
         for at in self._ranges(len(tokens)):
@@ -100,6 +115,10 @@ class LayerwiseModel:
             view = PageView(entries, entries * PAGE, np.array([entries.size], np.int32), place)
             step = Step.of_spans([Span(0, 0, len(at), at.start)], tokens[at.start : at.stop], (view,) * self._groups)
             steps.append(DeviceStep.upload(self._device, step))
+        if sparse:
+            text = BlockSparse(self._device, self._alpha, len(tokens))
+            for each, at in zip(steps, self._ranges(len(tokens)), strict=True):
+                each.sparse = text.step(at.start, len(at))
         return steps
 
     def _whole_rotation(self, rotary: Rotary, steps: Sequence[DeviceStep]) -> Rotation:
@@ -115,15 +134,30 @@ class LayerwiseModel:
         return replace(parts[0], table=table)
 
 
-def layerwise_bytes(file: GGUFFile, spec: ModelSpec, device: Device, longest: int, rows: int) -> tuple[int, int]:
-    """Bytes of a LayerwiseModel's weights, and of its states and arrays while it reads `longest` tokens.
+@dataclass(frozen=True)
+class ReadingSize:
+    """What the memory of a LayerwiseModel depends on beside the model."""
 
-    `rows`: of tail_attention. The weights include a head if the model's last layer is read. Raises as LayerwiseModel.
+    #: most tokens of a text, and those that pass a layer together
+    longest: int
+    rows: int
+    #: as for LayerwiseModel
+    alpha: float = 0.0
+    #: rows of tail_attention
+    queries: int = 8
+
+
+def layerwise_bytes(file: GGUFFile, spec: ModelSpec, device: Device, size: ReadingSize) -> tuple[int, int]:
+    """Bytes of a LayerwiseModel's weights, and of its states and arrays while it reads its longest text.
+
+    The weights include a head if the model's last layer is read. Raises as LayerwiseModel.
     """
+    longest = size.longest
     layers = _read_layers(file, spec)
     donors = {spec.donor(index) for index in range(len(spec.layers))}
     pools: dict[object, int] = {}
     tables: dict[Rope, int] = {}
+    sparse: dict[object, int] = {}
     slots = scores = 0
     for index in layers:
         mixer = spec.layers[index].mixer
@@ -133,11 +167,25 @@ def layerwise_bytes(file: GGUFFile, spec: ModelSpec, device: Device, longest: in
             key = index if index in donors else KVPool.form(device, mixer, hidden=spec.hidden)
             pools[key] = KVPool.page_bytes(device, mixer, hidden=spec.hidden)
         if isinstance(mixer, Attention):
-            scores = max(scores, tail_attention_bytes(rows, mixer.heads, longest))
+            scores = max(scores, tail_attention_bytes(size.queries, mixer.heads, longest))
+            if size.alpha and _may_be_sparse(mixer):
+                each = KVPool.page_bytes(device, mixer) // PAGE
+                facts = mixer.heads, each, mixer.kv_heads, mixer.head_dim
+                sparse[facts] = block_sparse_bytes(longest, _step_rows(size.rows, size.alpha), *facts)
             if mixer.rope is not None:
                 tables[mixer.rope] = 4 * longest * mixer.rope.dims
     states = slots + -(-longest // PAGE) * sum(pools.values())
-    return tensor_bytes(file, spec, layers, device), states + 4 * longest * spec.hidden + scores + sum(tables.values())
+    arrays = 4 * longest * spec.hidden + scores + sum(tables.values()) + sum(sparse.values())
+    return tensor_bytes(file, spec, layers, device), states + arrays
+
+
+def _step_rows(rows: int, alpha: float) -> int:
+    """Tokens that pass a layer together: whole blocks if some are not read."""
+    return -(-rows // BLOCK) * BLOCK if alpha else rows
+
+
+def _may_be_sparse(mixer: Attention) -> bool:
+    return mixer.window is None and not mixer.softcap and mixer.donor is None and mixer.latent is None
 
 
 def _read_layers(file: GGUFFile, spec: ModelSpec) -> range:

@@ -50,6 +50,8 @@ def test_a_share_of_the_scores_gives_way_to_a_requests_ratio() -> None:
             "prefill-freeze-threshold: expected an integer in 1..",
         ),
         ({"prefill_freeze_threshold": "9"}, "prefill-freeze-threshold: requires --prefill-freeze"),
+        ({"prefill_alpha": "-0.1"}, r"prefill-alpha: expected a number in \[0, 1\]"),
+        ({"prefill_alpha": "nan"}, r"prefill-alpha: expected a number in \[0, 1\]"),
         ({"prefill_keep": "mass:0"}, r"prefill-keep: expected a number in \(0, 1\]"),
         ({"prefill_keep": "mass:1.5"}, r"prefill-keep: expected a number in \(0, 1\]"),
         ({"prefill_keep": "mass:nan"}, r"prefill-keep: expected a number in \(0, 1\]"),
@@ -75,6 +77,7 @@ def test_values_that_are_refused(given: dict[str, str | bool], problem: str) -> 
         ("prefill_keep_ratio", "0.5"),
         ("prefill_curve", "9:0.5"),
         ("prefill_keep", "mass:0.5"),
+        ("prefill_alpha", "0.3"),
         ("prefill_freeze", True),
     ],
 )

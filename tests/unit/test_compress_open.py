@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +46,19 @@ def test_its_device(device: str, devices: tuple[int, ...], name: str) -> None:
 def test_what_cannot_be_used_says_so(path: str, device: str, problem: str) -> None:
     with contextlib.ExitStack() as opened, pytest.raises((UsageError, FormatError, LuceError), match=problem):
         plan_scorer(opened, HOST, path, [], device)
+
+
+def test_the_alpha_of_the_settings() -> None:
+    """By 1 the model reads of most blocks the one with the best score alone; by 0 it reads all."""
+    tokens = np.random.default_rng(0).integers(0, Reference("qwen3-a-F32").spec.vocab, 1200).astype(np.int32)
+    found, sizes = [], []
+    for alpha in (0.0, 1.0):
+        with contextlib.ExitStack() as opened:
+            plan = plan_scorer(opened, dataclasses.replace(HOST, prefill_alpha=alpha), SMALL, [])
+            scorer = opened.enter_context(contextlib.closing(plan.load(None)))
+            found.append(scorer(tokens))
+            sizes.append(plan.bytes)
+    assert not np.allclose(found[0], found[1], rtol=1e-3) and sizes[0] < sizes[1]
 
 
 def test_users_share_one_model() -> None:

@@ -11,14 +11,16 @@ import pytest
 from numpy.typing import NDArray
 
 from luce.compress.scorer import Retokenized, TextScorer, scorer_bytes, segment_tokens, smoothed, spread
-from luce.errors import LuceError, ModelError
+from luce.errors import DeviceError, LuceError, ModelError, RequestError
 from luce.gguf.reader import GGUFFile, open_gguf
 from luce.models.keys import Source
 from luce.models.registry import read_spec
 from luce.models.spec import ModelSpec
+from luce.ops.block_sparse import BLOCK, SparseStep
 from luce.runtime.host import HostDevice
-from luce.shard.layerwise import layerwise_bytes
+from luce.shard.layerwise import ReadingSize, layerwise_bytes
 from luce.text.tokenizer import Tokenizer
+from tests.support import op_checks_block_sparse as sparse
 from tests.support.reference import Reference
 
 F64 = NDArray[np.float64]
@@ -66,8 +68,11 @@ def shares_of(q: F64, k: F64, rows: int) -> F64:
     return found
 
 
-def formula(file: GGUFFile, tokens: list[int], *, rotated: bool) -> F64:
-    """R[t, j] of the specification, the maximum over layers and heads: float64 [min(8, n), n]."""
+def formula(file: GGUFFile, tokens: list[int], *, rotated: bool, alpha: float = 0) -> F64:
+    """R[t, j] of the specification, the maximum over layers and heads: float64 [min(8, n), n].
+
+    `alpha`: of block-sparse attention.
+    """
     tensors = {
         name: file.raw(name).view(np.float32).astype(np.float64).reshape(tensor.shape[::-1])
         for name, tensor in file.tensors.items()
@@ -82,8 +87,13 @@ def formula(file: GGUFFile, tokens: list[int], *, rotated: bool) -> F64:
         base = SMALL.spec.layers[index].mixer.rope.base  # type: ignore[union-attr]
         q_turned, k_turned = turned(q, base), turned(k, base)
         best = np.maximum(best, shares_of(*((q_turned, k_turned) if rotated else (q, k)), rows).max(axis=0))
-        every = shares_of(q_turned, k_turned, n)
-        mixed = np.stack([every[head] @ v[:, head // 2] for head in range(4)], axis=1)
+        text = sparse.Text(q_turned, k_turned, v, 32**-0.5)
+        blocks = np.arange(-(-n // BLOCK))
+        read = np.broadcast_to(blocks <= blocks[:, None], (4, len(blocks), len(blocks)))
+        if alpha:
+            read, nearest = sparse.blocks_read(text, alpha)
+            assert nearest > 1e-5
+        mixed = sparse.reference(text, read)
         x = x + mixed.reshape(n, -1) @ w["attn_output"].T
         y = rms(x, w["ffn_norm"])
         gate = y @ w["ffn_gate"].T
@@ -105,6 +115,38 @@ def test_scores_are_those_of_the_definition(file: GGUFFile, scorer: TextScorer, 
     found = scorer(tokens, rotated=rotated)
     assert found.dtype == np.float64
     np.testing.assert_allclose(found, expected(formula(file, tokens.tolist(), rotated=rotated)), rtol=2e-4, atol=1e-7)
+
+
+def test_block_sparse_attention_is_that_of_the_definition(file: GGUFFile) -> None:
+    """In steps that are rounded up to whole blocks; short texts are read whole."""
+    tokens = np.random.default_rng(7).integers(0, SMALL.spec.vocab, 1330).astype(np.int32)
+    read_in_blocks = TextScorer(file, SMALL.spec, HostDevice(), rows=ROWS, alpha=0.98)
+    best = formula(file, tokens.tolist(), rotated=False, alpha=0.98)
+    np.testing.assert_allclose(read_in_blocks(tokens), expected(best), rtol=2e-3, atol=1e-7)
+    whole = TextScorer(file, SMALL.spec, HostDevice(), rows=128)
+    assert not np.allclose(read_in_blocks(tokens), whole(tokens), rtol=2e-3)
+    np.testing.assert_array_equal(read_in_blocks(tokens[:1024]), whole(tokens[:1024]))
+
+
+def test_where_block_sparse_attention_fails_the_text_is_read_whole(
+    file: GGUFFile, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokens = np.random.default_rng(8).integers(0, SMALL.spec.vocab, 1200).astype(np.int32)
+    whole = TextScorer(file, SMALL.spec, HostDevice(), rows=128)(tokens)
+
+    def fails(self: SparseStep, inputs: object) -> None:
+        raise DeviceError("the kernel failed")
+
+    monkeypatch.setattr(SparseStep, "__call__", fails)
+    scorer = TextScorer(file, SMALL.spec, HostDevice(), rows=128, alpha=0.12)
+    np.testing.assert_array_equal(scorer(tokens), whole)
+    assert "read again with full attention: the kernel failed" in caplog.text
+
+    def cancelled() -> None:
+        raise RequestError("the client left")
+
+    with pytest.raises(RequestError, match="the client left"):
+        scorer(tokens, check=cancelled)
 
 
 def test_long_texts_are_read_in_segments_with_the_end_behind_each(file: GGUFFile, scorer: TextScorer) -> None:
@@ -231,18 +273,21 @@ def test_one_layer_of_keys_and_values_takes_memory(file: GGUFFile) -> None:
     assert weights == pytest.approx(sum(tensor.nbytes for tensor in file.tensors.values()) + table, rel=0.01)
 
 
-def test_131072_tokens_of_a_small_qwen3_take_less_than_3_gb_beside_its_weights(file: GGUFFile) -> None:
+@pytest.mark.parametrize("alpha", [0, 0.12])
+def test_131072_tokens_of_a_small_qwen3_take_less_than_3_gb_beside_its_weights(file: GGUFFile, alpha: float) -> None:
     """The shapes of Qwen3-0.6B: 28 layers of 16 heads and 8 key heads of 128, hidden states of 1024."""
     some = SMALL.spec.layers[0]
     mixer = replace(some.mixer, heads=16, kv_heads=8, head_dim=128)  # type: ignore[type-var]
     rope = replace(mixer.rope, dims=128)  # type: ignore[union-attr]
     layer = replace(some, mixer=replace(mixer, rope=rope))  # type: ignore[type-var]
     spec = replace(SMALL.spec, layers=(layer,) * 28, hidden=1024, context_length=1 << 19)
-    _, peak = layerwise_bytes(file, spec, HostDevice(), 131072, 8)
+    _, peak = layerwise_bytes(file, spec, HostDevice(), ReadingSize(131072, 2048, alpha))
     n = 131072
     kv, hidden = 2 * n * 8 * 128 * 4, n * 1024 * 4
     scores, angles = n * 8 * (16 + 1) * 4, n * 128 * 4
-    assert peak == pytest.approx(kv + hidden + scores + angles, rel=0.01)
+    # The copies of keys and values by heads, and the lists, queries and results of 2048 rows.
+    sparse = kv + (n // 128) * (8 * 128 * 4 + 16 * 16 * 20) + 2 * 2048 * 16 * 128 * 4
+    assert peak == pytest.approx(kv + hidden + scores + angles + bool(alpha) * sparse, rel=0.01)
     assert peak < 3e9
     # One pass covers twice that.
     assert segment_tokens(file, spec) == 2 * n

@@ -20,6 +20,7 @@ from luce.errors import DeviceError
 from luce.runtime.device import Device
 from tests.support import (
     op_checks_attention,
+    op_checks_block_sparse,
     op_checks_deltanet,
     op_checks_matmul,
     op_checks_moe,
@@ -172,6 +173,7 @@ CHECKS: dict[str, Callable[[Device], None]] = {
     "reduce.h": _reduce,
     "fp16.cu": lambda device: op_checks_matmul.check_fp16_rows(device, (3, 2100), slots=False),
     "argmax_logsumexp.cu": lambda device: op_checks_sample.check_argmax_logsumexp(device, 9000, 1.0, 0.0),
+    "block_sparse.cu": lambda device: op_checks_block_sparse.check(device, 1281, 1281, (1, 1, 32), 0.12),
     "tail_attention.cu": lambda device: op_checks_tail_attention.check_weights(
         device, "f16", (4, 2, 32), 50, 8, "halves"
     ),
