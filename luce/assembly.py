@@ -25,6 +25,7 @@ from luce.compress.compressor import Compressor
 from luce.compress.open import ScorerPlan, SharedScorer, plan_scorer
 from luce.compress.scorer import LONGEST
 from luce.config.directories import cache_directory
+from luce.config.prefill_settings import RESIDENCY
 from luce.config.resolve import resolve
 from luce.config.settings import Config, flag
 from luce.draft.drafter import Drafter
@@ -32,12 +33,14 @@ from luce.draft.feature_tail import FeatureTails
 from luce.draft.open import DraftPlan, PreparedDrafter, branch_pages, open_drafter, plan_drafter, verified_rows
 from luce.draft.remote import RemoteDrafter
 from luce.errors import LuceError, ModelError, OutOfMemoryError, UsageError
+from luce.gguf.fingerprint import fingerprint as file_fingerprint
 from luce.gguf.reader import GGUFFile, open_gguf
 from luce.hub.lookup import resolve_model
 from luce.hub.variants import DeviceMemory
 from luce.kvcache.disk import fingerprint, manifest
 from luce.kvcache.disk.expansion import SnapshotLimits
 from luce.kvcache.disk.fingerprint import Fingerprint
+from luce.kvcache.disk.spans import SpanFiles
 from luce.kvcache.disk.tier import DiskTier
 from luce.kvcache.draft_scorer import SEGMENT, DraftScorer
 from luce.kvcache.paging import KVFlash
@@ -238,7 +241,7 @@ def _open_model(
             kvflash=open_kvflash(opened, backend, config, scorers),
             plan=placed.plan,
             drafter=drafter,
-            compressor=_compressor(opened, scorers, config),
+            compressor=_compressor(opened, scorers, config, file, directory),
             feature_tails=tails,
             draft_devices=_draft_devices(drafter, scorers),
             no_drafter_reason=no_drafter_reason,
@@ -414,7 +417,12 @@ class Scorers:
 
     def for_pages(self) -> Callable[[], DraftScorer]:
         """A function that loads the scorer of KVFlash's policy. Raises as `find`."""
-        _, shared = self.find(self._config.kvflash_drafter or self._config.draft, longest=SEGMENT)
+        config = self._config
+        if config.prefill_compression == RESIDENCY:
+            # As prompts are scored: whole, and without the decay of rotated keys.
+            _, shared = self.find(config.prefill_drafter, config.prefill_drafter_device)
+            return lambda: DraftScorer(shared.open(), segment=LONGEST, rotated=False)
+        _, shared = self.find(config.kvflash_drafter or config.draft, longest=SEGMENT)
         return lambda: DraftScorer(shared.open())
 
 
@@ -424,14 +432,26 @@ def _draft_devices(drafter: Drafter | None, scorers: Scorers) -> dict[str, Remot
     return found | {"prefill_drafter": device} if (device := scorers.daemon()) is not None else found
 
 
-def _compressor(opened: contextlib.ExitStack, scorers: Scorers, config: Config) -> Compressor | None:
-    """The compressor of prompts, None without --prefill-drafter; `opened` closes it."""
+def _compressor(
+    opened: contextlib.ExitStack, scorers: Scorers, config: Config, target: GGUFFile, directory: Path | None
+) -> Compressor | None:
+    """The compressor of prompts, None without --prefill-drafter; `opened` closes it.
+
+    `directory`: of the prefix cache, which has what was kept of prompts too.
+    """
     if not config.prefill_drafter:
         return None
     plan, shared = scorers.find(config.prefill_drafter, config.prefill_drafter_device)
     keep = config.draft_residency != "request-scoped"
+    # Token ids mean what the target's vocabulary says.
+    identity = f"{file_fingerprint(target)} {file_fingerprint(plan.file)} {plan.alpha} {plan.longest}"
     compressor = Compressor(
-        CompressionOptions.of(config), shared.open, identity=str(plan.path), keep_loaded=keep, facts=plan.facts
+        CompressionOptions.of(config),
+        shared.open,
+        identity=identity,
+        keep_loaded=keep,
+        facts=plan.facts,
+        store=None if directory is None else SpanFiles(directory),
     )
     opened.callback(compressor.close)
     return compressor

@@ -36,7 +36,7 @@ class Verdict(Enum):
 class CompressionOptions:
     """The settings of prompt compression."""
 
-    #: off, auto or always
+    #: off, auto, always or residency
     mode: str = "off"
     #: fewest tokens of a prompt that `auto` compresses
     threshold: int = 32000

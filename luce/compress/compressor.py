@@ -24,7 +24,7 @@ from luce.compress.selection import (
     gather,
     spans_of,
 )
-from luce.compress.span_cache import SpanCache
+from luce.compress.span_cache import SpanCache, SpanStore
 from luce.errors import ContextError, LuceError, ModelError, RequestError, UnavailableError
 
 _log = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ class Compressor:
     """Compresses prompts, one at a time. Thread-safe.
 
     `load` loads the small model; `identity` names it in the keys of cached spans. `keep_loaded`: its weights stay
-    loaded between prompts. `facts` describe it to users.
+    loaded between prompts. `facts` describe it to users. `store`: keeps spans beyond the end of the process.
     """
 
     def __init__(
@@ -111,6 +111,7 @@ class Compressor:
         identity: str,
         keep_loaded: bool = True,
         facts: Mapping[str, str | int] | None = None,
+        store: SpanStore | None = None,
     ) -> None:
         self.options = options
         self.facts = dict(facts or {})
@@ -119,7 +120,7 @@ class Compressor:
         self._scorer: Scorer | None = None
         #: held while a prompt is compressed
         self._lock = threading.Lock()
-        self._cache = SpanCache(f"{VERSION} {identity}", _CACHE_BYTES)
+        self._cache = SpanCache(f"{VERSION} {identity}", _CACHE_BYTES, store)
         self._failures = 0
         self._stats, self._stats_lock = CompressionStats(), threading.Lock()
         #: held for the times below

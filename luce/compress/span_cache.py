@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
+from typing import Protocol
 
 import numpy as np
 
@@ -14,14 +15,26 @@ _SPAN_BYTES = 128
 _ENTRY_BYTES = 256
 
 
+class SpanStore(Protocol):
+    """Spans that outlive the process: luce.kvcache.disk.spans.SpanFiles. It raises nothing."""
+
+    def get(self, key: bytes) -> Spans | None:
+        """The spans of a key; None if there are none that can be read."""
+
+    def put(self, key: bytes, spans: Spans) -> None:
+        """Store the spans of a key."""
+
+
 class SpanCache:
     """Spans by prompt; the least recently used ones go first. Not thread-safe.
 
-    `identity` names all that spans depend on beside the prompt: the small model and the algorithm.
+    `identity` names all that spans depend on beside the prompt: the small model and the algorithm. `store` gets all
+    spans too, and is asked for those that are not in memory.
     """
 
-    def __init__(self, identity: str, most_bytes: int) -> None:
+    def __init__(self, identity: str, most_bytes: int, store: SpanStore | None = None) -> None:
         self._identity = identity.encode()
+        self._store = store
         self._most = most_bytes
         self._spans: OrderedDict[bytes, Spans] = OrderedDict()
         self._bytes = 0
@@ -40,10 +53,18 @@ class SpanCache:
         spans = self._spans.get(key)
         if spans is not None:
             self._spans.move_to_end(key)
+            return spans
+        if self._store is not None and (spans := self._store.get(key)) is not None:
+            self._keep(key, spans)
         return spans
 
     def put(self, key: bytes, spans: Spans) -> None:
-        """Store spans under a key that is not stored yet. The cache never takes more than its most bytes."""
+        """Store spans under a key that is not stored yet. The memory never takes more than its most bytes."""
+        self._keep(key, spans)
+        if self._store is not None:
+            self._store.put(key, spans)
+
+    def _keep(self, key: bytes, spans: Spans) -> None:
         self._spans[key] = spans
         self._bytes += _size(spans)
         while self._bytes > self._most:

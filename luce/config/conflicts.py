@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from luce.config.prefill_settings import RESIDENCY
 from luce.config.settings import FIELDS, flag
 
 
@@ -170,6 +171,20 @@ def _compression_problems(
             yield name, f"{spelled[name]}: requires {flag('prefill_drafter')}"
 
 
+def _residency_problems(values: Mapping[str, Any], spelled: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Problems of --prefill-compression residency, which is a policy of KVFlash, as in `problems`."""
+    name = "prefill_compression"
+    if values.get(name, "off") != RESIDENCY:
+        return
+    given = f"{spelled[name]} {RESIDENCY}"
+    if values.get("kvflash", "off") == "off":
+        yield name, f"{given}: requires {flag('kvflash')}"
+    if values.get("kvflash_policy", "drafter") != "drafter":
+        yield "kvflash_policy", f"{spelled['kvflash_policy']}: not with {given}"
+    if values.get("kvflash_drafter", ""):
+        yield "kvflash_drafter", f"{spelled['kvflash_drafter']}: not with {given}"
+
+
 _PAGING = ("kvflash_policy", "kvflash_drafter", "kvflash_tau", "kvflash_host_mb")
 
 
@@ -179,6 +194,8 @@ def _paging_problems(
     """Problems of KVFlash settings without effect, or that lack another, as in `problems`."""
     if values.get("kvflash", "off") != "off" or "kvflash" in wrong:
         named = values.get("kvflash_drafter", "")
+        if values.get("prefill_compression") == RESIDENCY:
+            return
         if values.get("kvflash_policy") == "drafter":
             reported = "kvflash_drafter" in wrong or "draft" in wrong
             if not named and values.get("draft", "") in ("", "ngram", "mtp") and not reported:
@@ -204,5 +221,6 @@ def problems(
     yield from _daemon_problems(values, spelled, wrong)
     yield from _draft_problems(values, spelled, wrong)
     yield from _compression_problems(values, spelled, wrong)
+    yield from _residency_problems(values, spelled)
     yield from _paging_problems(values, spelled, wrong)
     yield from _cache_problems(values, spelled)

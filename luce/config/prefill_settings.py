@@ -9,6 +9,8 @@ from luce.config.values import choice, device, number, path_or_name, ratio_or_ma
 
 #: how prompts are compressed unless a request says otherwise, and what a request may say
 MODES = ("off", "auto", "always")
+#: no prompt is compressed: the scores decide which of its pages stay on the devices
+RESIDENCY = "residency"
 
 
 @dataclass(frozen=True)
@@ -17,10 +19,11 @@ class PrefillSettings(SamplingDefaults):
 
     prefill_compression: str = setting(
         "off",
-        choice(*MODES),
+        choice(*MODES, RESIDENCY),
         "whether a small model reads a prompt first and the model only the parts that matter, which changes replies. "
         "auto: prompts of at least --prefill-threshold tokens, where that is faster; always: every prompt. Prompts "
-        "that continue a conversation are read whole",
+        "that continue a conversation are read whole. residency: prompts are read whole, and with --kvflash the small "
+        "model decides which pages stay on the devices",
         metavar="MODE",
         group="prompt compression",
     )

@@ -13,17 +13,18 @@ SEGMENT = 2048
 
 
 class DraftScorer:
-    """See luce.kvcache.policies.PageScorer. It closes `scorer`."""
+    """See luce.kvcache.policies.PageScorer. It closes `scorer`. `segment`, `rotated`: as for the scorer."""
 
-    def __init__(self, scorer: Scorer) -> None:
+    def __init__(self, scorer: Scorer, *, segment: int = SEGMENT, rotated: bool = True) -> None:
         self._scorer = scorer
+        self._segment, self._rotated = segment, rotated
 
     def __call__(self, tokens: Int32) -> NDArray[np.float32]:
         """int32 [n] -> float32 [n // PAGE]: the mean score of each full page's tokens."""
         count = len(tokens) // PAGE
         if not count:
             return np.zeros(0, np.float32)
-        scores = self._scorer(tokens, segment=SEGMENT, rotated=True)
+        scores = self._scorer(tokens, segment=self._segment, rotated=self._rotated)
         means: NDArray[np.float32] = scores[: count * PAGE].reshape(count, PAGE).mean(axis=1).astype(np.float32)
         return means
 

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.backend.backend import Backend
+from luce.config.prefill_settings import RESIDENCY
 from luce.config.settings import Config
 from luce.errors import LuceError
 from luce.runtime.step import Int32
@@ -70,7 +71,12 @@ class PageScorer(Protocol):
 
 def ranks_pages(config: Config) -> bool:
     """Whether the policy needs shards that rank pages."""
-    return config.kvflash != "off" and config.kvflash_policy != DraftPolicy.label
+    return config.kvflash != "off" and not reads_texts(config)
+
+
+def reads_texts(config: Config) -> bool:
+    """Whether the policy is that of a small model."""
+    return config.kvflash_policy == DraftPolicy.label or config.prefill_compression == RESIDENCY
 
 
 def open_policy(
@@ -81,7 +87,7 @@ def open_policy(
     `scorer` finds the drafter for the policy that needs one, and returns a function that loads it. Raises what `scorer`
     raises.
     """
-    if config.kvflash_policy == DraftPolicy.label:
+    if reads_texts(config):
         return DraftPolicy(scorer())
     chosen = QueryPolicy if config.kvflash_policy == QueryPolicy.name else UsePolicy
     return chosen(backend, budget)

@@ -11,6 +11,7 @@ from luce.compress.compression_options import Verdict
 from luce.compress.compressor import Bounds, CompressedPrompt, Compressor
 from luce.compress.scorer import no_check
 from luce.compress.selection import PromptTokens
+from luce.config.prefill_settings import RESIDENCY
 from luce.config.settings import flag
 from luce.engine.events import Event, EventSink, Finished
 from luce.errors import UsageError
@@ -46,7 +47,8 @@ class PromptCompression:
             if request.mode not in (None, "off"):
                 raise UsageError(f"{request.mode}: requires {flag('prefill_drafter')}", param="prefill_compression")
             return "off"
-        return request.mode or self.compressor.options.mode
+        default = self.compressor.options.mode
+        return request.mode or ("off" if default == RESIDENCY else default)
 
     def read(
         self,

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import luce
+from luce.text.prompt_compression import CompressionRequest
 from tests.support.warm import WARM
 from tools.bench_retrieval import Case, cases, recalled
 
@@ -94,6 +95,9 @@ def test_the_prefix_cache_has_the_compressed_prompt_after_a_restart(
     for cached in (False, True):
         with opened(kv_cache_dir=str(tmp_path), kv_cache_min_tokens=64) as model:
             (case,) = asked(model, SOME[:1])
+            # The small model does not read the prompt again.
+            assert model.compression.read(case.ids).reused is cached
+            assert model.compression.read(case.ids, request=CompressionRequest(keep_ratio=0.2)).reused is cached
             reply = model.generate(case.ids, max_tokens=8, temperature=0, ignore_eos=True)
             assert [token.id for token in reply if token.id >= 0] == replies[SOME[0]][1]
             assert reply.finish is not None

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import luce
+from luce.compress.compression_options import Verdict
 from tests.support.warm import WARM
 from tools.bench_retrieval import Case, cases, recalled
 
@@ -22,12 +23,14 @@ DEPTHS = np.linspace(0, 1, 20).tolist()
 SOME = (3, 8, 12, 15)
 
 
-def opened(policy: str, **settings: Any) -> luce.Model:
+def opened(policy: str | None, **settings: Any) -> luce.Model:
     # Packed: half the time of float32 for these thousands of tokens.
     chosen: dict[str, Any] = {"target_devices": "cpu:0", "kv_cache_dir": "off", "cache_ram": "0", **settings}
     chosen["cpu_weights"] = "packed"
     path = TINY / "target.gguf"
-    return luce.load(path, max_ctx=CONTEXT + 64, parallel=SLOTS, kvflash=str(POOL), kvflash_policy=policy, **chosen)
+    if policy is not None:
+        chosen["kvflash_policy"] = policy
+    return luce.load(path, max_ctx=CONTEXT + 64, parallel=SLOTS, kvflash=str(POOL), **chosen)
 
 
 def some(model: luce.Model) -> Sequence[Case]:
@@ -89,6 +92,18 @@ def test_a_drafter_swaps_in_the_page_with_the_answer() -> None:
         found = [right for right, _ in recalled(model, some(model))]
         residency = model.engine.stats().paging
     assert residency is not None and residency.policy == "drafter" and residency.rescores > 0
+    assert all(found)
+
+
+def test_scores_of_the_prompt_decide_which_pages_stay() -> None:
+    """--prefill-compression residency: nothing is left out, and the small model's scores choose the pages."""
+    settings = {"prefill_compression": "residency", "prefill_drafter": str(TINY / "drafter.gguf")}
+    with opened(None, **settings) as model:
+        found = [right for right, _ in recalled(model, some(model))]
+        residency = model.engine.stats().paging
+        assert model.compression.read(some(model)[0].ids).verdict is Verdict.OFF
+    assert residency is not None and residency.policy == "drafter" and residency.max_resident_pages * 64 == POOL
+    assert residency.rescores > 0 and residency.swapped_in > 0
     assert all(found)
 
 

@@ -50,6 +50,15 @@ def test_a_share_of_the_scores_gives_way_to_a_requests_ratio() -> None:
             "prefill-freeze-threshold: expected an integer in 1..",
         ),
         ({"prefill_freeze_threshold": "9"}, "prefill-freeze-threshold: requires --prefill-freeze"),
+        ({"prefill_compression": "residency"}, "prefill-compression residency: requires --kvflash"),
+        (
+            {"prefill_compression": "residency", "kvflash": "4096", "kvflash_policy": "qk"},
+            "kvflash-policy: not with --prefill-compression residency",
+        ),
+        (
+            {"prefill_compression": "residency", "kvflash": "4096", "kvflash_drafter": "b.gguf"},
+            "kvflash-drafter: not with --prefill-compression residency",
+        ),
         ({"prefill_alpha": "-0.1"}, r"prefill-alpha: expected a number in \[0, 1\]"),
         ({"prefill_alpha": "nan"}, r"prefill-alpha: expected a number in \[0, 1\]"),
         ({"prefill_keep": "mass:0"}, r"prefill-keep: expected a number in \(0, 1\]"),

@@ -108,8 +108,10 @@ def test_other_requests_are_refused(session: ScorerSession) -> None:
         session.handle(Idle())
 
 
-@pytest.mark.parametrize("limits", [{"rows": 0}, {"rows": 1 << 20}, {"longest": 0}, {"longest": 1 << 30}])
-def test_refused_limits(limits: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "limits", [{"rows": 0}, {"rows": 1 << 20}, {"longest": 0}, {"longest": 1 << 30}, {"alpha": -1}]
+)
+def test_refused_limits(limits: dict[str, Any]) -> None:
     with ExitStack() as stack, pytest.raises(BackendError, match="the limits of the scorer are not valid"):
         ScorerSession(load_of(**limits), HostDevice(), None, stack)
 
