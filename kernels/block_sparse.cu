@@ -10,14 +10,19 @@
 #define KEYS 32
 #define THREADS 256
 // Columns of a head in shared memory at a time.
+#if LUCE_MMA_F16
 #define CHUNK 64
+#else
+#define CHUNK 32
+#endif
 
 // to[row, head] = from[row, head], `words` of 16 bits each; strides in such words. Grid: rows, heads, parts of a head.
 extern "C" __global__ void copy_heads(u8* __restrict__ to, const i64 to_row, const i64 to_head,
                                       const u8* __restrict__ from, const i64 from_row, const i64 from_head,
                                       const int words) {
     const int i = (int)(blockIdx.z * blockDim.x + threadIdx.x);
-    const i64 at = blockIdx.x * from_row + blockIdx.y * from_head + i, place = blockIdx.x * to_row + blockIdx.y * to_head + i;
+    const i64 at = blockIdx.x * from_row + blockIdx.y * from_head + i;
+    const i64 place = blockIdx.x * to_row + blockIdx.y * to_head + i;
     luce_release();
     luce_await();
     if (i < words) reinterpret_cast<u16*>(to)[place] = reinterpret_cast<const u16*>(from)[at];
@@ -111,9 +116,7 @@ LUCE_FN void reduce_rows(Shared& shared, const Sums& sums, bool exponentials) {
 #define GROUPS (THREADS / 8)
 #define ROWS (BLOCK / GROUPS)
 #define COLUMNS (KEYS / 8)
-#define STRIDE (CHUNK / 2 + 1)
-#undef CHUNK
-#define CHUNK 32
+#define STRIDE (CHUNK + 1)
 
 struct Shared {
     float q[BLOCK][STRIDE];

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,13 @@ import numpy as np
 
 import luce
 
-#: as tools.train_tiny.tasks.PASSKEY
-_STATEMENT = "\nThe pass key is {v}. Remember it. {v} is the pass key.\n"
-_QUESTION = "\nWhat is the pass key? The pass key is"
+#: as tools.train_tiny.tasks.PASSKEY, and the forms with names of its neighbours there
+_STATEMENT = "\nThe {n} is {v}. Remember it. {v} is the {n}.\n"
+_QUESTION = "\nWhat is the {n}? The {n} is"
+_PAIR, _LOOKUP = '\n    "{n}": {v},\n', '\n>>> values["{n}"]\n'
+_NAMES = ("amber-river", "blue-falcon", "cedar-stone", "golden-otter", "olive-raven", "silver-maple")
+_EVENT = "\nThe bell of the old tower rings.\n"
+_COUNT = "\nHow many times does the bell of the old tower ring? It rings"
 _ROOT = Path(__file__).parents[1]
 
 
@@ -34,19 +38,83 @@ class Case:
     #: exactly `context` tokens
     ids: tuple[int, ...]
     answer: str
+    #: a number is recalled if all cases of one depth are
+    depth: int = 0
 
 
-def cases(model: luce.Model, context: int, depths: Sequence[float], filler: str = "") -> Iterator[Case]:
-    """One case for each depth, from 0 to 1. `filler` (default: the licence) is repeated up to the length."""
+@dataclass(frozen=True)
+class _Told:
+    """Statements that are hidden in a text, and questions about them with their answers."""
+
+    statements: tuple[str, ...]
+    asked: tuple[tuple[str, str], ...]
+
+
+def _key(random: np.random.Generator) -> str:
+    return str(random.integers(10_000, 1_000_000))
+
+
+def _needle(random: np.random.Generator) -> _Told:
+    return _named(("pass key",), (_key(random),), _STATEMENT, _QUESTION)
+
+
+def _two(random: np.random.Generator) -> _Told:
+    """Two numbers, of which each is asked for."""
+    return _named(("pass key", "secret code"), (_key(random), _key(random)), _STATEMENT, _QUESTION)
+
+
+def _lookup(random: np.random.Generator) -> _Told:
+    """Six names with values, of which one is asked for."""
+    told = _named(_NAMES, tuple(_key(random) for _ in _NAMES), _PAIR, _LOOKUP)
+    question, answer = told.asked[int(random.integers(len(_NAMES)))]
+    return _Told(told.statements, ((question, answer.strip()),))
+
+
+def _count(random: np.random.Generator) -> _Told:
+    """An event that is told several times."""
+    times = int(random.integers(2, 8))
+    return _Told((_EVENT,) * times, ((_COUNT, f" {times}"),))
+
+
+def _named(names: Sequence[str], values: Sequence[str], statement: str, question: str) -> _Told:
+    pairs = list(zip(names, values, strict=True))
+    told = (statement.replace("{n}", name).replace("{v}", value) for name, value in pairs)
+    return _Told(tuple(told), tuple((question.replace("{n}", name), f" {value}") for name, value in pairs))
+
+
+#: what a prompt asks for
+TASKS: dict[str, Callable[[np.random.Generator], _Told]] = {
+    "needle": _needle,
+    "two": _two,
+    "lookup": _lookup,
+    "count": _count,
+}
+
+
+def cases(
+    model: luce.Model, context: int, depths: Sequence[float], filler: str = "", task: str = "needle"
+) -> Iterator[Case]:
+    """The cases of a task for each depth, from 0 to 1: that of the first statement, with the others in equal distances.
+
+    `filler` (default: the licence) is repeated up to the length.
+    """
     text = model.tokenize(filler or (_ROOT / "LICENSE").read_text())
     random = np.random.default_rng(0)
     for number, depth in enumerate(depths):
-        key = str(random.integers(10_000, 1_000_000))
-        statement, question = model.tokenize(_STATEMENT.replace("{v}", key)), model.tokenize(_QUESTION)
-        length = context - len(statement) - len(question)
-        around = np.resize(np.roll(text, -97 * number), length).tolist()
-        cut = round(depth * length)
-        yield Case((*around[:cut], *statement, *around[cut:], *question), f" {key}")
+        told = TASKS[task](random)
+        statements = [model.tokenize(statement) for statement in told.statements]
+        places = [(depth + i / len(statements)) % 1 if i else depth for i in range(len(statements))]
+        in_order = sorted(zip(places, statements, strict=True), key=lambda pair: pair[0])
+        for asked, answer in told.asked:
+            question = model.tokenize(asked)
+            length = context - sum(map(len, statements)) - len(question)
+            around = np.resize(np.roll(text, -97 * number), length).tolist()
+            ids, before = list[int](), 0
+            for place, statement in in_order:
+                cut = round(place * length)
+                ids += [*around[before:cut], *statement]
+                before = cut
+            yield Case((*ids, *around[before:], *question), answer, number)
 
 
 def recalled(model: luce.Model, asked: Sequence[Case], tokens: int = 8) -> Iterator[tuple[bool, list[int]]]:
