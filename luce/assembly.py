@@ -444,7 +444,7 @@ def _compressor(
     plan, shared = scorers.find(config.prefill_drafter, config.prefill_drafter_device)
     keep = config.draft_residency != "request-scoped"
     # Token ids mean what the target's vocabulary says.
-    identity = f"{file_fingerprint(target)} {file_fingerprint(plan.file)} {plan.alpha} {plan.longest}"
+    identity = f"{file_fingerprint(target)} {file_fingerprint(plan.file)} {plan.reading} {plan.longest}"
     compressor = Compressor(
         CompressionOptions.of(config),
         shared.open,

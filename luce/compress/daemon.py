@@ -46,7 +46,9 @@ class ScorerSession(Service):
     def __init__(self, load: LoadScorer, device: Device, path: Path | None, opened: contextlib.ExitStack) -> None:
         super().__init__()
         self.handlers = {Score: self.score, CancelScore: self.cancel, Release: self.release}
-        if not 0 < load.longest <= LONGEST or not 0 < load.rows <= _MOST_ROWS or not 0 <= load.alpha <= 1:
+        reading = load.reading
+        known = 0 <= reading.alpha <= 1 and min(reading.layers, reading.scored) >= 0
+        if not known or not 0 < load.longest <= LONGEST or not 0 < reading.rows <= _MOST_ROWS:
             raise BackendError("the limits of the scorer are not valid")
         self._file = opened.enter_context(open_gguf(path or Path(load.path)))
         if fingerprint(self._file) != load.fingerprint:
@@ -98,8 +100,9 @@ class ScorerSession(Service):
     def _loaded(self) -> TextScorer:
         if self._scorer is None:
             limits = self._limits
-            rows, longest, alpha = limits.rows, limits.longest, limits.alpha
-            self._scorer = TextScorer(self._file, self._spec, self._device, rows=rows, longest=longest, alpha=alpha)
+            self._scorer = TextScorer(
+                self._file, self._spec, self._device, reading=limits.reading, longest=limits.longest
+            )
         return self._scorer
 
     def _check(self) -> None:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from luce.ipc.lifecycle import Failed, Hello
 from luce.remote.messages import Done
+from luce.shard.layerwise import Reading
 
 
 class LoadScorer(msgspec.Struct, tag=True):
@@ -27,12 +28,9 @@ class LoadScorer(msgspec.Struct, tag=True):
     path: str
     #: fingerprint of the file as the server sees it
     fingerprint: str
-    #: tokens that pass a layer together
-    rows: int
+    reading: Reading
     #: most tokens of a segment
     longest: int
-    #: of block-sparse attention, in [0, 1]
-    alpha: float = 0.0
 
 
 class ScorerLoaded(msgspec.Struct, tag=True):

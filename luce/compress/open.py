@@ -28,6 +28,7 @@ from luce.remote.open import open_draft_daemon
 from luce.runtime.device import Device, DeviceName
 from luce.runtime.open import named, open_all
 from luce.runtime.step import Int32
+from luce.shard.layerwise import Reading
 
 _DEVICE = "prefill_drafter_device"
 
@@ -40,16 +41,14 @@ class ScorerPlan:
     file: GGUFFile
     spec: ModelSpec
     device: Device
-    #: tokens that pass a layer together, and most tokens of a segment
-    rows: int
+    reading: Reading
+    #: most tokens of a segment
     longest: int
-    #: as for TextScorer
-    alpha: float
 
     @cached_property
     def bytes(self) -> int:
         """Bytes on its device. Raises ModelError if the model cannot score."""
-        return scorer_bytes(self.file, self.spec, self.device, self.longest, rows=self.rows, alpha=self.alpha)
+        return scorer_bytes(self.file, self.spec, self.device, self.longest, self.reading)
 
     @property
     def claims(self) -> tuple[Claim, ...]:
@@ -68,10 +67,9 @@ class ScorerPlan:
 
     def load(self, retokenize: Retokenize | None) -> Scorer:
         """Load it."""
-        rows, longest, alpha = self.rows, self.longest, self.alpha
         if is_remote(self.device):
-            return RemoteScorer(self.device, self.file, retokenize, rows=rows, longest=longest, alpha=alpha)
-        return TextScorer(self.file, self.spec, self.device, retokenize, rows=rows, longest=longest, alpha=alpha)
+            return RemoteScorer(self.device, self.file, retokenize, reading=self.reading, longest=self.longest)
+        return TextScorer(self.file, self.spec, self.device, retokenize, reading=self.reading, longest=self.longest)
 
 
 def plan_scorer(
@@ -101,7 +99,9 @@ def plan_scorer(
     if found is None:
         (found,) = open_all([name], _DEVICE, config.cpu_weights, beside=here)
     opened.enter_context(contextlib.closing(found))
-    plan = ScorerPlan(place, file, spec, found, default_chunk([found], config.chunk), longest, config.prefill_alpha)
+    rows = default_chunk([found], config.chunk)
+    reading = Reading(rows, config.prefill_alpha, config.prefill_layers, config.prefill_scored_layers)
+    plan = ScorerPlan(place, file, spec, found, reading, longest)
     # Refuses models that cannot score before anything large is loaded.
     assert plan.bytes
     return plan

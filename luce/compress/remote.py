@@ -22,6 +22,7 @@ from luce.ipc.lifecycle import Failed, error_of
 from luce.remote.device import RemoteDevice
 from luce.remote.messages import Done
 from luce.runtime.step import Int32
+from luce.shard.layerwise import Reading
 
 #: seconds that a text may take for each token, beside the timeout of all requests
 _PER_TOKEN = 0.1
@@ -34,7 +35,7 @@ _ATTEMPTS = 2
 class RemoteScorer:
     """See luce.compress.scorer.Scorer. Loads the file on a device of a daemon, and waits for it. Thread-safe.
 
-    `retokenize`, `rows`, `longest`, `alpha`: as for TextScorer. `close` releases the daemon's weights; the daemon ends
+    `retokenize`, `reading`, `longest`: as for TextScorer. `close` releases the daemon's weights; the daemon ends
     with its device. If the daemon dies while it scores a text, the text is sent again, once, to the daemon that
     follows. Raises LuceError if the daemon cannot load the file.
     """
@@ -45,16 +46,15 @@ class RemoteScorer:
         file: GGUFFile,
         retokenize: Retokenize | None = None,
         *,
-        rows: int,
+        reading: Reading,
         longest: int = LONGEST,
-        alpha: float = 0,
     ) -> None:
         self._daemon = device.daemon
         self._retokenize = retokenize
         self._lock = threading.Lock()
         self._requests = 0
         self._closed = False
-        load = LoadScorer(str(file.paths[0].resolve()), fingerprint(file), rows, longest, alpha)
+        load = LoadScorer(str(file.paths[0].resolve()), fingerprint(file), reading, longest)
         self._daemon.begin_load(load, ScorerLoaded)
         self._daemon.wait_loaded(ScorerLoaded)
 

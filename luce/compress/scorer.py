@@ -21,12 +21,14 @@ from luce.gguf.reader import GGUFFile
 from luce.models.spec import ModelSpec
 from luce.runtime.device import Device
 from luce.runtime.step import Int32
-from luce.shard.layerwise import LayerwiseModel, ReadingSize, layerwise_bytes
+from luce.shard.layerwise import LayerwiseModel, Reading, ReadingSize, layerwise_bytes
 
 _log = logging.getLogger(__name__)
 
 #: tokens of a text's end that follow each segment but the last one, and most tokens of a segment
 TAIL, LONGEST = 64, 1 << 18
+#: how a model reads a text by default: all of it, and all layers count
+READING = Reading()
 #: rows of a text's end whose attention counts, and tokens of the window that smooths it
 QUERIES, SMOOTHED = 8, 13
 
@@ -74,10 +76,9 @@ class Scorer(Protocol):
 class TextScorer:
     """A model on a device that scores texts, one at a time. Thread-safe.
 
-    `retokenize`: for a model with another vocabulary. `rows`: tokens that pass a layer together. `longest`: most tokens
-    of a segment, for which memory is reserved. `alpha`: as for LayerwiseModel; a text for which block-sparse attention
-    fails is read again with full attention. Raises ModelError if the model has no full attention or a context that is
-    too short.
+    `retokenize`: for a model with another vocabulary. `longest`: most tokens of a segment, for which memory is
+    reserved. A text for which block-sparse attention fails is read again with full attention. Raises ModelError if the
+    model has no full attention or a context that is too short.
     """
 
     def __init__(
@@ -87,14 +88,13 @@ class TextScorer:
         device: Device,
         retokenize: Retokenize | None = None,
         *,
-        rows: int = 512,
+        reading: Reading = READING,
         longest: int = LONGEST,
-        alpha: float = 0,
     ) -> None:
         self._retokenize = retokenize
         self._segment = segment_tokens(file, spec, longest)
         self._lock = threading.Lock()
-        self._model = LayerwiseModel(file, spec, device, longest=self._segment + TAIL, rows=rows, alpha=alpha)
+        self._model = LayerwiseModel(file, spec, device, reading, longest=self._segment + TAIL)
 
     def __call__(
         self,
@@ -155,11 +155,11 @@ def segment_tokens(file: GGUFFile, spec: ModelSpec, longest: int = LONGEST) -> i
 
 
 def scorer_bytes(
-    file: GGUFFile, spec: ModelSpec, device: Device, longest: int = LONGEST, *, rows: int = 512, alpha: float = 0
+    file: GGUFFile, spec: ModelSpec, device: Device, longest: int = LONGEST, reading: Reading = READING
 ) -> int:
     """Bytes of a TextScorer on its device while it reads its longest segment. Raises as TextScorer."""
     longest = segment_tokens(file, spec, longest) + TAIL
-    return sum(layerwise_bytes(file, spec, device, ReadingSize(longest, rows, alpha, QUERIES)))
+    return sum(layerwise_bytes(file, spec, device, ReadingSize(longest, reading, QUERIES)))
 
 
 def smoothed(scores: NDArray[np.float64]) -> NDArray[np.float64]:

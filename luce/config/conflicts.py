@@ -138,6 +138,8 @@ _COMPRESSION = (
     "prefill_keep",
     "prefill_curve",
     "prefill_alpha",
+    "prefill_layers",
+    "prefill_scored_layers",
     "prefill_freeze",
     "prefill_freeze_threshold",
 )

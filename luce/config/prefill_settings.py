@@ -85,6 +85,20 @@ class PrefillSettings(SamplingDefaults):
         metavar="SHARE",
         group="prompt compression",
     )
+    prefill_layers: int = setting(
+        0,
+        tokens(0),
+        "only the first N layers of the small model read a prompt, which takes a share of the time; 0: all",
+        metavar="N",
+        group="prompt compression",
+    )
+    prefill_scored_layers: int = setting(
+        0,
+        tokens(0),
+        "of the layers with full attention that read a prompt, the attention of the last N counts; 0: of all",
+        metavar="N",
+        group="prompt compression",
+    )
     prefill_curve: tuple[tuple[int, float], ...] = setting(
         (),
         shares,

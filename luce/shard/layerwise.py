@@ -26,21 +26,38 @@ from luce.runtime.device import Device
 from luce.runtime.step import PAGE, DeviceStep, Int32, PageView, Span, Step
 
 
+@dataclass(frozen=True)
+class Reading:
+    """How a model reads texts for their scores."""
+
+    #: tokens that pass a layer together
+    rows: int = 512
+    #: 0, or that of luce.ops.block_sparse, by which layers with full attention read some blocks of a long text
+    alpha: float = 0.0
+    #: only the first `layers` layers read the text, and only the last `scored` of their layers with full attention
+    #: count; 0: all
+    layers: int = 0
+    scored: int = 0
+
+    @property
+    def step(self) -> int:
+        """`rows`, in whole blocks if some are not read."""
+        return -(-self.rows // BLOCK) * BLOCK if self.alpha else self.rows
+
+
 class LayerwiseModel:
     """The layers of a model up to its last one with full attention, for texts of up to `longest` tokens.
 
-    `rows` tokens pass a layer together. Layers with pages of the same form share one pool. `alpha`: 0, or that of
-    luce.ops.block_sparse, by which layers with full attention read some blocks of a long text. Raises ModelError if no
-    layer has full attention.
+    Layers with pages of the same form share one pool. Raises ModelError if no layer that reads has full attention.
     """
 
-    def __init__(
-        self, file: GGUFFile, spec: ModelSpec, device: Device, *, longest: int, rows: int, alpha: float = 0
-    ) -> None:
-        layers = _read_layers(file, spec)
+    def __init__(self, file: GGUFFile, spec: ModelSpec, device: Device, reading: Reading, *, longest: int) -> None:
+        layers = _read_layers(file, spec, reading)
+        scored = [index for index in layers if spec.owns_full_pages(index)]
+        self._scored = frozenset(scored[-reading.scored :] if reading.scored else scored)
         self._device = device
-        self._alpha = alpha
-        self._rows = _step_rows(rows, alpha)
+        self._alpha = reading.alpha
+        self._rows = reading.step
         self._groups = len(spec.page_groups)
         self._pages = -(-longest // PAGE)
         states = StateOptions([self._pages] * self._groups, slots=1, rank_pages=True, one_layer_at_a_time=True)
@@ -74,7 +91,7 @@ class LayerwiseModel:
             device.copy(x[at.start : at.stop], self._embedding(step))
         attention = TailAttention(device, rows, n)
         rotations: dict[Rotary, Rotation] = {}
-        for layer in self._layers:
+        for index, layer in enumerate(self._layers):
             check()
             for step, at in zip(steps, self._ranges(n), strict=True):
                 stream = Residual(device, x[at.start : at.stop])
@@ -84,6 +101,8 @@ class LayerwiseModel:
                 stream.settle()
             mixer = layer.mixer
             if not isinstance(mixer, AttentionLayer | LatentAttentionLayer) or mixer.queries is None:
+                continue
+            if index not in self._scored:
                 continue
             newest = device.download(mixer.queries[0])[np.arange(n - rows, n) % NEWEST_QUERIES]
             rotation = None
@@ -138,11 +157,9 @@ class LayerwiseModel:
 class ReadingSize:
     """What the memory of a LayerwiseModel depends on beside the model."""
 
-    #: most tokens of a text, and those that pass a layer together
+    #: most tokens of a text
     longest: int
-    rows: int
-    #: as for LayerwiseModel
-    alpha: float = 0.0
+    reading: Reading
     #: rows of tail_attention
     queries: int = 8
 
@@ -152,8 +169,8 @@ def layerwise_bytes(file: GGUFFile, spec: ModelSpec, device: Device, size: Readi
 
     The weights include a head if the model's last layer is read. Raises as LayerwiseModel.
     """
-    longest = size.longest
-    layers = _read_layers(file, spec)
+    longest, reading = size.longest, size.reading
+    layers = _read_layers(file, spec, reading)
     donors = {spec.donor(index) for index in range(len(spec.layers))}
     pools: dict[object, int] = {}
     tables: dict[Rope, int] = {}
@@ -168,10 +185,10 @@ def layerwise_bytes(file: GGUFFile, spec: ModelSpec, device: Device, size: Readi
             pools[key] = KVPool.page_bytes(device, mixer, hidden=spec.hidden)
         if isinstance(mixer, Attention):
             scores = max(scores, tail_attention_bytes(size.queries, mixer.heads, longest))
-            if size.alpha and _may_be_sparse(mixer):
+            if reading.alpha and _may_be_sparse(mixer):
                 each = KVPool.page_bytes(device, mixer) // PAGE
                 facts = mixer.heads, each, mixer.kv_heads, mixer.head_dim
-                sparse[facts] = block_sparse_bytes(longest, _step_rows(size.rows, size.alpha), *facts)
+                sparse[facts] = block_sparse_bytes(longest, reading.step, *facts)
             if mixer.rope is not None:
                 tables[mixer.rope] = 4 * longest * mixer.rope.dims
     states = slots + -(-longest // PAGE) * sum(pools.values())
@@ -179,18 +196,15 @@ def layerwise_bytes(file: GGUFFile, spec: ModelSpec, device: Device, size: Readi
     return tensor_bytes(file, spec, layers, device), states + arrays
 
 
-def _step_rows(rows: int, alpha: float) -> int:
-    """Tokens that pass a layer together: whole blocks if some are not read."""
-    return -(-rows // BLOCK) * BLOCK if alpha else rows
-
-
 def _may_be_sparse(mixer: Attention) -> bool:
     return mixer.window is None and not mixer.softcap and mixer.donor is None and mixer.latent is None
 
 
-def _read_layers(file: GGUFFile, spec: ModelSpec) -> range:
+def _read_layers(file: GGUFFile, spec: ModelSpec, reading: Reading) -> range:
     """The layers up to the last one with full attention of its own. Raises ModelError if there is none."""
-    last = max((index for index in range(len(spec.layers)) if spec.owns_full_pages(index)), default=None)
+    count = min(len(spec.layers), reading.layers or len(spec.layers))
+    last = max((index for index in range(count) if spec.owns_full_pages(index)), default=None)
     if last is None:
-        raise ModelError(f"{file.paths[0]}: cannot score texts: no layer has full attention")
+        which = f"of its first {count} layers none" if reading.layers else "no layer"
+        raise ModelError(f"{file.paths[0]}: cannot score texts: {which} has full attention")
     return range(last + 1)

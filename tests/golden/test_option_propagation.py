@@ -56,6 +56,8 @@ ELSEWHERE = {
     "prefill_threshold": "tests/http/test_prompt_compression.py::test_the_threshold",
     "prefill_keep_ratio": "tests/golden/test_compression.py::test_numbers_come_back_at_all_depths",
     "prefill_alpha": "tests/unit/test_compress_open.py::test_the_alpha_of_the_settings",
+    "prefill_layers": "tests/unit/test_compress_open.py::test_the_layers_of_the_settings",
+    "prefill_scored_layers": "tests/unit/test_compress_open.py::test_the_layers_of_the_settings",
     "prefill_keep": "tests/unit/test_compress_compressor.py::test_a_share_of_the_scores_decides",
     "prefill_freeze": "tests/http/test_prompt_compression.py::"
     "test_older_messages_of_a_conversation_are_compressed_once",

@@ -87,6 +87,8 @@ def test_values_that_are_refused(given: dict[str, str | bool], problem: str) -> 
         ("prefill_curve", "9:0.5"),
         ("prefill_keep", "mass:0.5"),
         ("prefill_alpha", "0.3"),
+        ("prefill_layers", "3"),
+        ("prefill_scored_layers", "3"),
         ("prefill_freeze", True),
     ],
 )

@@ -21,6 +21,7 @@ from luce.gguf.reader import open_gguf
 from luce.remote.messages import Done
 from luce.remote.service import Work
 from luce.runtime.host import HostDevice
+from luce.shard.layerwise import Reading
 from tests.support.reference import Reference
 
 SMALL = Reference("qwen3-a-F32")
@@ -29,7 +30,7 @@ TOKENS = np.random.default_rng(0).integers(0, SMALL.spec.vocab, 150).astype(np.i
 
 def load_of(**fields: Any) -> LoadScorer:
     with open_gguf(SMALL.path) as file:
-        load = LoadScorer(str(SMALL.path), fingerprint(file), 16, 4096)
+        load = LoadScorer(str(SMALL.path), fingerprint(file), Reading(16), 4096)
     return msgspec.structs.replace(load, **fields)
 
 
@@ -52,7 +53,7 @@ def scored(session: ScorerSession, message: Score) -> np.ndarray:
 def test_scores_are_those_of_a_scorer_in_this_process(session: ScorerSession) -> None:
     assert session.loaded() == ScorerLoaded(min(4096, SMALL.spec.context_length - 64))
     with open_gguf(SMALL.path) as file:
-        here = TextScorer(file, SMALL.spec, HostDevice(), rows=16)
+        here = TextScorer(file, SMALL.spec, HostDevice(), reading=Reading(16))
         for segment, rotated in ((4096, False), (4096, True), (60, False)):
             expected = here(TOKENS, segment=segment, rotated=rotated)
             np.testing.assert_array_equal(scored(session, Score(TOKENS, segment, rotated)), expected)
@@ -108,9 +109,10 @@ def test_other_requests_are_refused(session: ScorerSession) -> None:
         session.handle(Idle())
 
 
-@pytest.mark.parametrize(
-    "limits", [{"rows": 0}, {"rows": 1 << 20}, {"longest": 0}, {"longest": 1 << 30}, {"alpha": -1}]
-)
+REFUSED = [Reading(0), Reading(1 << 20), Reading(16, -1), Reading(16, 1.5), Reading(16, 0, -1), Reading(16, 0, 0, -1)]
+
+
+@pytest.mark.parametrize("limits", [*({"reading": each} for each in REFUSED), {"longest": 0}, {"longest": 1 << 30}])
 def test_refused_limits(limits: dict[str, Any]) -> None:
     with ExitStack() as stack, pytest.raises(BackendError, match="the limits of the scorer are not valid"):
         ScorerSession(load_of(**limits), HostDevice(), None, stack)

@@ -61,6 +61,13 @@ def test_the_alpha_of_the_settings() -> None:
     assert not np.allclose(found[0], found[1], rtol=1e-3) and sizes[0] < sizes[1]
 
 
+def test_the_layers_of_the_settings() -> None:
+    config = dataclasses.replace(HOST, prefill_layers=2, prefill_scored_layers=1)
+    with contextlib.ExitStack() as opened:
+        plan = plan_scorer(opened, config, SMALL, [])
+    assert (plan.reading.layers, plan.reading.scored) == (2, 1)
+
+
 def test_users_share_one_model() -> None:
     loaded: list[ScriptedScorer] = []
 

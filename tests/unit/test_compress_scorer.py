@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from luce.compress.scorer import Retokenized, TextScorer, scorer_bytes, segment_tokens, smoothed, spread
+from luce.compress.scorer import READING, Retokenized, TextScorer, scorer_bytes, segment_tokens, smoothed, spread
 from luce.errors import DeviceError, LuceError, ModelError, RequestError
 from luce.gguf.reader import GGUFFile, open_gguf
 from luce.models.keys import Source
@@ -18,7 +18,7 @@ from luce.models.registry import read_spec
 from luce.models.spec import ModelSpec
 from luce.ops.block_sparse import BLOCK, SparseStep
 from luce.runtime.host import HostDevice
-from luce.shard.layerwise import ReadingSize, layerwise_bytes
+from luce.shard.layerwise import Reading, ReadingSize, layerwise_bytes
 from luce.text.tokenizer import Tokenizer
 from tests.support import op_checks_block_sparse as sparse
 from tests.support.reference import Reference
@@ -38,7 +38,7 @@ def file() -> Iterator[GGUFFile]:
 
 @pytest.fixture(scope="module")
 def scorer(file: GGUFFile) -> Iterator[TextScorer]:
-    made = TextScorer(file, SMALL.spec, HostDevice(), rows=ROWS)
+    made = TextScorer(file, SMALL.spec, HostDevice(), reading=Reading(ROWS))
     yield made
     made.close()
 
@@ -68,10 +68,12 @@ def shares_of(q: F64, k: F64, rows: int) -> F64:
     return found
 
 
-def formula(file: GGUFFile, tokens: list[int], *, rotated: bool, alpha: float = 0) -> F64:
+def formula(
+    file: GGUFFile, tokens: list[int], *, rotated: bool, alpha: float = 0, layers: int = 6, scored: int = 6
+) -> F64:
     """R[t, j] of the specification, the maximum over layers and heads: float64 [min(8, n), n].
 
-    `alpha`: of block-sparse attention.
+    `alpha`: of block-sparse attention. The first `layers` layers read the text, of which the last `scored` count.
     """
     tensors = {
         name: file.raw(name).view(np.float32).astype(np.float64).reshape(tensor.shape[::-1])
@@ -79,14 +81,15 @@ def formula(file: GGUFFile, tokens: list[int], *, rotated: bool, alpha: float = 
     }
     n, rows = len(tokens), min(8, len(tokens))
     x, best = tensors["token_embd.weight"][tokens], np.zeros((rows, n))
-    for index in range(len(SMALL.spec.layers)):
+    for index in range(layers):
         w = {name.removeprefix(f"blk.{index}.").removesuffix(".weight"): value for name, value in tensors.items()}
         y = rms(x, w["attn_norm"])
         q, k, v = ((y @ w[f"attn_{part}"].T).reshape(n, -1, 32) for part in "qkv")
         q, k = rms(q, w["attn_q_norm"]), rms(k, w["attn_k_norm"])
         base = SMALL.spec.layers[index].mixer.rope.base  # type: ignore[union-attr]
         q_turned, k_turned = turned(q, base), turned(k, base)
-        best = np.maximum(best, shares_of(*((q_turned, k_turned) if rotated else (q, k)), rows).max(axis=0))
+        if index >= layers - scored:
+            best = np.maximum(best, shares_of(*((q_turned, k_turned) if rotated else (q, k)), rows).max(axis=0))
         text = sparse.Text(q_turned, k_turned, v, 32**-0.5)
         blocks = np.arange(-(-n // BLOCK))
         read = np.broadcast_to(blocks <= blocks[:, None], (4, len(blocks), len(blocks)))
@@ -117,13 +120,36 @@ def test_scores_are_those_of_the_definition(file: GGUFFile, scorer: TextScorer, 
     np.testing.assert_allclose(found, expected(formula(file, tokens.tolist(), rotated=rotated)), rtol=2e-4, atol=1e-7)
 
 
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize(("layers", "scored"), [(1, 0), (3, 0), (3, 1), (3, 2), (0, 2), (6, 1), (9, 0), (0, 7)])
+def test_some_layers_read_and_some_count(file: GGUFFile, layers: int, scored: int, rotated: bool) -> None:
+    """0, and more layers than there are: all."""
+    tokens = np.random.default_rng(9).integers(0, SMALL.spec.vocab, 70).astype(np.int32)
+    reading = Reading(ROWS, layers=layers, scored=scored)
+    found = TextScorer(file, SMALL.spec, HostDevice(), reading=reading)(tokens, rotated=rotated)
+    read = min(layers or 6, 6)
+    best = formula(file, tokens.tolist(), rotated=rotated, layers=read, scored=min(scored or read, read))
+    np.testing.assert_allclose(found, expected(best), rtol=2e-4, atol=1e-7)
+    sizes = [scorer_bytes(file, SMALL.spec, HostDevice(), reading=each) for each in (reading, READING)]
+    assert (sizes[0] < sizes[1]) == (read < 6)
+
+
+def test_the_first_layers_must_have_full_attention() -> None:
+    reference = Reference("qwen35-a-F32")
+    first = min(index for index in range(len(reference.spec.layers)) if reference.spec.owns_full_pages(index))
+    with open_gguf(reference.path) as other:
+        TextScorer(other, reference.spec, HostDevice(), reading=Reading(layers=first + 1)).close()
+        with pytest.raises(ModelError, match=f"of its first {first} layers none has full attention"):
+            TextScorer(other, reference.spec, HostDevice(), reading=Reading(layers=first))
+
+
 def test_block_sparse_attention_is_that_of_the_definition(file: GGUFFile) -> None:
     """In steps that are rounded up to whole blocks; short texts are read whole."""
     tokens = np.random.default_rng(7).integers(0, SMALL.spec.vocab, 1330).astype(np.int32)
-    read_in_blocks = TextScorer(file, SMALL.spec, HostDevice(), rows=ROWS, alpha=0.98)
+    read_in_blocks = TextScorer(file, SMALL.spec, HostDevice(), reading=Reading(ROWS, 0.98))
     best = formula(file, tokens.tolist(), rotated=False, alpha=0.98)
     np.testing.assert_allclose(read_in_blocks(tokens), expected(best), rtol=2e-3, atol=1e-7)
-    whole = TextScorer(file, SMALL.spec, HostDevice(), rows=128)
+    whole = TextScorer(file, SMALL.spec, HostDevice(), reading=Reading(128))
     assert not np.allclose(read_in_blocks(tokens), whole(tokens), rtol=2e-3)
     np.testing.assert_array_equal(read_in_blocks(tokens[:1024]), whole(tokens[:1024]))
 
@@ -132,13 +158,13 @@ def test_where_block_sparse_attention_fails_the_text_is_read_whole(
     file: GGUFFile, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     tokens = np.random.default_rng(8).integers(0, SMALL.spec.vocab, 1200).astype(np.int32)
-    whole = TextScorer(file, SMALL.spec, HostDevice(), rows=128)(tokens)
+    whole = TextScorer(file, SMALL.spec, HostDevice(), reading=Reading(128))(tokens)
 
     def fails(self: SparseStep, inputs: object) -> None:
         raise DeviceError("the kernel failed")
 
     monkeypatch.setattr(SparseStep, "__call__", fails)
-    scorer = TextScorer(file, SMALL.spec, HostDevice(), rows=128, alpha=0.12)
+    scorer = TextScorer(file, SMALL.spec, HostDevice(), reading=Reading(128, 0.12))
     np.testing.assert_array_equal(scorer(tokens), whole)
     assert "read again with full attention: the kernel failed" in caplog.text
 
@@ -183,7 +209,7 @@ def test_every_kind_of_layer_scores_the_same_in_steps_of_any_size(name: str) -> 
     found = []
     with open_gguf(reference.path) as file:
         for rows in (32, 512):
-            scorer = TextScorer(file, reference.spec, HostDevice(), rows=rows)
+            scorer = TextScorer(file, reference.spec, HostDevice(), reading=Reading(rows))
             found += [scorer(tokens), scorer(tokens)]
             scorer.close()
     assert (found[0] > 0).all()
@@ -281,7 +307,7 @@ def test_131072_tokens_of_a_small_qwen3_take_less_than_3_gb_beside_its_weights(f
     rope = replace(mixer.rope, dims=128)  # type: ignore[union-attr]
     layer = replace(some, mixer=replace(mixer, rope=rope))  # type: ignore[type-var]
     spec = replace(SMALL.spec, layers=(layer,) * 28, hidden=1024, context_length=1 << 19)
-    _, peak = layerwise_bytes(file, spec, HostDevice(), ReadingSize(131072, 2048, alpha))
+    _, peak = layerwise_bytes(file, spec, HostDevice(), ReadingSize(131072, Reading(2048, alpha)))
     n = 131072
     kv, hidden = 2 * n * 8 * 128 * 4, n * 1024 * 4
     scores, angles = n * 8 * (16 + 1) * 4, n * 128 * 4

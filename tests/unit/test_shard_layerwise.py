@@ -7,7 +7,7 @@ import pytest
 
 from luce.gguf.reader import open_gguf
 from luce.runtime.host import HostDevice
-from luce.shard.layerwise import LayerwiseModel
+from luce.shard.layerwise import LayerwiseModel, Reading
 from tests.support.emulated import EmulatedDevice
 from tests.support.reference import Reference
 
@@ -21,7 +21,7 @@ def test_kernels_compute_the_attention_of_the_last_rows(rotated: bool) -> None:
     found = []
     with open_gguf(small.path) as file:
         for each in (device, HostDevice()):
-            model = LayerwiseModel(file, small.spec, each, longest=64, rows=16)
+            model = LayerwiseModel(file, small.spec, each, Reading(16), longest=64)
             found.append(model.tail_attention(tokens, 8, rotated=rotated))
             model.close()
     device.close()
