@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,10 +14,12 @@ from numpy.typing import NDArray
 from luce.compress.scorer import READING, Retokenized, TextScorer, scorer_bytes, segment_tokens, smoothed, spread
 from luce.errors import DeviceError, LuceError, ModelError, RequestError
 from luce.gguf.reader import GGUFFile, open_gguf
+from luce.layers.attention import AttentionLayer
 from luce.models.keys import Source
 from luce.models.registry import read_spec
 from luce.models.spec import ModelSpec
 from luce.ops.block_sparse import BLOCK, SparseStep
+from luce.ops.tail_attention import TailAttention
 from luce.runtime.host import HostDevice
 from luce.shard.layerwise import Reading, ReadingSize, layerwise_bytes
 from luce.text.tokenizer import Tokenizer
@@ -267,6 +270,42 @@ def test_work_ends_between_layers(scorer: TextScorer) -> None:
     with pytest.raises(_StopError):
         scorer(tokens, check=check)
     assert len(calls) == 3
+    np.testing.assert_array_equal(scorer(tokens), before)
+
+
+@pytest.mark.parametrize("place", ["embedding", "layer 0", "layer 3", "scores of a layer", "output"])
+def test_a_failure_anywhere_leaves_the_next_text_as_it_was(
+    scorer: TextScorer, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = np.arange(50, dtype=np.int32)
+    before = scorer(tokens)
+    calls = 0
+
+    def fails_at(owner: type, name: str, call: int) -> None:
+        """The call of this number fails."""
+        whole = getattr(owner, name)
+
+        def instead(*given: Any, **named: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == call + 1:
+                raise DeviceError(f"the {place} failed")
+            return whole(*given, **named)
+
+        monkeypatch.setattr(owner, name, instead)
+
+    # 50 tokens are four steps of each layer.
+    owner, name, call = {
+        "embedding": (HostDevice, "copy", 1),
+        "layer 0": (AttentionLayer, "__call__", 0),
+        "layer 3": (AttentionLayer, "__call__", 3 * 4 + 1),
+        "scores of a layer": (TailAttention, "add", 2),
+        "output": (TailAttention, "result", 0),
+    }[place]
+    fails_at(owner, name, call)
+    with pytest.raises(DeviceError, match=f"the {place} failed"):
+        scorer(tokens)
+    assert calls == call + 1
     np.testing.assert_array_equal(scorer(tokens), before)
 
 
