@@ -33,7 +33,6 @@ from luce.draft.feature_tail import FeatureTails
 from luce.draft.open import DraftPlan, PreparedDrafter, branch_pages, open_drafter, plan_drafter, verified_rows
 from luce.draft.remote import RemoteDrafter
 from luce.errors import LuceError, ModelError, OutOfMemoryError, UsageError
-from luce.gguf.fingerprint import fingerprint as file_fingerprint
 from luce.gguf.reader import GGUFFile, open_gguf
 from luce.hub.lookup import resolve_model
 from luce.hub.variants import DeviceMemory
@@ -435,20 +434,15 @@ def _draft_devices(drafter: Drafter | None, scorers: Scorers) -> dict[str, Remot
 def _compressor(
     opened: contextlib.ExitStack, scorers: Scorers, config: Config, target: GGUFFile, directory: Path | None
 ) -> Compressor | None:
-    """The compressor of prompts, None without --prefill-drafter; `opened` closes it.
-
-    `directory`: of the prefix cache, which has what was kept of prompts too.
-    """
+    """The compressor of prompts, None without --prefill-drafter; `opened` closes it. `directory`: for what is kept."""
     if not config.prefill_drafter:
         return None
     plan, shared = scorers.find(config.prefill_drafter, config.prefill_drafter_device)
     keep = config.draft_residency != "request-scoped"
-    # Token ids mean what the target's vocabulary says.
-    identity = f"{file_fingerprint(target)} {file_fingerprint(plan.file)} {plan.reading} {plan.longest}"
     compressor = Compressor(
         CompressionOptions.of(config),
         shared.open,
-        identity=identity,
+        identity=plan.identity(target),
         keep_loaded=keep,
         facts=plan.facts,
         store=None if directory is None else SpanFiles(directory),

@@ -19,6 +19,7 @@ from luce.compress.remote import RemoteScorer
 from luce.compress.scorer import LONGEST, Retokenize, Scorer, TextScorer, no_check, scorer_bytes
 from luce.config.settings import Config
 from luce.errors import UsageError
+from luce.gguf.fingerprint import fingerprint
 from luce.gguf.reader import GGUFFile, open_gguf
 from luce.models.keys import Source
 from luce.models.registry import read_spec
@@ -64,6 +65,13 @@ class ScorerPlan:
     def facts(self) -> dict[str, str | int]:
         """Its file, device and size, for users."""
         return {"file": str(self.path), "device": str(self.device.name), "bytes": self.bytes}
+
+    def identity(self, target: GGUFFile) -> str:
+        """Names all that the kept tokens of a prompt depend on beside the prompt and the keep ratio.
+
+        `target`: its vocabulary says what token ids mean.
+        """
+        return f"{fingerprint(target)} {fingerprint(self.file)} {self.reading} {self.longest}"
 
     def load(self, retokenize: Retokenize | None) -> Scorer:
         """Load it."""
