@@ -14,7 +14,7 @@ from luce.runtime.device import Array, Device
 from luce.runtime.step import PAGE, DeviceStep, PageView, Span, Step
 
 F64 = NDArray[np.float64]
-#: no score of a case is nearer to its limit than this share of it: there fp16 would decide
+#: where a score is nearer to its limit than this share of it, fp16 may decide otherwise: such rows are not compared
 MARGIN = 0.01
 
 
@@ -42,12 +42,12 @@ class Text:
         return cls(rows(heads), rows(kv_heads), values, d**-0.5)
 
 
-def blocks_read(text: Text, alpha: float) -> tuple[NDArray[np.bool_], float]:
-    """Which key blocks each query block of each head reads, bool [heads, blocks, blocks]; and how near a score is to
-    its limit, as a share of it."""
+def blocks_read(text: Text, alpha: float) -> tuple[NDArray[np.bool_], F64]:
+    """Which key blocks each query block of each head reads, bool [heads, blocks, blocks]; and how near its scores are
+    to their limit, as a share of it: [heads, blocks]."""
     n, heads, _ = text.q.shape
-    blocks, group, nearest = -(-n // BLOCK), heads // text.k.shape[1], np.inf
-    read = np.zeros((heads, blocks, blocks), np.bool_)
+    blocks, group = -(-n // BLOCK), heads // text.k.shape[1]
+    read, nearest = np.zeros((heads, blocks, blocks), np.bool_), np.full((heads, blocks), np.inf)
     for h in range(heads):
         means = np.array([text.k[b * BLOCK : (b + 1) * BLOCK, h // group].mean(axis=0) for b in range(n // BLOCK)])
         for m in range(blocks):
@@ -58,7 +58,7 @@ def blocks_read(text: Text, alpha: float) -> tuple[NDArray[np.bool_], float]:
                 if not read[h, m, b]:
                     share = scores[b] / scores.max()
                     read[h, m, b] = share >= alpha
-                    nearest = min(nearest, abs(share - alpha) / alpha)
+                    nearest[h, m] = min(nearest[h, m], abs(share - alpha) / alpha)
     return read, nearest
 
 
@@ -111,16 +111,14 @@ def computed(device: Device, text: Text, rows: int, alpha: float | None) -> NDAr
 
 def check(device: Device, n: int, rows: int, shape: tuple[int, int, int], alpha: float) -> None:
     """Some blocks are not read, and the result is that of the formulas."""
-    text, read = next(
-        (text, read)
-        for text in (Text.random(n, shape, seed, spread=1.5) for seed in range(n, n + 20))
-        for read, nearest in [blocks_read(text, alpha)]
-        if nearest > MARGIN
-    )
+    text = Text.random(n, shape, seed=n, spread=1.5)
+    read, nearest = blocks_read(text, alpha)
     blocks = -(-n // BLOCK)
     assert (read.sum(axis=(1, 2)) < blocks * (blocks + 1) // 2).all(), "the case leaves nothing out"
     always = sum(forced(b, m, blocks) for m in range(blocks) for b in range(m + 1))
     assert read.sum() > always * shape[0], "the case reads forced blocks alone"
     found = computed(device, text, rows, alpha)
     assert found.shape == text.q.shape and found.dtype == np.float32
-    np.testing.assert_allclose(found, reference(text, read), rtol=5e-3, atol=5e-3)
+    certain = np.repeat(nearest > MARGIN, BLOCK, axis=1)[:, :n].T
+    assert certain.mean() > 0.7, "too few rows can be compared"
+    np.testing.assert_allclose(found[certain], reference(text, read)[certain], rtol=5e-3, atol=5e-3)

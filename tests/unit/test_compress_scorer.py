@@ -98,7 +98,7 @@ def formula(
         read = np.broadcast_to(blocks <= blocks[:, None], (4, len(blocks), len(blocks)))
         if alpha:
             read, nearest = sparse.blocks_read(text, alpha)
-            assert nearest > 1e-5
+            assert nearest.min() > 1e-5
         mixed = sparse.reference(text, read)
         x = x + mixed.reshape(n, -1) @ w["attn_output"].T
         y = rms(x, w["ffn_norm"])
