@@ -42,13 +42,8 @@ _WORD = (
 _SYMBOLS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _SPACES
 _TEKKEN = _WORD % ("", "") + r"|\p{N}" + _SYMBOLS
 _GPT4O = _WORD % (("(?i:'s|'t|'re|'ve|'m|'ll|'d)?",) * 2) + r"|\p{N}{1,3}" + _SYMBOLS
-# As in Kimi K2's published pattern: Chinese characters are pieces of their own, and no letters of words.
-_KIMI_K2 = (
-    r"\p{Han}+|"
-    + _WORD.replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]") % (("(?i:'s|'t|'re|'ve|'m|'ll|'d)?",) * 2)
-    + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    + _SPACES
-)
+# Kimi K2: Chinese characters are pieces of their own.
+_KIMI_K2 = r"\p{Han}+|" + _GPT4O.replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]").replace(r"[\r\n/]*", r"[\r\n]*")
 _SEED_CODER = _CONTRACTIONS + r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+" + _SPACES
 _DEEPSEEK_V3 = (
     r"\p{N}{1,3}",

@@ -404,7 +404,7 @@ def test_gemma_always_begins_with_bos() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "named"),
     [
-        ({"pre": "kimi-k2"}, UnsupportedError, "kimi-k2"),
+        ({"pre": "bert-bge"}, UnsupportedError, "bert-bge"),
         ({"model": "bert"}, UnsupportedError, "bert"),
         ({"model": 7}, FormatError, "tokenizer.ggml.model"),
         ({"tokens": 7}, FormatError, "tokenizer.ggml.tokens"),
