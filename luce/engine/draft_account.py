@@ -10,8 +10,8 @@ from __future__ import annotations
 
 #: the share of the time of plain steps that drafts may lose
 SHARE = 0.01
-# Plain steps' worth of time to begin with, and the most that past gains and past losses count for.
-_FIRST_STEPS, _MOST_STEPS, _MOST_DEBT_STEPS = 4, 16, 4
+# Plain steps' worth of time to begin with, and the most that past gains or losses count for.
+_FIRST_STEPS, _MOST_STEPS = 4, 16
 
 
 class DraftAccount:
@@ -41,5 +41,5 @@ class DraftAccount:
         """A step with drafts gave `tokens` tokens and took `seconds` with its proposals; without drafts such a step
         gives `plain` tokens in `plain_seconds`."""
         gain = tokens / plain * plain_seconds - seconds
-        most, debt = _MOST_STEPS * plain_seconds, -_MOST_DEBT_STEPS * plain_seconds
-        self._balance = min(max(self._balance + gain, min(self._balance, debt)), max(self._balance, most))
+        most = _MOST_STEPS * plain_seconds
+        self._balance = min(max(self._balance + gain, min(self._balance, -most)), max(self._balance, most))

@@ -91,11 +91,10 @@ class Pace:
         self.step_times.add(rows, seconds)
         if not self.step_times.measured(plain):
             return
-        # The first steps and proposals of a kind build kernels and capture graphs, once, and any may be held up: they
-        # are no loss that goes on.
-        seconds = min(seconds, self.step_times(rows))
+        # The first steps and proposals of a kind build kernels, and any may be held up.
+        seconds = min(seconds, 2 * self.step_times(rows))
         if asked:
-            self._drafted = seconds + min(drafting, self.draft_times(asked)), plain
+            self._drafted = seconds + min(drafting, 2 * self.draft_times(asked)), plain
         elif rows == plain:
             self.account.book_plain(seconds)
 

@@ -29,7 +29,7 @@ def test_what_drafts_gain_and_lose() -> None:
     account.book_drafted(1.0, 1000, 2, 1.0)
     assert account.affords(16.0) and not account.affords(16.1)
     account.book_drafted(1000.0, 2, 2, 1.0)
-    for _ in range(int(4 / SHARE) - 1):
+    for _ in range(int(16 / SHARE) - 1):
         account.book_plain(1.0)
     assert account.overdrawn
     account.book_plain(1.0 + 1e-6)

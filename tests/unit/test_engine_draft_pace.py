@@ -132,18 +132,3 @@ def test_a_sequence_whose_drafter_failed_is_not_asked_for() -> None:
     run.known[1].off = True
     run.steps(5)
     assert run.asked == [0, 5]
-
-
-def test_steps_that_are_held_up_are_no_loss() -> None:
-    pace = Pace(SIZES)
-    for _ in range(3):
-        pace.record_step(1, 1, 1.0, 0.0, 0)
-    for seconds, drafting in [(1.1, 0.1)] * 3 + [(50.0, 5.0)] * 3:
-        pace.draft_times.add(1, drafting)
-        pace.record_step(8, 1, seconds, drafting, 1)
-    # The newest step is booked when the next one ends.
-    pace.record_step(1, 1, 1.0, 0.0, 0)
-    assert not pace.account.overdrawn
-    for _ in range(60):
-        pace.record_step(8, 1, 50.0, 0.1, 1)
-    assert pace.account.overdrawn
