@@ -2,9 +2,9 @@
 
 python -m tools.record_terminal
 
-A shell at a pseudo-terminal gets the keys of SESSION; what its screen shows becomes docs/figures/chat.svg, which moves
-by CSS alone, and its last screen but one docs/figures/chat-still.svg. Times are real, but for waits over LONGEST_WAIT,
-which are cut to it. Needs the extra `test` and the model (luce pull smollm2).
+A shell at a pseudo-terminal gets COMMAND and QUESTIONS as keys; what its screen shows becomes docs/figures/chat.svg,
+which moves by CSS alone, and its last screen docs/figures/chat-still.svg. Times are real, but for waits over
+LONGEST_WAIT, which are cut to it. Needs the extra `test` and the model (luce pull smollm2).
 """
 
 from __future__ import annotations
@@ -16,16 +16,18 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from html import escape
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import pexpect
 import pyte
 from pyte.screens import Char
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs/figures"
-ROWS, COLUMNS = 18, 84
+ROWS, COLUMNS = 16, 84
 #: keys, and the text that the last line but those below shows before the next keys
 PROMPT, HINT, SPEED = "$ ", "a message, or /? for help", "tok/s"
 COMMAND = "luce chat smollm2 --temperature 0"
@@ -96,6 +98,17 @@ def drawn(screen: pyte.Screen, row: int) -> str:
     return "".join(parts)
 
 
+class Screen(pyte.Screen):
+    """A screen that answers programs which ask it something, such as where the cursor is."""
+
+    def __init__(self, columns: int, rows: int, send: Callable[[str], Any]) -> None:
+        super().__init__(columns, rows)
+        self._send = send
+
+    def write_process_input(self, data: str) -> None:
+        self._send(data)
+
+
 class Session:
     """A shell whose screen is recorded."""
 
@@ -104,9 +117,7 @@ class Session:
         env = {**os.environ, "PATH": path, "PS1": PROMPT, "STATE_DIRECTORY": str(home), "TERM": "xterm-256color"}
         self.child = pexpect.spawn("bash", ["--norc", "--noprofile"], dimensions=(ROWS, COLUMNS), env=env)
         self.child.delaybeforesend = None
-        self.screen = pyte.Screen(COLUMNS, ROWS)
-        # The program asks where the cursor is.
-        self.screen.write_process_input = self.child.send
+        self.screen = Screen(COLUMNS, ROWS, self.child.send)
         self.stream = pyte.ByteStream(self.screen)
         self.recording = Recording()
 
@@ -132,6 +143,10 @@ class Session:
             self.child.send(key)
             self.watch(KEY)
 
+    def replied(self, replies: int) -> bool:
+        """Whether more replies than so many have ended."""
+        return self.count(SPEED) > replies
+
     def count(self, text: str) -> int:
         """How many rows show a text."""
         return sum(text in row for row in self.screen.display)
@@ -147,7 +162,7 @@ def record(home: Path) -> Recording:
         session.until(lambda: session.count(HINT) == 1)
         session.watch(0.8)
         session.type(question)
-        session.until(lambda number=number: session.count(SPEED) > number)
+        session.until(partial(session.replied, number))
         session.until(lambda: session.count(HINT) == 1)
     session.watch(0.3)
     session.child.close(force=True)
