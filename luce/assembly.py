@@ -20,9 +20,8 @@ from luce.backend.observation import observe
 from luce.backend.placement import default_chunk, default_context
 from luce.backend.prediction_facts import PredictedPlan
 from luce.backend.serving_options import Claim, ServingOptions
-from luce.compress.compression_options import CompressionOptions
 from luce.compress.compressor import Compressor
-from luce.compress.open import ScorerPlan, SharedScorer, plan_scorer
+from luce.compress.open import ScorerPlan, SharedScorer, open_compressor, plan_scorer
 from luce.compress.scorer import LONGEST
 from luce.config.directories import cache_directory
 from luce.config.prefill_settings import RESIDENCY
@@ -438,15 +437,8 @@ def _compressor(
     if not config.prefill_drafter:
         return None
     plan, shared = scorers.find(config.prefill_drafter, config.prefill_drafter_device)
-    keep = config.draft_residency != "request-scoped"
-    compressor = Compressor(
-        CompressionOptions.of(config),
-        shared.open,
-        identity=plan.identity(target),
-        keep_loaded=keep,
-        facts=plan.facts,
-        store=None if directory is None else SpanFiles(directory),
-    )
+    store = None if directory is None else SpanFiles(directory)
+    compressor = open_compressor(config, plan, shared, plan.identity(target), store)
     opened.callback(compressor.close)
     return compressor
 

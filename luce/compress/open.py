@@ -14,9 +14,12 @@ from numpy.typing import NDArray
 
 from luce.backend.placement import default_chunk, usable_bytes
 from luce.backend.serving_options import Claim
+from luce.compress.compression_options import CompressionOptions
+from luce.compress.compressor import Compressor
 from luce.compress.messages import Response
 from luce.compress.remote import RemoteScorer
 from luce.compress.scorer import LONGEST, Retokenize, Scorer, TextScorer, no_check, scorer_bytes
+from luce.compress.span_cache import SpanStore
 from luce.config.settings import Config
 from luce.errors import UsageError
 from luce.gguf.fingerprint import fingerprint
@@ -171,3 +174,17 @@ class ScorerUser:
         if self._scorer is not None:
             self._scorer = None
             self._leave()
+
+
+def open_compressor(
+    config: Config, plan: ScorerPlan, shared: SharedScorer, identity: str, store: SpanStore | None
+) -> Compressor:
+    """The compressor of a Config with the small model of a plan. `identity`, `store`: as for Compressor."""
+    return Compressor(
+        CompressionOptions.of(config),
+        shared.open,
+        identity=identity,
+        keep_loaded=config.draft_residency != "request-scoped",
+        facts=plan.facts,
+        store=store,
+    )
