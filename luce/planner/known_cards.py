@@ -1,9 +1,10 @@
 """Cards that can be planned with although they are not there: figures of data sheets, and what Luce reaches of them.
 
-Figures are those of the makers' data sheets as they are commonly quoted: memory in GB/s, and TFLOP/s of dense products of
-float16 matrices with float32 sums. Of a data sheet's memory rate, steps of a 27B in Q4_K_M have reached 0.55 on an H200
-and 0.64 on an H100 (docs/measurements); of its arithmetic, prompts have reached 0.45 on an H100. The shares below are
-assumed of all cards, so predictions say that the card is not there; measured figures count more (`luce doctor --measure`).
+Figures are those of the makers' data sheets as they are commonly quoted: memory in GB/s, and TFLOP/s of dense products
+of float16 matrices with float32 sums. Of a data sheet's memory rate, steps of a 27B in Q4_K_M have reached 0.55 on an
+H200 and 0.64 on an H100 (docs/measurements); of its arithmetic, prompts have reached 0.45 on an H100. The shares below
+are assumed of all cards, so predictions say that the card is not there; measured figures count more (`luce doctor
+--measure`).
 """
 
 from __future__ import annotations
