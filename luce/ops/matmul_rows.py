@@ -23,9 +23,9 @@ _T = GGMLQuantizationType
 # Q8_0 and Q4_0, of which a wave has four sums of 32 columns, are slower so than as fp16: 64 rows of Q8_0 5120 x
 # 17408 took 150 us instead of 113.
 _TYPES = frozenset({_T.Q4_K, _T.Q5_K, _T.Q6_K})
-# With fewer features, blocks of 64 would leave multiprocessors of a large GPU idle: 80 blocks of 5120 features, times
-# two for 64 rows, where an H200 has 132.
-_MANY_FEATURES = 8192
+#: with fewer features, blocks of 64 would leave multiprocessors of a large GPU idle: 80 blocks of 5120 features, times
+#: two for 64 rows, where an H200 has 132
+MANY_FEATURES = 8192
 
 
 def takes_rows(device: Device, part: WeightPart, cols: int) -> bool:
@@ -54,7 +54,7 @@ def multiply_rows(device: Device, x: Quantised, part: WeightPart, cols: int, out
 
 def _tiles(rows: int, bits: int) -> int:
     """Tiles of 16 features of a wave: two take all registers, for which waves with two chains have none left."""
-    return 2 if bits == 2 and rows >= _MANY_FEATURES else 1
+    return 2 if bits == 2 and rows >= MANY_FEATURES else 1
 
 
 @lru_cache(256)

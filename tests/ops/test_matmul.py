@@ -193,7 +193,7 @@ def test_rows_in_company(device: Device, name: str, rows: int, cols: int) -> Non
 @pytest.mark.parametrize("name", ["Q4_K", "Q5_K", "Q6_K"])
 @emulated_32
 def test_rows_in_company_with_two_tiles_a_wave(device: Device, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matmul_rows, "_MANY_FEATURES", 1)
+    monkeypatch.setattr(matmul_rows, "MANY_FEATURES", 1)
     checks.check_company(device, [name], 70, 1280, [33])
 
 

@@ -255,16 +255,14 @@ class TestExpertsOnTheCpu:
         whole = mixture(Sized("cuda:0", GIB))
         (shard,) = plan_shards(whole.file, whole.spec, whole.devices, whole.options)
         one = shard.experts // 4
-        devices = Sized("cuda:0", shard.needed - one // 2), Sized("cpu:0", one + one // 10)
-        for device in devices:
-            device.margin = 0
-        model = mixture(*devices)
-        problem = placement_problem(model, measured(model), Goal("decode"))
-        assert best_placement(problem) is None
-        assert "; --experts-on auto would fit" in nothing_fits(problem)
-        devices[1]._free = one // 2
-        problem = placement_problem(model, measured(model), Goal("decode"))
-        assert "--experts-on" not in nothing_fits(problem)
+        for memory, fits in ((one + one // 10, True), (one // 2, False)):
+            devices = Sized("cuda:0", shard.needed - one // 2), Sized("cpu:0", memory)
+            for device in devices:
+                device.margin = 0
+            model = mixture(*devices)
+            problem = placement_problem(model, measured(model), Goal("decode"))
+            assert best_placement(problem) is None
+            assert ("; --experts-on auto would fit" in nothing_fits(problem)) == fits
 
 
 def test_layers_of_experts_by_name_are_no_goal() -> None:

@@ -51,7 +51,7 @@ def test_damaged_files_do_not_count(tmp_path: Path, damage: str, caplog: pytest.
 
 def test_the_least_recently_used_ones_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "MOST_FILES", 4)
-    monkeypatch.setattr(disk, "_SPARE", 1)
+    monkeypatch.setattr(disk, "SPARE", 1)
     clock = iter(range(1 << 30, 1 << 31, 1000))
     monkeypatch.setattr("time.time", lambda: next(clock))
     files = SpanFiles(tmp_path)

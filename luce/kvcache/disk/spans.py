@@ -16,9 +16,8 @@ _log = logging.getLogger(__name__)
 
 #: the directory below --kv-cache-dir
 DIRECTORY = "spans-v1"
-#: most files; beyond them the least recently used ones go, some at a time
-MOST_FILES = 4096
-_SPARE = 256
+#: most files; beyond them the least recently used ones go, and as many more
+MOST_FILES, SPARE = 4096, 256
 _DIGEST = 16
 #: most bytes of a file: a span of two tokens for each three of a context of 2^24
 _MOST_BYTES = 64 << 20
@@ -78,7 +77,7 @@ def _shorten(directory: OpenDirectory) -> None:
             used.append((directory.status(name).st_mtime_ns, name))
         except FileNotFoundError:
             continue
-    for _, name in sorted(used)[: len(names) - MOST_FILES + _SPARE]:
+    for _, name in sorted(used)[: len(names) - MOST_FILES + SPARE]:
         try:
             directory.unlink(name)
         except FileNotFoundError:
