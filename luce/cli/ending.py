@@ -27,8 +27,10 @@ def end_process(status: int) -> NoReturn:
         raise SystemExit(status)
     atexit._run_exitfuncs()
     try:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            # None: its file descriptor was closed at the start.
+            if stream is not None:
+                stream.flush()
     except (OSError, ValueError):
         raise SystemExit(status) from None
     os._exit(status)

@@ -165,6 +165,7 @@ GIVEN: dict[str, tuple[Any, str, Any]] = {
     "cache_type_v": ("q8_0", "kv", KVTypes("auto", "q8_0")),
     "prompt_weights": ("packed", "unpack", False),
     "kvflash": ("auto:512", "kvflash", KVFlashRequest(512, auto=True)),
+    "experts_on": ("0-0", "experts", {0}),
 }
 
 
@@ -185,8 +186,9 @@ def test_the_backend_gets_the_user_s_values(name: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(assembly, "LayerSplitBackend", Watched)
     value, option, expected = GIVEN[name]
     split = {} if name == "target_device" else {"target_devices": "cpu:0,cpu:1"}
-    with luce.load(Reference("qwen3-a-F32").path, **{"max_ctx": 64, **split, name: value}) as model:
-        assert seen[option] == expected
+    file = "olmoe-a-F32" if name == "experts_on" else "qwen3-a-F32"
+    with luce.load(Reference(file).path, **{"max_ctx": 64, **split, name: value}) as model:
+        assert (seen[option].layers if name == "experts_on" else seen[option]) == expected
         assert [shard["device"] for shard in model.placement] == seen["devices"]
 
 
