@@ -20,7 +20,7 @@ from luce.gguf.reader import GGUFFile
 from luce.log import event
 from luce.models.spec import ModelSpec
 from luce.profiles.link_cache import link_path, read_link, write_link
-from luce.profiles.measuring import peer_link
+from luce.profiles.measuring import peer_links
 from luce.profiles.profile import DeviceProfile, LinkProfile
 from luce.profiles.profile_cache import default_measuring, profile_of, profile_path, stored_profile
 from luce.remote.device import RemoteDevice, is_remote
@@ -137,7 +137,8 @@ class _Measurement:
             if group not in of_gpus:
                 self._take(group, self._begin(group))
         if self._peer:
-            self._links |= _peer_links(own)
+            names = [str(device.name) for device in own]
+            self._links |= {(names[before], names[behind]): link for (before, behind), link in peer_links(own).items()}
         names = [str(device.name) for device in self._devices]
         paths = {str(device.name): profile_path(device) for device in own}
         return MeasuredDevices({name: self._profiles[name] for name in names}, self._ways, self._links, paths)
@@ -224,14 +225,3 @@ def _in_turn(links: Iterable[LinkProfile]) -> LinkProfile:
     """Links as one, each of which takes the bytes when the one before it has them all."""
     links = list(links)
     return LinkProfile(sum(link.latency for link in links), 1 / sum(1 / link.bandwidth for link in links))
-
-
-def _peer_links(devices: Sequence[Device]) -> dict[tuple[str, str], LinkProfile]:
-    """Links between GPUs of this process that reach each other, measured now, in milliseconds."""
-    found = {}
-    for before in devices:
-        for behind in devices:
-            link = None if before is behind else peer_link(before, behind)
-            if link is not None:
-                found[str(before.name), str(behind.name)] = link
-    return found

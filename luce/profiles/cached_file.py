@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import tempfile
+import time
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +16,8 @@ from luce.log import event
 
 _log = logging.getLogger("luce.profiles")
 Value = TypeVar("Value")
+#: seconds for which figures count
+MAX_AGE = 90 * 86400
 
 
 def read_cached(path: Path, type: type[Value]) -> Value | None:
@@ -26,12 +29,20 @@ def read_cached(path: Path, type: type[Value]) -> Value | None:
     except OSError as error:
         event(_log, "profile_unreadable", logging.WARNING, file=str(path), reason=error.strerror)
     except (ValueError, msgspec.MsgspecError) as error:
-        reject_cached(path, str(error))
+        _reject(path, str(error))
     return None
 
 
-def reject_cached(path: Path, reason: str) -> None:
-    """Say in the log why the value in a file is not believed."""
+def counts(path: Path, flaw: str, measured: float) -> bool:
+    """Whether the figures of a file count, which were measured at a time (seconds since 1970): not with a flaw, which
+    the log says, and not if they are too old."""
+    if flaw:
+        _reject(path, flaw)
+        return False
+    return 0 <= time.time() - measured < MAX_AGE
+
+
+def _reject(path: Path, reason: str) -> None:
     event(_log, "profile_invalid", logging.WARNING, file=str(path), reason=reason)
 
 

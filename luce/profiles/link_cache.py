@@ -11,9 +11,9 @@ from pathlib import Path
 
 import msgspec
 
-from luce.profiles.cached_file import read_cached, reject_cached, write_cached
+from luce.profiles.cached_file import counts, read_cached, write_cached
 from luce.profiles.profile import LinkProfile
-from luce.profiles.profile_cache import MAX_AGE, profile_folder
+from luce.profiles.profile_cache import profile_folder
 
 _FORMAT = 1
 
@@ -41,10 +41,7 @@ def read_link(path: Path) -> LinkProfile | None:
     if stored is None:
         return None
     flaw = stored.link.flaw if stored.format == _FORMAT else f"format is {stored.format}"
-    if flaw:
-        reject_cached(path, flaw)
-        return None
-    return stored.link if 0 <= time.time() - stored.measured < MAX_AGE else None
+    return stored.link if counts(path, flaw, stored.measured) else None
 
 
 def write_link(path: Path, link: LinkProfile) -> None:

@@ -390,6 +390,18 @@ def peer_link(before: Device, behind: Device, sizes: ProfileSizes = GPU_PROFILE)
     return _link(_Timer(behind, Measuring(sizes)), there)
 
 
+def peer_links(devices: Sequence[Device]) -> dict[tuple[int, int], LinkProfile]:
+    """Links between GPUs of this process that reach each other, by their places in `devices`. Measured in milliseconds
+    each."""
+    found = {}
+    for before, first in enumerate(devices):
+        for behind, second in enumerate(devices):
+            link = None if before == behind else peer_link(first, second)
+            if link is not None:
+                found[before, behind] = link
+    return found
+
+
 def _link(timer: _Timer, copy: Callable[[int], Callable[[], float]]) -> LinkProfile:
     """The figures of a way from the seconds of copies of so many bytes."""
     latency = timer.repeated(copy(_ROW)).median

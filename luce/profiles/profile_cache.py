@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import time
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -21,7 +20,7 @@ from gguf import GGMLQuantizationType
 
 import luce
 from luce.config.directories import user_cache_directory
-from luce.profiles.cached_file import read_cached, reject_cached, write_cached
+from luce.profiles.cached_file import counts, read_cached, write_cached
 from luce.profiles.measuring import GPU_PROFILE, HOST_PROFILE, Measuring, profile_device
 from luce.profiles.profile import DeviceProfile, FormatProfile, Observed
 from luce.runtime import kernels
@@ -31,8 +30,6 @@ from luce.runtime.gpu import GpuDevice
 from luce.runtime.power import power_limit
 
 _FORMAT = 2
-#: seconds for which figures count
-MAX_AGE = 90 * 86400
 
 
 def profile_of(
@@ -128,10 +125,7 @@ def read_profile(path: Path) -> DeviceProfile | None:
     if stored is None:
         return None
     flaw = stored.profile.flaw if stored.format == _FORMAT else f"format is {stored.format}"
-    if flaw:
-        reject_cached(path, flaw)
-        return None
-    return stored.profile if 0 <= time.time() - stored.profile.measured < MAX_AGE else None
+    return stored.profile if counts(path, flaw, stored.profile.measured) else None
 
 
 class _Stored(msgspec.Struct):

@@ -17,7 +17,7 @@ from gguf import GGMLQuantizationType
 from luce.errors import BackendError, LuceError
 from luce.ipc.channel import SMALL_FRAME, ProtocolError
 from luce.ipc.supervisor import Ask
-from luce.profiles.measuring import peer_link
+from luce.profiles.measuring import peer_links
 from luce.profiles.profile import LinkProfile
 from luce.profiles.profile_cache import default_measuring, profile_key, profile_of, stored_profile
 from luce.remote.messages import Measure, Measured, MeasuredDevice, PeerFigures, Probe, Probed
@@ -39,12 +39,7 @@ def measure_devices(devices: Sequence[Device], message: Measure) -> Measured:
         raise BackendError(f"there are no weights of type {error.args[0]!r}") from None
     end = time.monotonic() + message.seconds
     found = [_measured(device, types, message, end) for device in devices]
-    peers = []
-    for before, first in enumerate(devices):
-        for behind, second in enumerate(devices):
-            link = None if before == behind else peer_link(first, second)
-            if link is not None:
-                peers.append(PeerFigures(before, behind, link))
+    peers = (PeerFigures(before, behind, link) for (before, behind), link in peer_links(devices).items())
     return Measured(tuple(found), tuple(peers))
 
 
@@ -86,7 +81,7 @@ def ask_figures(ask: Ask, message: Measure, devices: int) -> DaemonFigures:
         raise ProtocolError(f"it sent figures of {len(found.devices)} devices instead of {devices}")
     for number, device in enumerate(found.devices):
         flaw = "" if device.profile is None else device.profile.flaw
-        if not flaw and device.profile is not None and device.profile.formats.keys() < set(message.types):
+        if not flaw and device.profile is not None and not device.profile.formats.keys() >= set(message.types):
             flaw = "types of weights are missing"
         if flaw:
             raise ProtocolError(f"it sent figures of device {number} that cannot be: {flaw}")

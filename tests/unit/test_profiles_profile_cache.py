@@ -29,7 +29,7 @@ NOW = 1e9 + 5
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profile_cache.time, "time", lambda: NOW)
+    monkeypatch.setattr("time.time", lambda: NOW)
 
 
 def stored(path: Path, **changes: Any) -> Path:

@@ -139,6 +139,7 @@ def wrong(**changes: Any) -> DeviceProfile:
         (wrong(way=LinkProfile(0.0, float("inf"))), "way.bandwidth is inf"),
         (wrong(way=LinkProfile(float("nan"), 1.0)), "way.latency is nan"),
         (replace(PROFILE, formats={}), "types of weights are missing"),
+        (replace(PROFILE, formats={"Q8_0": FOUND}), "types of weights are missing"),
         (wrong(read="much"), "Expected `float`, got `str`"),
     ],
 )
