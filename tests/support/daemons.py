@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,9 +30,9 @@ HERE = Path(sys.executable)
 
 
 @contextmanager
-def devices(names: str, **settings: object) -> Iterator[list[Device]]:
+def devices(names: str, **settings: Any) -> Iterator[list[Device]]:
     """Devices of a placement whose daemons run this interpreter: by default all but the first."""
-    fields = {"target_shard_ipc_bin": (("", HERE),), "shard_start_timeout": 60.0, **settings}
+    fields: dict[str, Any] = {"target_shard_ipc_bin": (("", HERE),), "shard_start_timeout": 60.0, **settings}
     with ExitStack() as stack:
         opened = open_placement(Config(target_devices=tuple(names.split(",")), **{"cpu_weights": "float32", **fields}))
         for device in opened:
