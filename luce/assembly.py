@@ -433,7 +433,7 @@ def _draft_devices(drafter: Drafter | None, scorers: Scorers) -> dict[str, Remot
 def _compressor(
     opened: contextlib.ExitStack, scorers: Scorers, config: Config, target: GGUFFile, directory: Path | None
 ) -> Compressor | None:
-    """The compressor of prompts, None without --prefill-drafter; `opened` closes it. `directory`: for what is kept."""
+    """The compressor of prompts, None without --prefill-drafter; `opened` closes it. `directory`: for their spans."""
     if not config.prefill_drafter:
         return None
     plan, shared = scorers.find(config.prefill_drafter, config.prefill_drafter_device)

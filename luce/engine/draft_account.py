@@ -1,9 +1,9 @@
-"""What drafting has gained and lost, in seconds against plain decoding: it may lose a share of the time, no more. Pure.
+"""The balance of drafting in seconds against plain decoding: drafting may lose a share of the time, no more. Pure.
 
 Estimates of times and of acceptance are noisy, and a drafter that looks as if it paid may lose all the same. So the
-outcome of each step with drafts is booked: what the step and its proposals took, against what its tokens would have
-taken without drafts. Steps without drafts earn a share of their time. While the balance is below zero nothing is
-drafted.
+outcome of each step with drafts is booked: the seconds of the step and its proposals, against the seconds that its
+tokens would have taken without drafts. Steps without drafts earn a share of their time. While the balance is below zero
+nothing is drafted.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Who is drafted for: by times, by forecasts of what each sequence's drafts gain, and by what drafting has gained.
+"""Chooses the sequences to draft for: by times, by forecasts of the gain of each sequence's drafts, and by the account.
 
 A forecast is the mean over a sequence's recent proposals of the probabilities that their rows are accepted; a new
-sequence has that of all sequences. Sequences that do not pay by it rest. What they would gain is tried again from time
+sequence has that of all sequences. Sequences for which drafting does not pay by it rest. Each is tried again from time
 to time, as far as the account of drafting allows (luce.engine.draft_account).
 """
 
@@ -71,7 +71,7 @@ class Pace:
             one.judge(pays=index in worth or (one.forecast is None and not self._new))
 
     def _tried(self, resting: Many[DraftedSequence], asked: int) -> DraftedSequence | None:
-        """One of the sequences that rest whose pause is over, if trying it may cost what it costs."""
+        """One of the resting sequences whose pause is over, if the account affords the time of its proposal."""
         ready = [one for one in resting if one.waited()]
         cost = self.draft_times(asked + 1) - (self.draft_times(asked) if asked else 0.0)
         if not ready or not self.account.affords(max(cost, 0.0)):

@@ -1,4 +1,4 @@
-"""What was kept of prompts, on the disk."""
+"""Spans of compressed prompts on the disk."""
 
 from __future__ import annotations
 
@@ -78,5 +78,5 @@ def test_a_directory_that_is_none_costs_no_prompt(
     files = SpanFiles(tmp_path)
     files.put(A, SPANS)
     assert files.get(A) is None
-    assert caplog.text.count("what is kept of prompts is not on the disk") == 1
+    assert caplog.text.count("cannot store or read spans of compressed prompts") == 1
     assert not list(tmp_path.glob("elsewhere/*"))

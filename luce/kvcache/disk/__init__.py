@@ -16,7 +16,7 @@ reads the directory through Store.
     expansion        how much the parts of a snapshot may expand to
     manifest         a snapshot's tokens, files and parent
     fingerprint      the model and settings that a snapshot is valid for
-    spans            what was kept of compressed prompts
+    spans            spans of compressed prompts
     stats            numbers for /v1/cache and the metrics
     files            every file operation: below the directory, through no link
     threads          worker threads that a disk may block for ever

@@ -1,4 +1,4 @@
-"""What was kept of compressed prompts, on the disk: FORMAT.md."""
+"""Spans of compressed prompts on the disk: FORMAT.md."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ class SpanFiles:
     def _warn(self, error: OSError) -> None:
         if not self._failed:
             self._failed = True
-            _log.warning("what is kept of prompts is not on the disk: %s", error)
+            _log.warning("cannot store or read spans of compressed prompts: %s", error)
 
 
 def _shorten(directory: OpenDirectory) -> None:
-    """Remove the least recently used files, so that some more have room."""
+    """Remove the least recently used files, so that others have room."""
     names = directory.names()
     if len(names) <= MOST_FILES:
         return
