@@ -41,6 +41,11 @@ def test_the_result_is_that_of_the_formulas(
     checks.check(device, n, rows, shape, alpha)
 
 
+@on_devices("begin", host=[], emulated=[70], gpu=[70, 1000], **PATHS)
+def test_pages_of_query_blocks_are_listed(device: Device, begin: int) -> None:
+    checks.check_lists(device, begin, heads=4, kv_heads=2)
+
+
 # Steps of 16 rows or fewer are split otherwise where nothing is left out.
 @on_devices("n, rows", host=[(1300, 384)], emulated=[(1300, 768)], gpu=[(1300, 384), (5000, 2048)], **PATHS)
 def test_with_all_blocks_the_bits_are_those_of_attention(device: Device, n: int, rows: int) -> None:

@@ -122,3 +122,28 @@ def check(device: Device, n: int, rows: int, shape: tuple[int, int, int], alpha:
     certain = np.repeat(nearest > MARGIN, BLOCK, axis=1)[:, :n].T
     assert certain.mean() > 0.7, "too few rows can be compared"
     np.testing.assert_allclose(found[certain], reference(text, read)[certain], rtol=5e-3, atol=5e-3)
+
+
+def check_lists(device: Device, begin: int, heads: int, kv_heads: int) -> None:
+    """list_pages of three query blocks from `begin` on, where a wave takes several turns; the last page is missing."""
+    rng = np.random.default_rng(begin)
+    queries, blocks, each = 3, begin + 9, BLOCK // PAGE
+    columns, pages, alpha = blocks, (begin + queries) * each - 1, 0.3
+    scores = rng.uniform(-3, 0, (heads, queries, columns)).astype(np.float32)
+    shape = (heads * queries, pages + 1)
+    table, first = (device.upload(np.full(shape, -1, np.int32)) for _ in range(2))
+    count = device.empty(heads * queries, np.int32)
+    dense = begin + queries - 1
+    sizes = begin, columns, shape[1], heads // kv_heads, blocks * each, pages, 2, 4, dense
+    args = (device.upload(scores), table, first, count, *map(np.int32, sizes), np.float32(alpha))
+    device.launch("block_sparse", "list_pages", (queries, heads), (device.lanes,), args, defines={"KTYPE": "F16"})
+    found = [device.download(array) for array in (table, first, count)]
+    for number, (head, query) in enumerate(np.ndindex(heads, queries)):
+        m, own = begin + query, scores[head, query].astype(np.float64)
+        near = np.exp(own - own[:m].max()) >= alpha
+        kept = [b for b in range(m + 1) if b < 2 or m - b < 4 or m >= dense or near[b]]
+        listed = np.array([page for b in kept for page in range(b * each, (b + 1) * each) if page < pages])
+        assert found[2][number] == len(listed)
+        base = head // (heads // kv_heads) * blocks * each
+        np.testing.assert_array_equal(found[0][number, : len(listed)], base + listed)
+        np.testing.assert_array_equal(found[1][number, : len(listed)], listed * PAGE)

@@ -1,11 +1,14 @@
-"""The line below a reply."""
+"""A reply that is interrupted, and the line below a reply."""
 
 from __future__ import annotations
 
 import dataclasses
+import signal
+
+import pytest
 
 from luce.cli.repl.replier import Ending
-from luce.cli.repl.turn import speed
+from luce.cli.repl.turn import Interrupt, speed
 
 TIMES = [10.0, 10.25, 11.25]
 
@@ -26,3 +29,19 @@ def test_speed_says_only_what_is_known() -> None:
     assert speed(unknown, TIMES[:2], context=100) == "1 tok · first 0.25 s"
     none = dataclasses.replace(ending, tokens=None)
     assert speed(none, TIMES[:1], context=100) == "0 tok · prompt 5 · ctx 5/100"
+
+
+def test_a_key_pressed_just_before_a_wait_ends_it() -> None:
+    """The caller has looked at `pressed`, and the server sends nothing more."""
+    with Interrupt() as interrupt:
+        signal.raise_signal(signal.SIGINT)
+        assert interrupt.pressed
+        with pytest.raises(KeyboardInterrupt):
+            interrupt.wait(lambda: pytest.fail("waits"))
+
+
+def test_a_key_pressed_while_nothing_waits_raises_nothing() -> None:
+    with Interrupt() as interrupt:
+        assert interrupt.wait(lambda: 5) == 5
+        signal.raise_signal(signal.SIGINT)
+        assert interrupt.pressed

@@ -151,6 +151,12 @@ def _moe_matmul(device: Device) -> None:
     op_checks_moe.check_strides(device, 3, cols=24)
 
 
+def _block_sparse(device: Device) -> None:
+    op_checks_block_sparse.check(device, 1281, 1281, (1, 1, 32), 0.12)
+    op_checks_block_sparse.check(device, 1281, 1281, (1, 1, 160), 0.12)  # several pieces of a head
+    op_checks_block_sparse.check_lists(device, 70, heads=2, kv_heads=1)
+
+
 #: per source what its mutations must fail
 CHECKS: dict[str, Callable[[Device], None]] = {
     "attention.cu": _attention,
@@ -173,7 +179,7 @@ CHECKS: dict[str, Callable[[Device], None]] = {
     "reduce.h": _reduce,
     "fp16.cu": lambda device: op_checks_matmul.check_fp16_rows(device, (3, 2100), slots=False),
     "argmax_logsumexp.cu": lambda device: op_checks_sample.check_argmax_logsumexp(device, 9000, 1.0, 0.0),
-    "block_sparse.cu": lambda device: op_checks_block_sparse.check(device, 1281, 1281, (1, 1, 32), 0.12),
+    "block_sparse.cu": _block_sparse,
     "tail_attention.cu": lambda device: op_checks_tail_attention.check_weights(
         device, "f16", (4, 2, 32), 50, 8, "halves"
     ),
@@ -190,6 +196,8 @@ HARMLESS = (
     ("deltanet.cu", "LUCE_LANES == 0,"),
     ("moe.cu", "LUCE_LANES)  // experts"),
     ("attention_mma.cu", "LUCE_LANES"),  # never launched with 64
+    ("block_sparse.cu", "LUCE_LANES)\nstatic_assert"),  # never compiled for 64
+    ("block_sparse.cu", "LUCE_LANES) top"),  # scores are only read twice
     ("qkv.cu", "LUCE_LANES)\n"),  # arrays and loops are only larger than needed
     ("qkv.cu", "LUCE_LANES >= d) break;"),
     ("qkv.cu", "LUCE_LANES < 2 * turned) own["),

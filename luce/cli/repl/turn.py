@@ -34,9 +34,12 @@ class Interrupt:
         signal.signal(signal.SIGINT, self._before)
 
     def wait(self, function: Callable[[], T]) -> T:
-        """The function's result. Raises KeyboardInterrupt if the key is pressed meanwhile."""
+        """The function's result. Raises KeyboardInterrupt if the key is pressed meanwhile, or was before."""
         self._waiting = True
         try:
+            # Pressed after the caller last looked: nothing else would end the wait.
+            if self.pressed:
+                raise KeyboardInterrupt
             return function()
         finally:
             self._waiting = False
