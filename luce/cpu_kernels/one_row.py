@@ -223,8 +223,22 @@ def q5_k(weights, stride, cols, x, to):
 
 
 @inlined
-def _six(nibbles, bits, shift, quarter):
-    return ((nibbles >> shift) & _LOW) | (((bits >> (2 * quarter)) & 0x03030303) << 4)
+def _six(nibbles, bits, quarter):
+    """Nibbles with two bits for each byte, both of the columns of that quarter."""
+    high = bits << (4 - 2 * quarter) if quarter < 2 else bits >> (2 * quarter - 4)
+    return ((nibbles >> quarter // 2 * 4) & _LOW) | (high & 0x30303030)
+
+
+@inlined
+def _sum_six(nibbles, bits, quarter, x, place):
+    """The sums of 16 columns."""
+    words = (
+        _six(nibbles[0], bits[0], quarter),
+        _six(nibbles[1], bits[1], quarter),
+        _six(nibbles[2], bits[2], quarter),
+        _six(nibbles[3], bits[3], quarter),
+    )
+    return sum_own(words, place, x, int32(32))
 
 
 @compiled
@@ -236,25 +250,25 @@ def q6_k(weights, stride, cols, x, to):
         for half in range(2):
             a, b, c, d = columns16(at + 192, stride)
             first, second = (a, b) if half == 0 else (c, d)
-            for quarter in range(4):
-                _ask(ahead + (block * 8 + half * 4 + quarter) * 420, 420)
-                upper = at + 128 + half * 32
-                own, shift = at + half * 64 + quarter % 2 * 32, quarter // 2 * 4
-                for part in range(2):
-                    nibbles, bits = bytes16(own + part * 16, stride), bytes16(upper + part * 16, stride)
-                    words = (
-                        _six(nibbles[0], bits[0], shift, quarter),
-                        _six(nibbles[1], bits[1], shift, quarter),
-                        _six(nibbles[2], bits[2], shift, quarter),
-                        _six(nibbles[3], bits[3], shift, quarter),
-                    )
-                    products = sum_own(words, 0, x, int32(32)) if part == 0 else sum_own(words, 4, x, int32(32))
-                    sums = add_rows(sums, products, scale * signed_byte(first, 0), x + SCALE, 0)
-                    first = first >> 8
-                    forget_loads()
-                if quarter == 1:
-                    first = second
-                x += RECORD
+            for part in range(4):
+                _ask(ahead + (block * 8 + half * 4 + part) * 420, 420)
+            upper, own = at + 128 + half * 32, at + half * 64
+            bits, more_bits = bytes16(upper, stride), bytes16(upper + 16, stride)
+            # Each byte has a column of quarter 0 and one of 2, or one of 1 and one of 3; floats are added in their order.
+            low, more = bytes16(own, stride), bytes16(own + 16, stride)
+            y, z = x + RECORD, x + 2 * RECORD
+            sums = add_rows(sums, _sum_six(low, bits, 0, x, 0), scale * signed_byte(first, 0), x + SCALE, 0)
+            sums = add_rows(sums, _sum_six(more, more_bits, 0, x, 4), scale * signed_byte(first, 1), x + SCALE, 0)
+            later, last = _sum_six(low, bits, 2, z, 0), _sum_six(more, more_bits, 2, z, 4)
+            low, more = bytes16(own + 32, stride), bytes16(own + 48, stride)
+            sums = add_rows(sums, _sum_six(low, bits, 1, y, 0), scale * signed_byte(first, 2), y + SCALE, 0)
+            sums = add_rows(sums, _sum_six(more, more_bits, 1, y, 4), scale * signed_byte(first, 3), y + SCALE, 0)
+            sums = add_rows(sums, later, scale * signed_byte(second, 0), z + SCALE, 0)
+            sums = add_rows(sums, last, scale * signed_byte(second, 1), z + SCALE, 0)
+            x += 3 * RECORD
+            sums = add_rows(sums, _sum_six(low, bits, 3, x, 0), scale * signed_byte(second, 2), x + SCALE, 0)
+            sums = add_rows(sums, _sum_six(more, more_bits, 3, x, 4), scale * signed_byte(second, 3), x + SCALE, 0)
+            x += RECORD
     store_rows(sums, to)
 
 
