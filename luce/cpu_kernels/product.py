@@ -192,6 +192,9 @@ def product(arguments, part, scratch):
     tiles = 0
     for number in range(weights):
         tiles += (word(arguments, HEAD_WORDS + number * WEIGHT_WORDS + 3) + TILE - 1) // TILE
+    # Threads take parts in turns: each has a run of rows of its own, whose next rows are on their way to its cache.
+    threads = max(1, parts // _PARTS)
+    part = part % threads * (parts // threads) + part // threads
     begin, end = tiles * part // parts, tiles * (part + 1) // parts
     for number in range(weights):
         weight = arguments + (HEAD_WORDS + number * WEIGHT_WORDS) * 8
