@@ -12,10 +12,12 @@ their threads.
     vectors         vectors of 16 lanes in compiled code; vector_rows: one for each of several rows of x; narrow:
                     numbers of 8 and 16 bits; gather: elements of a table
     lowering        the LLVM instructions behind vectors
-    thread_pool     threads that share a kernel's parts
-    jit             decorators of compiled functions, and the folder that keeps their machine code
+    jobs            the parts of a kernel, computed by threads; thread_pool: these threads, for Python
+    memory          memory of compiled functions
+    jit             decorators of compiled functions, and their compilation
+    machine_code    compiled functions on disk and in memory, and their calls from Python
     dimensions      sizes that compiled code and its callers share
 
-Not here: which product a weight gets (ops). Called by ops and runtime; numba is imported when a device with packed
-weights opens.
+Not here: which product a weight gets (ops). Called by ops and runtime. catalogue, machine_code, thread_pool and
+dimensions are all that a start with a filled cache imports: the others import numba.
 """

@@ -14,8 +14,9 @@ import numpy as np
 
 from luce.cpu_kernels.dimensions import LANES, MOST_GROUP, MOST_HEAD, PAGE
 from luce.cpu_kernels.jit import compiled, compiled_as, inlined
+from luce.cpu_kernels.jobs import run_job
 from luce.cpu_kernels.kv_page import F32, page_floats
-from luce.cpu_kernels.thread_pool import run_job
+from luce.cpu_kernels.memory import stack_words
 from luce.cpu_kernels.vector_rows import add_products, load_rows, store_rows, zero_rows
 from luce.cpu_kernels.vectors import (
     element,
@@ -258,7 +259,7 @@ def attention(
     n, heads, d = q.shape
     kv_heads = keys.shape[1]
     part = max(1, min(_MOST_ROWS, MOST_GROUP // (heads // kv_heads))) if many else 1
-    arguments = np.empty(_WORDS, np.int64)
+    arguments = stack_words(_WORDS)
     arguments[_Q], arguments[_ROW_STRIDE], arguments[_HEAD_STRIDE] = q.ctypes.data, q.strides[0], q.strides[1]
     arguments[_KEYS], arguments[_VALUES], arguments[_OUT] = keys.ctypes.data, values.ctypes.data, out.ctypes.data
     arguments[_KEY_TYPE], arguments[_KEY_BYTES] = key_type, keys.shape[2]

@@ -1,19 +1,22 @@
-"""All compiled kernels of the CPU, with what their callers need to know of them."""
+"""All compiled kernels of the CPU, with what their callers need to know of them.
+
+They are in groups that are compiled, stored and loaded together (machine_code.py). Only the compilation of a group
+imports the modules of its kernels, and numba with them.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 from luce.cpu_kernels.dimensions import DELTA_SCRATCH
-
-if TYPE_CHECKING:
-    from luce.cpu_kernels.thread_pool import Job
+from luce.cpu_kernels.machine_code import Group, LoadedGroup, PythonFunction, load
+from luce.cpu_kernels.thread_pool import Job
 
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
@@ -42,8 +45,6 @@ class FormatKernels:
     #: addresses: of the function that unpacks, and of the product of one row, 0 if there is none
     unpack: int
     one_row: int
-    #: the C functions, which must outlive all products
-    functions: tuple[object, ...]
 
 
 @dataclass(frozen=True)
@@ -54,23 +55,22 @@ class Kernels:
     attention: Job
     rms_norm: Job
     gated_activation: Job
-    #: bytes of memory that a thread of the pool needs
+    #: bytes of memory that a thread of the pool needs, and the address of its function
     scratch: int
+    work: int
     product_words: ProductWords
     #: of heads: norms and rotation, writing keys and values, and both
-    prepare: Callable[..., None]
-    write: Callable[..., None]
-    prepare_and_write: Callable[..., None]
+    prepare: PythonFunction
+    write: PythonFunction
+    prepare_and_write: PythonFunction
     #: the instructions that multiply bytes
     instructions: str
-    #: the C functions of the jobs' kernels, which must outlive them
-    functions: tuple[object, ...]
 
     @property
     def gated_delta_net(self) -> Job:
         """Compiled or read from the cache at the first call: few families have it, and it takes as long as the rest."""
         with _lock:
-            return _gated_delta_net()[0]
+            return _gated_delta_net()
 
 
 def kernels() -> Kernels:
@@ -79,41 +79,66 @@ def kernels() -> Kernels:
         return _kernels()
 
 
+def _load(name: str, what: str, members: Callable[[], tuple[Mapping[str, Any], Mapping[str, Any]]]) -> LoadedGroup:
+    """A group; `members`: its functions and facts, from the modules that numba compiles. `what`: it is of, for the
+    log."""
+
+    def compile_group() -> Group:
+        of, begun = f" for {what}" if what else "", time.monotonic()
+        _log.info("compiling the kernels of the CPU%s, once for this machine", of)
+        from luce.cpu_kernels.jit import compile_all
+
+        functions, facts = members()
+        group = Group(compile_all(functions), dict(facts))
+        _log.info("compiled the kernels of the CPU%s in %.1f s", of, time.monotonic() - begun)
+        return group
+
+    return load(name, compile_group)
+
+
+def _base_members() -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    from luce.cpu_kernels import attention, elementwise, heads, jobs, lowering, product, quantised_rows
+
+    functions = {
+        "multiply": product.multiply,
+        "product": product.product,
+        "quantise_part": quantised_rows.quantise_part,
+        "attention": attention.attention,
+        "attend": attention.attend,
+        "rms_norm": elementwise.rms_norm,
+        "rms_norm_rows": elementwise.rms_norm_rows,
+        "gated_activation": elementwise.gated_activation,
+        "gated_activation_rows": elementwise.gated_activation_rows,
+        "prepare": heads.prepare,
+        "write": heads.write,
+        "prepare_and_write": heads.prepare_and_write,
+        "work": jobs.work,
+    }
+    words = ProductWords(product.WEIGHT_WORDS, product.COUNT, product.FIRST, product.PLACE, product.FUNCTIONS)
+    scratch = -(-max(product.SCRATCH, attention.SCRATCH, DELTA_SCRATCH) // 64) * 64
+    return functions, {"instructions": lowering.INSTRUCTIONS, "scratch": scratch, **words._asdict()}
+
+
 @cache
 def _kernels() -> Kernels:
-    from luce.cpu_kernels.jit import FOLDER, c_function
+    group = _load("base", "", _base_members)
 
-    fresh, begun = not any(FOLDER.rglob("*.nbc")), time.monotonic()
-    if fresh:
-        _log.info("compiling the kernels of the CPU, once for this machine")
-    from luce.cpu_kernels import attention, elementwise, heads, lowering, product, quantised_rows
-    from luce.cpu_kernels.thread_pool import Job
+    def job(function: str, *kernels: str) -> Job:
+        return Job(group.function(function), tuple(group.address(name) for name in kernels))
 
-    functions: list[Any] = []
-
-    def job(function: Callable[..., None], *kernels: Any) -> Job:
-        own = [c_function(kernel) for kernel in kernels]
-        functions.extend(own)
-        return Job(function, tuple(each.address for each in own))
-
-    made = Kernels(
-        multiply=job(product.multiply, product.product, quantised_rows.quantise_part),
-        attention=job(attention.attention, attention.attend),
-        rms_norm=job(elementwise.rms_norm, elementwise.rms_norm_rows),
-        gated_activation=job(elementwise.gated_activation, elementwise.gated_activation_rows),
-        scratch=-(-max(product.SCRATCH, attention.SCRATCH, DELTA_SCRATCH) // 64) * 64,
-        product_words=ProductWords(
-            product.WEIGHT_WORDS, product.COUNT, product.FIRST, product.PLACE, product.FUNCTIONS
-        ),
-        prepare=heads.prepare,
-        write=heads.write,
-        prepare_and_write=heads.prepare_and_write,
-        instructions=lowering.INSTRUCTIONS,
-        functions=tuple(functions),
+    return Kernels(
+        multiply=job("multiply", "product", "quantise_part"),
+        attention=job("attention", "attend"),
+        rms_norm=job("rms_norm", "rms_norm_rows"),
+        gated_activation=job("gated_activation", "gated_activation_rows"),
+        scratch=int(group.facts["scratch"]),
+        work=group.address("work"),
+        product_words=ProductWords(*(int(group.facts[name]) for name in ProductWords._fields)),
+        prepare=group.function("prepare"),
+        write=group.function("write"),
+        prepare_and_write=group.function("prepare_and_write"),
+        instructions=str(group.facts["instructions"]),
     )
-    if fresh:
-        _log.info("compiled the kernels of the CPU in %.1f s", time.monotonic() - begun)
-    return made
 
 
 def format_kernels(kind: int) -> FormatKernels:
@@ -122,12 +147,8 @@ def format_kernels(kind: int) -> FormatKernels:
         return _format_kernels(kind)
 
 
-@cache
-def _format_kernels(kind: int) -> FormatKernels:
-    from gguf import GGMLQuantizationType
-
+def _format_members(kind: int) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     from luce.cpu_kernels import unpack
-    from luce.cpu_kernels.jit import FOLDER, c_function
     from luce.cpu_kernels.one_row import ONE_ROW
 
     offset, groups16, function = unpack.OFFSETS.get(kind, 0), kind in unpack.GROUPS16, unpack.UNPACK.get(kind)
@@ -136,35 +157,38 @@ def _format_kernels(kind: int) -> FormatKernels:
         from luce.cpu_kernels import unpack_grid as grid
 
         offset, groups16, function = grid.GRID_OFFSETS[kind], kind in grid.GRID_GROUPS16, grid.UNPACK_GRID[kind]
-    name = GGMLQuantizationType(kind).name
-    fresh, begun = not any(FOLDER.rglob(f"*.{function.__name__}-*.nbc")), time.monotonic()
-    if fresh:
-        _log.info("compiling the kernels of the CPU for %s, once for this machine", name)
-    functions = [c_function(function, 4)]
-    if kind in ONE_ROW:
-        functions.append(c_function(ONE_ROW[kind], 5))
-    if fresh:
-        _log.info("compiled the kernels of the CPU for %s in %.1f s", name, time.monotonic() - begun)
-    return FormatKernels(
-        offset=offset,
-        groups16=groups16,
-        minimums=kind in unpack.WITH_MINIMUMS,
-        unpack=functions[0].address,
-        one_row=functions[1].address if len(functions) > 1 else 0,
-        functions=tuple(functions),
-    )
+    functions = {"unpack": function} | ({"one_row": ONE_ROW[kind]} if kind in ONE_ROW else {})
+    facts = {"offset": offset, "groups16": groups16, "minimums": kind in unpack.WITH_MINIMUMS}
+    return functions, {**facts, "one_row": kind in ONE_ROW}
 
 
 @cache
-def _gated_delta_net() -> tuple[Job, tuple[object, ...]]:
-    """The job, and the C functions that must outlive it."""
-    from luce.cpu_kernels.jit import FOLDER, c_function
+def _format_kernels(kind: int) -> FormatKernels:
+    from gguf import GGMLQuantizationType
 
-    fresh = not any(FOLDER.rglob("deltanet.*.nbc"))
-    if fresh:
-        _log.info("compiling the kernels of the CPU for gated DeltaNet, once for this machine")
+    name = GGMLQuantizationType(kind).name
+    group = _load(name, name, partial(_format_members, kind))
+    return FormatKernels(
+        offset=int(group.facts["offset"]),
+        groups16=bool(group.facts["groups16"]),
+        minimums=bool(group.facts["minimums"]),
+        unpack=group.address("unpack"),
+        one_row=group.address("one_row") if group.facts["one_row"] else 0,
+    )
+
+
+def _delta_members() -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     from luce.cpu_kernels import deltanet
-    from luce.cpu_kernels.thread_pool import Job
 
-    functions = c_function(deltanet.accept), c_function(deltanet.advance)
-    return Job(deltanet.gated_delta_net, tuple(each.address for each in functions)), functions
+    functions = {
+        "gated_delta_net": deltanet.gated_delta_net,
+        "accept": deltanet.accept,
+        "advance": deltanet.advance,
+    }
+    return functions, {}
+
+
+@cache
+def _gated_delta_net() -> Job:
+    group = _load("gated_delta_net", "gated DeltaNet", _delta_members)
+    return Job(group.function("gated_delta_net"), (group.address("accept"), group.address("advance")))

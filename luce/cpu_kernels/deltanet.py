@@ -21,7 +21,8 @@ from luce.cpu_kernels.dimensions import DELTA_FACTORS as _FACTORS
 from luce.cpu_kernels.dimensions import DELTA_VECTORS as _VECTORS
 from luce.cpu_kernels.dimensions import LANES, MOST_DELTA_HEAD, TREE_ROWS
 from luce.cpu_kernels.jit import compiled, compiled_as
-from luce.cpu_kernels.thread_pool import run_job
+from luce.cpu_kernels.jobs import run_job
+from luce.cpu_kernels.memory import stack_words
 from luce.cpu_kernels.vector_rows import add_products, store_rows, update_rows, zero_rows
 from luce.cpu_kernels.vectors import (
     element,
@@ -355,7 +356,7 @@ def gated_delta_net(
     out,
 ):
     """`accept` if spans have pending rows, then `advance` if there are rows. `pending` and `branches` may be empty."""
-    arguments = np.empty(_WORDS, np.int64)
+    arguments = stack_words(_WORDS)
     arguments[_X], arguments[_OUT], arguments[_STRIDE] = x.ctypes.data, out.ctypes.data, x.strides[0]
     arguments[_FILTERS], arguments[_TAPS] = taps.ctypes.data, taps.shape[0]
     arguments[_DECAY], arguments[_BIAS], arguments[_NORM] = decay.ctypes.data, bias.ctypes.data, norm.ctypes.data

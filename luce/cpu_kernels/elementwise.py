@@ -3,11 +3,10 @@ stay on the caller's thread."""
 
 from __future__ import annotations
 
-import numpy as np
-
 from luce.cpu_kernels.dimensions import ROWS
 from luce.cpu_kernels.jit import compiled, compiled_as
-from luce.cpu_kernels.thread_pool import hold, run_job
+from luce.cpu_kernels.jobs import run_job
+from luce.cpu_kernels.memory import stack_words
 from luce.cpu_kernels.vectors import (
     exp,
     fma,
@@ -67,12 +66,10 @@ def gated_activation_rows(arguments, part, scratch):
 
 
 @compiled
-def _arguments(first, second, out):
-    arguments = np.zeros(_WORDS, np.int64)
+def _fill(arguments, first, second, out):
     arguments[_FIRST], arguments[_FIRST_STRIDE] = first.ctypes.data, first.strides[0]
     arguments[_SECOND], arguments[_SECOND_STRIDE] = second.ctypes.data, second.strides[0]
     arguments[_OUT], arguments[_ROWS], arguments[_COLUMNS] = out.ctypes.data, out.shape[0], out.shape[1]
-    return arguments
 
 
 _PAIR = "float32[:, :], float32[:, :]"
@@ -81,12 +78,12 @@ _PAIR = "float32[:, :], float32[:, :]"
 @compiled_as(f"void(int64, UniTuple(int64, 1), {_PAIR}, float32[::1], float32[:, ::1], float32, boolean)")
 def rms_norm(slot, kernels, x, delta, weight, out, eps, added):
     """rms_norm_rows of all rows."""
-    arguments = _arguments(x, delta, out)
+    arguments = stack_words(_WORDS)
+    _fill(arguments, x, delta, out)
     arguments[_WEIGHT], arguments[_ADDED] = weight.ctypes.data, added
     put_float(arguments.ctypes.data + _EPS * 8, eps)
     if len(out) <= ROWS:
         rms_norm_rows(arguments.ctypes.data, 0, 0)
-        hold(arguments)
     else:
         run_job(slot, kernels[0], arguments, (len(out) + ROWS - 1) // ROWS)
 
@@ -94,10 +91,10 @@ def rms_norm(slot, kernels, x, delta, weight, out, eps, added):
 @compiled_as(f"void(int64, UniTuple(int64, 1), {_PAIR}, float32[:, ::1], boolean)")
 def gated_activation(slot, kernels, gate, up, out, gelu):
     """gated_activation_rows of all rows."""
-    arguments = _arguments(gate, up, out)
+    arguments = stack_words(_WORDS)
+    _fill(arguments, gate, up, out)
     arguments[_GELU] = gelu
     if len(out) <= ROWS:
         gated_activation_rows(arguments.ctypes.data, 0, 0)
-        hold(arguments)
     else:
         run_job(slot, kernels[0], arguments, (len(out) + ROWS - 1) // ROWS)

@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import numpy as np
 from gguf import GGMLQuantizationType
-from numba import int32
+from numba import carray, int32
 
 from luce.cpu_kernels.dimensions import MINIMUMS, RECORD, SCALE, SCALED, SCALES, SLICE, UNPACKED_BYTES
 from luce.cpu_kernels.jit import compiled, compiled_as, inlined
+from luce.cpu_kernels.jobs import call_kernel, run_job
 from luce.cpu_kernels.lowering import ROWS_AT_A_TIME
+from luce.cpu_kernels.memory import allocate, release
 from luce.cpu_kernels.narrow import load_bfloats, load_halves
 from luce.cpu_kernels.quantised_rows import quantise_rows
-from luce.cpu_kernels.thread_pool import call_kernel, hold, run_job
 from luce.cpu_kernels.vector_rows import (
     add_products,
     add_rows,
@@ -35,6 +36,7 @@ from luce.cpu_kernels.vector_rows import (
 from luce.cpu_kernels.vectors import (
     load_floats,
     move_float,
+    pointer,
     prefetch,
     splat,
     store,
@@ -220,20 +222,25 @@ def multiply(slot, kernels, plan, x, padded, out, whole, threads):
     """The products of a plan's weights with rows of x, written to out. `padded`: x for matrices of floats, whose rows
     are multiples of 16 columns. `whole`: each weight multiplies all rows of x."""
     # Another thread may multiply the same weights.
-    plan, records = plan.copy(), np.empty((0, 0), np.int8)
-    for number in range(plan[0]):
-        own = plan[HEAD_WORDS + number * WEIGHT_WORDS :]
+    size, row_bytes, quantised = len(plan) * 8, x.shape[1] // 32 * RECORD, False
+    memory = allocate((size + len(x) * row_bytes,))
+    own_plan = carray(pointer(memory), len(plan), np.int64)
+    for i in range(len(plan)):
+        own_plan[i] = plan[i]
+    for number in range(own_plan[0]):
+        own = own_plan[HEAD_WORDS + number * WEIGHT_WORDS :]
         if whole:
             own[COUNT] = len(x)
         if own[2] == _F16 or own[2] == _BF16 or own[2] == _F32:
             rows, stride = padded.ctypes.data, padded.strides[0]
         else:
-            if len(records) == 0:
-                records = quantise_rows(slot, kernels[1], x)
-            rows, stride = records.ctypes.data, records.strides[0]
+            if not quantised:
+                quantise_rows(slot, kernels[1], x, memory + size)
+                quantised = True
+            rows, stride = memory + size, row_bytes
         own[ROWS_OF_X], own[ROWS_OF_X + 1] = rows + own[FIRST] * stride, stride
         own[RESULTS] = out.ctypes.data + own[FIRST] * out.strides[0] + own[PLACE]
         own[RESULTS + 1] = out.strides[0]
-    plan[1] = 1 if plan[2] * len(x) < _ALONE else _PARTS * threads
-    run_job(slot, kernels[0], plan, plan[1])
-    hold(records)
+    own_plan[1] = 1 if own_plan[2] * len(x) < _ALONE else _PARTS * threads
+    run_job(slot, kernels[0], own_plan, own_plan[1])
+    release((memory,))

@@ -24,8 +24,9 @@ from numba import carray
 
 from luce.cpu_kernels.dimensions import FINER, RECORD, REST, ROWS, SCALE, SCALED, SUMS
 from luce.cpu_kernels.jit import compiled
+from luce.cpu_kernels.jobs import run_job
 from luce.cpu_kernels.lowering import PAIRS
-from luce.cpu_kernels.thread_pool import run_job
+from luce.cpu_kernels.memory import stack_words
 from luce.cpu_kernels.vectors import as_float, pointer, word
 
 
@@ -84,13 +85,12 @@ def quantise_part(arguments, part, scratch):
 
 
 @compiled
-def quantise_rows(slot, kernel, x):
-    """The records of x float32 [n, cols]: int8 [n, cols / 32 * RECORD]. `kernel`: the address of quantise_part."""
-    out = np.empty((len(x), x.shape[1] // 32 * RECORD), np.int8)
+def quantise_rows(slot, kernel, x, to):
+    """Write the records of x float32 [n, cols] to an address: int8 [n, cols / 32 * RECORD]. `kernel`: the address of
+    quantise_part."""
     if len(x) <= ROWS:
-        _quantise(x, out)
+        _quantise(x, carray(pointer(to), (len(x), x.shape[1] // 32 * RECORD), np.int8))
     else:
-        arguments = np.empty(4, np.int64)
-        arguments[0], arguments[1], arguments[2], arguments[3] = x.ctypes.data, out.ctypes.data, len(x), x.shape[1]
+        arguments = stack_words(4)
+        arguments[0], arguments[1], arguments[2], arguments[3] = x.ctypes.data, to, len(x), x.shape[1]
         run_job(slot, kernel, arguments, (len(x) + ROWS - 1) // ROWS)
-    return out

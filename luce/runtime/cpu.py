@@ -5,15 +5,11 @@ from __future__ import annotations
 import ctypes
 from contextlib import suppress
 from functools import cache
-from typing import TYPE_CHECKING
 
+from luce.cpu_kernels.catalogue import Kernels, kernels
+from luce.cpu_kernels.thread_pool import Pool
 from luce.runtime.cores import thread_count
 from luce.runtime.host import HostDevice
-
-if TYPE_CHECKING:
-    from luce.cpu_kernels.catalogue import Kernels
-    from luce.cpu_kernels.thread_pool import Pool
-
 
 # mallopt's options of glibc, and what a step's arrays stay below.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
@@ -27,11 +23,9 @@ class CpuDevice(HostDevice):
 
     def __init__(self, index: int = 0) -> None:
         super().__init__(index)
-        from luce.cpu_kernels.catalogue import kernels
-
         _keep_freed_memory()
         self.kernels: Kernels = kernels()
-        self.pool: Pool = _pool(thread_count(), self.kernels.scratch)
+        self.pool: Pool = _pool(thread_count(), self.kernels.scratch, self.kernels.work)
 
     def describe(self) -> dict[str, str | int]:
         return {**super().describe(), "threads": self.pool.threads}
@@ -51,7 +45,5 @@ def _keep_freed_memory() -> None:
 
 
 @cache
-def _pool(threads: int, scratch: int) -> Pool:
-    from luce.cpu_kernels.thread_pool import Pool
-
-    return Pool(threads, scratch)
+def _pool(threads: int, scratch: int, work: int) -> Pool:
+    return Pool(threads, scratch, work)

@@ -9,8 +9,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from luce.cpu_kernels.jit import c_function, compiled, compiled_as
-from luce.cpu_kernels.thread_pool import MOST_PARTS, Job, Pool, run_job
+from luce.cpu_kernels.catalogue import kernels
+from luce.cpu_kernels.jit import compile_all, compiled, compiled_as
+from luce.cpu_kernels.jobs import run_job
+from luce.cpu_kernels.machine_code import Group, LoadedGroup
+from luce.cpu_kernels.memory import stack_words
+from luce.cpu_kernels.thread_pool import MOST_PARTS, Job, Pool
 from luce.cpu_kernels.vectors import put_float, read_float, word
 
 
@@ -28,24 +32,25 @@ def count_part(arguments, part, scratch):  # type: ignore[no-untyped-def]
 @compiled_as("void(int64, UniTuple(int64, 1), float32[::1], int64)")
 def count(slot, kernels, counts, turns):  # type: ignore[no-untyped-def]
     """A job with a part for each of the counts."""
-    arguments = np.empty(2, np.int64)
+    arguments = stack_words(2)
     arguments[0], arguments[1] = counts.ctypes.data, turns
     run_job(slot, kernels[0], arguments, len(counts))
 
 
-KERNEL = c_function(count_part)
+COMPILED = LoadedGroup(Group(compile_all({"count": count, "count_part": count_part}), {}))
+COUNT = Job(COMPILED.function("count"), (COMPILED.address("count_part"),))
 
 
 @pytest.fixture(params=[1, 2, 5])
 def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
-    made = Pool(request.param, 64)
+    made = Pool(request.param, 64, kernels().work)
     yield made
     made.close()
 
 
 def run(pool: Pool, parts: int, turns: int = 0) -> np.ndarray:
     counts = np.zeros(parts, np.float32)
-    pool.call(Job(count, (KERNEL.address,)), counts, turns)
+    pool.call(COUNT, counts, turns)
     return counts
 
 
@@ -75,7 +80,7 @@ def test_jobs_of_several_threads(pool: Pool) -> None:
 
 
 def test_workers_that_sleep_wake_for_a_job() -> None:
-    pool = Pool(3, 64)
+    pool = Pool(3, 64, kernels().work)
     for _ in range(20):
         # Long enough that workers have given up looking for a job.
         time.sleep(0.01)
@@ -85,7 +90,7 @@ def test_workers_that_sleep_wake_for_a_job() -> None:
 
 def test_close_ends_the_workers_also_while_they_sleep() -> None:
     before = threading.active_count()
-    pool = Pool(4, 64)
+    pool = Pool(4, 64, kernels().work)
     assert threading.active_count() == before + 3
     time.sleep(0.01)
     pool.close()
