@@ -55,9 +55,10 @@ class Kernels:
     attention: Job
     rms_norm: Job
     gated_activation: Job
-    #: bytes of memory that a thread of the pool needs, and the address of its function
+    #: bytes of memory that a thread of the pool needs, and the addresses of the pool's functions
     scratch: int
     work: int
+    replay: int
     product_words: ProductWords
     #: of heads: norms and rotation, writing keys and values, and both
     prepare: PythonFunction
@@ -113,6 +114,7 @@ def _base_members() -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         "write": heads.write,
         "prepare_and_write": heads.prepare_and_write,
         "work": jobs.work,
+        "replay": jobs.replay,
     }
     words = ProductWords(product.WEIGHT_WORDS, product.COUNT, product.FIRST, product.PLACE, product.FUNCTIONS)
     scratch = -(-max(product.SCRATCH, attention.SCRATCH, DELTA_SCRATCH) // 64) * 64
@@ -133,6 +135,7 @@ def _kernels() -> Kernels:
         gated_activation=job("gated_activation", "gated_activation_rows"),
         scratch=int(group.facts["scratch"]),
         work=group.address("work"),
+        replay=group.address("replay"),
         product_words=ProductWords(*(int(group.facts[name]) for name in ProductWords._fields)),
         prepare=group.function("prepare"),
         write=group.function("write"),

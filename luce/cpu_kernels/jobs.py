@@ -98,6 +98,17 @@ def call_kernel(typing: Any, kernel: Any, arguments: Any) -> Any:
     return types.void(types.int64, arguments), make
 
 
+@intrinsic
+def _call_function(typing: Any, function: Any, words: Any) -> Any:
+    """Call a function that Python calls, by the address of its words. Returns what it returns (jit.py)."""
+
+    def make(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(_I64, [_I64])
+        return builder.call(builder.inttoptr(args[0], kind.as_pointer()), [args[1]])
+
+    return types.int64(types.int64, types.int64), make
+
+
 @compiled
 def _take(slot, scratch):
     """Compute a part of a slot's job. Returns whether there was one."""
@@ -161,3 +172,19 @@ def run_job(slot, kernel, arguments, parts):
         turns += 1
         if turns > _BUSY:
             _yield(())
+
+
+@compiled
+def replay(slot, sequence, count):
+    """Make `count` calls one after another. `sequence`: the address of a CallSequence's words."""
+    _store(sequence, 0)
+    for number in range(count):
+        call = sequence + (2 + 3 * number) * 8
+        words = _load(call + 8)
+        if _load(call + 16) != 0:
+            _store(words + 8, slot)
+        wrong = _call_function(_load(call), words)
+        if wrong != 0:
+            _store(sequence, number + 1)
+            _store(sequence + 8, wrong)
+            return

@@ -17,7 +17,7 @@ import os
 import struct
 import sysconfig
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -52,24 +52,51 @@ class Group(msgspec.Struct, frozen=True):
     facts: dict[str, int | str | bool]
 
 
+class BoundCall:
+    """A call of a function with arguments that are fixed, for luce.cpu_kernels.thread_pool.CallSequence."""
+
+    def __init__(self, name: str, function: int, words: bytes, arguments: Sequence[Any]) -> None:
+        self._name = name
+        #: the address of the function, and its words (jit.py)
+        self.function = function
+        self.words = np.frombuffer(words, np.int64).copy()
+        # The words have these objects' addresses.
+        self._arguments = arguments
+
+    def error(self, wrong: int) -> TypeError:
+        """That argument `wrong`, from 1 on, is no array of its type."""
+        return _no_array(self._name, wrong, self._arguments[wrong - 1])
+
+
 class PythonFunction:
     """A compiled function of arrays and numbers. ctypes releases the interpreter's lock while it runs."""
 
     def __init__(self, name: str, address: int, arguments: str) -> None:
         """`arguments`: a letter each (a: array, q: int64, f: float32, ?: boolean)."""
         self._name = name
+        self._address = address
         self._function = _Words(address)
         self._pack = struct.Struct("q" + "".join(_WORDS[letter] for letter in arguments)).pack
         self._arrays = [letter == "a" for letter in arguments]
         self._type = id(np.ndarray)
 
+    def bind(self, *arguments: Any) -> BoundCall:
+        """A call with these arguments, which are checked when it is made."""
+        return BoundCall(self._name, self._address, self._words(arguments), arguments)
+
+    def _words(self, arguments: Sequence[Any]) -> bytes:
+        own = [id(each) if array else each for array, each in zip(self._arrays, arguments, strict=True)]
+        return self._pack(self._type, *own)
+
     def __call__(self, *arguments: Any) -> None:
         """Raises TypeError for an array of another dtype, number of axes or layout than the function takes."""
-        own = [id(each) if array else each for array, each in zip(self._arrays, arguments, strict=True)]
-        if wrong := self._function(self._pack(self._type, *own)):
-            given = arguments[wrong - 1]
-            what = f"{given.dtype} {given.shape}" if isinstance(given, np.ndarray) else type(given).__name__
-            raise TypeError(f"{self._name}: argument {wrong} is no array of its type: {what}")
+        if wrong := self._function(self._words(arguments)):
+            raise _no_array(self._name, wrong, arguments[wrong - 1])
+
+
+def _no_array(name: str, number: int, given: Any) -> TypeError:
+    what = f"{given.dtype} {given.shape}" if isinstance(given, np.ndarray) else type(given).__name__
+    return TypeError(f"{name}: argument {number} is no array of its type: {what}")
 
 
 class LoadedGroup:

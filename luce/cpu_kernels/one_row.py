@@ -254,7 +254,7 @@ def q6_k(weights, stride, cols, x, to):
                 _ask(ahead + (block * 8 + half * 4 + part) * 420, 420)
             upper, own = at + 128 + half * 32, at + half * 64
             bits, more_bits = bytes16(upper, stride), bytes16(upper + 16, stride)
-            # Each byte has a column of quarter 0 and one of 2, or one of 1 and one of 3; floats are added in their order.
+            # A byte has a column of quarter 0 and one of 2, or of 1 and of 3; floats are added in the columns' order.
             low, more = bytes16(own, stride), bytes16(own + 16, stride)
             y, z = x + RECORD, x + 2 * RECORD
             sums = add_rows(sums, _sum_six(low, bits, 0, x, 0), scale * signed_byte(first, 0), x + SCALE, 0)

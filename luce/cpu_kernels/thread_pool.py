@@ -10,13 +10,15 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from luce.cpu_kernels.machine_code import PythonFunction
+from luce.cpu_kernels.machine_code import BoundCall, PythonFunction
 
 #: most parts of a job
 MOST_PARTS = 1 << 15
@@ -28,6 +30,7 @@ TICKET, DONE, KERNEL, ARGUMENTS, POOL, SCRATCH, SLOT = 0, 8, 16, 17, 18, 19, 32
 SLOTS = 16
 # The life of a worker: (pool, scratch). ctypes releases the interpreter's lock.
 _Worker = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)
+_Replay = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 
 
 class Job(NamedTuple):
@@ -38,11 +41,32 @@ class Job(NamedTuple):
     kernels: tuple[int, ...]
 
 
-class Pool:
-    """`threads` threads: the caller of a job, and workers. `scratch`: bytes that each thread has for a kernel; `work`:
-    the address of the workers' compiled function."""
+class CallSequence:
+    """Calls of compiled functions, which Pool.replay makes one after another without Python between them."""
 
-    def __init__(self, threads: int, scratch: int, work: int) -> None:
+    def __init__(self, calls: Sequence[tuple[BoundCall, bool]]) -> None:
+        """`calls`: each with whether its first argument is a slot, which a replay writes."""
+        self._calls = [call for call, _ in calls]
+        # Of the first call that failed its number, from 1 on, and what it returned; then of each call its function, the
+        # address of its words, and whether it takes a slot.
+        facts = [(call.function, call.words.ctypes.data, takes_slot) for call, takes_slot in calls]
+        self._words = np.array([0, 0, *(word for each in facts for word in each)], np.int64)
+        self.address = self._words.ctypes.data
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def check(self) -> None:
+        """Raises TypeError if a call of the last replay got an array of another type than its function takes."""
+        if failed := self._words[0]:
+            raise self._calls[failed - 1].error(int(self._words[1]))
+
+
+class Pool:
+    """`threads` threads: the caller of a job, and workers. `scratch`: bytes that each thread has for a kernel; `work`
+    and `replay`: the addresses of compiled functions (jobs.py)."""
+
+    def __init__(self, threads: int, scratch: int, work: int, replay: int) -> None:
         #: how many threads share a job
         self.threads = threads
         self._words = _aligned((HEAD + SLOTS * SLOT) * 8)
@@ -68,13 +92,25 @@ class Pool:
         ]
         for worker in self._workers:
             worker.start()
+        self._replay = _Replay(replay)
 
     def call(self, job: Job, *arguments: Any) -> None:
         """Call the function of a job. Any thread may do so."""
+        with self._slot() as slot:
+            job.function(slot, *job.kernels, *arguments)
+
+    def replay(self, sequence: CallSequence) -> None:
+        """Make the calls of a sequence, which one thread may replay at a time. Raises TypeError as they would."""
+        with self._slot() as slot:
+            self._replay(slot, sequence.address, len(sequence))
+        sequence.check()
+
+    @contextmanager
+    def _slot(self) -> Iterator[int]:
         self._tokens.get()
         slot = self._free.pop()
         try:
-            job.function(slot, *job.kernels, *arguments)
+            yield slot
         finally:
             self._free.append(slot)
             self._tokens.put(None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from luce.cpu_kernels.dimensions import LANES
 from luce.runtime.cpu import CpuDevice
 from luce.runtime.device import Array, Device
+from luce.runtime.host import HostDevice
 
 if TYPE_CHECKING:
     from luce.models.spec import Activation
@@ -34,11 +36,11 @@ def gated_activation(device: Device, gate: Array, up: Array, activation: Activat
     """
     if isinstance(device, CpuDevice) and gate.shape[1] % LANES == 0 and activation in FUSED:
         out = device.empty(gate.shape)
-        device.pool.call(device.kernels.gated_activation, gate, up, out, activation == "gelu")
+        device.run(device.kernels.gated_activation, gate, up, out, activation == "gelu")
         return out
-    if device.host:
-        return _HOST[activation](gate, up)
     n, f = gate.shape
+    if isinstance(device, HostDevice):
+        return device.compute(_HOST[activation], (n, f), gate, up)
     out = device.empty((n, f))
     args = (out, gate, np.int64(gate.strides[0] // 4), up, np.int64(up.strides[0] // 4), np.int32(f))
     device.launch("activation", _KERNEL[activation], (n, -(-f // _GATED)), (_THREADS,), args)
@@ -47,8 +49,8 @@ def gated_activation(device: Device, gate: Array, up: Array, activation: Activat
 
 def gelu(device: Device, x: Array) -> None:
     """x = gelu(x), its tanh approximation, in place: float32 [n, f] contiguous."""
-    if device.host:
-        x[...] = _gelu(x)
+    if isinstance(device, HostDevice):
+        device.call_host(lambda x: np.copyto(x, _gelu(x)), x)
         return
     n, f = x.shape
     device.launch("activation", "plain_gelu", (n, -(-f // _THREADS)), (_THREADS,), (x, np.int32(f)))
@@ -59,9 +61,9 @@ def sigmoid_gate(device: Device, x: Array, gate: Array) -> Array:
 
     -> float32 [n, heads * d].
     """
-    if device.host:
-        return (x * host_sigmoid(gate)).reshape(x.shape[0], -1)
     n, heads, d = x.shape
+    if isinstance(device, HostDevice):
+        return device.compute(_sigmoid_gate, (n, heads * d), x, gate)
     out = device.empty((n, heads * d))
     row, head = np.int64(gate.strides[0] // 4), np.int64(gate.strides[1] // 4)
     args = (out, x, gate, row, head, np.int32(heads), np.int32(d))
@@ -73,9 +75,9 @@ def softplus_gate(device: Device, x: Array, gate: Array) -> Array:
     """x * log(1 + e^gate): x float32 [n, heads, d] contiguous, gate float32 [n, heads, 1] or [n, heads, d] (any row and
     head strides) -> float32 [n, heads * d].
     """
-    if device.host:
-        return (x * host_softplus(gate)).reshape(x.shape[0], -1)
     n, heads, d = x.shape
+    if isinstance(device, HostDevice):
+        return device.compute(_softplus_gate, (n, heads * d), x, gate)
     out = device.empty((n, heads * d))
     row, head = np.int64(gate.strides[0] // 4), np.int64(gate.strides[1] // 4)
     args = (out, x, gate, row, head, np.int32(gate.shape[2]), np.int32(heads), np.int32(d))
@@ -85,8 +87,8 @@ def softplus_gate(device: Device, x: Array, gate: Array) -> Array:
 
 def add_gated(device: Device, x: Array, delta: Array, gate: Array) -> None:
     """x += delta * sigmoid(gate) in place: x, delta float32 [n, d] contiguous, gate float32 [n, 1] (any row stride)."""
-    if device.host:
-        x += delta * host_sigmoid(gate)
+    if isinstance(device, HostDevice):
+        device.call_host(_add_gated, x, delta, gate)
         return
     n, d = x.shape
     args = (x, delta, gate, np.int64(gate.strides[0] // 4), np.int32(d))
@@ -95,8 +97,8 @@ def add_gated(device: Device, x: Array, delta: Array, gate: Array) -> None:
 
 def add(device: Device, x: Array, delta: Array) -> None:
     """x += delta in place, both float32 [n, d]."""
-    if device.host:
-        np.add(x, delta, out=x)
+    if isinstance(device, HostDevice):
+        device.call_host(_add, x, delta)
         return
     n, d = x.shape
     args = (x, np.int64(x.strides[0] // 4), delta, np.int64(delta.strides[0] // 4), np.int32(d))
@@ -105,8 +107,8 @@ def add(device: Device, x: Array, delta: Array) -> None:
 
 def add_bias(device: Device, x: Array, bias: Array) -> None:
     """x += bias in place: x float32 [n, d], bias float32 [d]."""
-    if device.host:
-        x += bias
+    if isinstance(device, HostDevice):
+        device.call_host(_add, x, bias)
         return
     n, d = x.shape
     args = (x, np.int64(x.strides[0] // 4), bias, np.int64(0), np.int32(d))
@@ -115,8 +117,8 @@ def add_bias(device: Device, x: Array, bias: Array) -> None:
 
 def scale(device: Device, x: Array, factor: float) -> None:
     """x *= factor in place, float32 [n, d] contiguous."""
-    if device.host:
-        x *= np.float32(factor)
+    if isinstance(device, HostDevice):
+        device.call_host(partial(_scale, np.float32(factor)), x)
         return
     n, d = x.shape
     device.launch("activation", "scale", (n, -(-d // _THREADS)), (_THREADS,), (x, np.float32(factor), np.int32(d)))
@@ -124,10 +126,8 @@ def scale(device: Device, x: Array, factor: float) -> None:
 
 def softcap(device: Device, x: Array, cap: float) -> None:
     """x = cap tanh(x / cap) in place, float32 [n, d] contiguous."""
-    if device.host:
-        x /= np.float32(cap)
-        np.tanh(x, out=x)
-        x *= np.float32(cap)
+    if isinstance(device, HostDevice):
+        device.call_host(partial(_softcap, np.float32(cap)), x)
         return
     n, d = x.shape
     device.launch("activation", "softcap", (n, -(-d // _THREADS)), (_THREADS,), (x, np.float32(cap), np.int32(d)))
@@ -145,6 +145,32 @@ def host_sigmoid(x: Array) -> Array:
 def host_softplus(x: Array) -> Array:
     """log(1 + e^x) on the host, x itself above 20."""
     return np.where(x > 20, x, np.log1p(np.exp(np.minimum(x, 20))))
+
+
+def _sigmoid_gate(x: Array, gate: Array) -> Array:
+    return (x * host_sigmoid(gate)).reshape(len(x), -1)
+
+
+def _softplus_gate(x: Array, gate: Array) -> Array:
+    return (x * host_softplus(gate)).reshape(len(x), -1)
+
+
+def _add_gated(x: Array, delta: Array, gate: Array) -> None:
+    x += delta * host_sigmoid(gate)
+
+
+def _add(x: Array, delta: Array) -> None:
+    np.add(x, delta, out=x)
+
+
+def _scale(factor: np.float32, x: Array) -> None:
+    x *= factor
+
+
+def _softcap(cap: np.float32, x: Array) -> None:
+    x /= cap
+    np.tanh(x, out=x)
+    x *= cap
 
 
 def _silu(x: Array) -> Array:

@@ -24,6 +24,7 @@ from luce.ops.matmul import FEW_ROWS
 from luce.ops.quantise import SECTION, Quantised, empty_quantised
 from luce.runtime.cpu import CpuDevice
 from luce.runtime.device import Array, Device
+from luce.runtime.host import HostDevice
 
 # Head dimensions that kernels/attention.cu is compiled for, and pages of one of its splits. Another split length
 # changes the order of the sums.
@@ -58,7 +59,7 @@ def gated_attention(
     """
     n, heads, d = inputs.q.shape
     spans = inputs.spans
-    short = not device.host and n > 0 and spans.longest <= FEW_ROWS
+    short = not isinstance(device, HostDevice) and n > 0 and spans.longest <= FEW_ROWS
     if short and (tiles := attention_mma.tiles(device, inputs)):
         rows = empty_quantised(device, n, heads * d, int8_group) if int8_group and d % SECTION == 0 else None
         out = rows or device.empty((n, heads * d))
@@ -138,7 +139,7 @@ def _compiled(device: CpuDevice, out: Array, inputs: AttentionInputs) -> None:
     facts = inputs.window or 0, np.float32(inputs.scale), np.float32(inputs.softcap)
     sinks = _NO_SINKS if inputs.sinks is None else inputs.sinks
     types = (int(pool_type(pool, d)) for pool in pools)
-    device.pool.call(device.kernels.attention, *arrays, *pages, *facts, sinks, *types, spans.longest > FEW_ROWS)
+    device.run(device.kernels.attention, *arrays, *pages, *facts, sinks, *types, spans.longest > FEW_ROWS)
 
 
 def _host(out: Array, inputs: AttentionInputs) -> None:

@@ -192,7 +192,7 @@ def _compiled(device: CpuDevice, x: Array, weights: DeltaWeights, state: Recurre
     states = (state.memory, state.past, state.speculative_rows, state.speculative_decays)
     pending = _NO_PENDING if spans.pending is None else spans.pending
     branches = _NO_BRANCHES if spans.branches is None else spans.branches
-    device.pool.call(device.kernels.gated_delta_net, x, *own, *states, spans.table, pending, branches, out)
+    device.run(device.kernels.gated_delta_net, x, *own, *states, spans.table, pending, branches, out)
     return out
 
 

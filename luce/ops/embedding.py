@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from luce.gguf.quants import dequantize
-from luce.ops.weight import Weight
+from luce.ops.weight import Weight, WeightPart
 from luce.runtime.device import Array, Device
+from luce.runtime.host import HostDevice
 
 _THREADS = (256,)
 
@@ -18,10 +21,8 @@ def embed(device: Device, table: Weight, tokens: Array) -> Array:
     a matrix or raw quant blocks.
     """
     (part,) = table.parts
-    if device.host:
-        rows = part.data[tokens]
-        # Rows of floats may be longer than the weight's (luce.ops.weight).
-        return rows if rows.dtype == np.float32 else dequantize(rows, part.type)[:, : table.cols]
+    if isinstance(device, HostDevice):
+        return device.compute(partial(_host_rows, part, table.cols), (len(tokens), table.cols), tokens)
     out = device.empty((len(tokens), table.cols))
     if len(tokens):
         args = (part.data, tokens, out, np.int32(table.cols))
@@ -31,10 +32,16 @@ def embed(device: Device, table: Weight, tokens: Array) -> Array:
 
 def take_rows(device: Device, x: Array, rows: Array) -> Array:
     """x[rows]: x float32 [n, features] (any row stride), rows int32 [m], each in [0, n) -> float32 [m, features]."""
-    if device.host:
-        return x[rows]
+    if isinstance(device, HostDevice):
+        return device.compute(np.ndarray.__getitem__, (len(rows), x.shape[1]), x, rows)
     out = device.empty((len(rows), x.shape[1]))
     if len(rows):
         args = (x, rows, out, np.int32(x.shape[1]), np.int32(x.strides[0] // 4))
         device.launch("embedding", "take_rows", (len(rows),), _THREADS, args, defines={"QTYPE": "F32"})
     return out
+
+
+def _host_rows(part: WeightPart, cols: int, tokens: Array) -> Array:
+    rows = part.data[tokens]
+    # Rows of floats may be longer than the weight's (luce.ops.weight).
+    return rows[:, :cols] if rows.dtype == np.float32 else dequantize(rows, part.type)[:, :cols]

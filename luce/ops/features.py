@@ -6,6 +6,7 @@ import numpy as np
 
 from luce.ops.embedding import take_rows
 from luce.runtime.device import Array, Device
+from luce.runtime.host import HostDevice
 
 _THREADS = 256
 
@@ -13,8 +14,8 @@ _THREADS = 256
 def capture(device: Device, x: Array, delta: Array | None, out: Array) -> None:
     """out = x + delta, to nearest, ties to even: x, delta float32 [n, hidden] contiguous, out uint16 [n, hidden] (any
     row stride). NaN stays NaN."""
-    if device.host:
-        out[...] = bfloat16(x if delta is None else x + delta)
+    if isinstance(device, HostDevice):
+        device.call_host(_capture, out, x, *([] if delta is None else [delta]))
         return
     n, cols = x.shape
     if not n:
@@ -45,6 +46,10 @@ def take_bf16_rows(device: Device, ring: Array, rows: Array) -> Array:
         return ring[rows]
     taken = take_rows(device, ring.view(np.float32), rows)
     return taken.view(np.uint16)
+
+
+def _capture(out: Array, x: Array, delta: Array | None = None) -> None:
+    out[...] = bfloat16(x if delta is None else x + delta)
 
 
 def bfloat16(x: Array) -> Array:

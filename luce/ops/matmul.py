@@ -35,6 +35,7 @@ from luce.ops.quantise import Quantised, quantise
 from luce.ops.weight import Weight, WeightPart
 from luce.runtime.cpu import CpuDevice
 from luce.runtime.device import Array, Device
+from luce.runtime.host import HostDevice
 
 #: up to so many rows, the bits of a row do not depend on the number of rows
 FEW_ROWS = 16
@@ -72,7 +73,7 @@ def matmul(device: Device, x: Array | Quantised, weight: Weight) -> Array:
 def int8_group(device: Device, rows: int, weight: Weight) -> int:
     """The group (see Quantised) in which `rows` rows are quantised for the first part of the weight that multiplies
     int8; 0 if no part does."""
-    if device.host or not 0 < rows <= FEW_ROWS:
+    if isinstance(device, HostDevice) or not 0 < rows <= FEW_ROWS:
         return 0
     return next((group_for(part.type) for part in weight.parts if part.type in INT8_TYPES), 0)
 

@@ -6,6 +6,7 @@ Rows of x are quantised once for all parts of a weight in quant blocks, in group
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -54,10 +55,12 @@ def multiply_experts(
 
 def _multiply(device: CpuDevice, plan: NDArray[np.int64], x: Array, out: Array, *, whole: bool) -> None:
     """`whole`: each weight multiplies all rows of x, whatever the plan says."""
-    x = np.ascontiguousarray(x)
-    rest = -x.shape[1] % LANES
-    padded = np.pad(x, ((0, 0), (0, rest))) if rest else x
-    device.pool.call(device.kernels.multiply, plan, x, padded, out, whole, device.pool.threads)
+    if not x.flags.c_contiguous:
+        x = device.compute(np.ascontiguousarray, x.shape, x)
+    n, cols = x.shape
+    rest = -cols % LANES
+    padded = device.compute(partial(np.pad, pad_width=((0, 0), (0, rest))), (n, cols + rest), x) if rest else x
+    device.run(device.kernels.multiply, plan, x, padded, out, whole, device.pool.threads)
 
 
 def _plan(words: Sequence[NDArray[np.int64]] | NDArray[np.int64], size: int) -> NDArray[np.int64]:

@@ -11,7 +11,7 @@ shapes alone determine the grids.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,6 +24,7 @@ from luce.ops.matmul_prefill import TILE_FEATURES, TILE_ROWS, TILE_THREADS
 from luce.ops.weight import Weight, WeightPart
 from luce.runtime.cpu import CpuDevice
 from luce.runtime.device import Array, Device
+from luce.runtime.host import HostDevice
 
 if TYPE_CHECKING:
     from luce.models.spec import ExpertGroups, Gating
@@ -95,9 +96,11 @@ def route(
         size, fits = experts // groups.count, 0 < groups.used <= groups.count <= MAX_GROUPS
         if not fits or experts % groups.count or size < 2 or top_k > groups.used * size:
             raise ValueError(f"route: {top_k} of {experts} experts in {groups.used} of {groups.count} groups")
-    if device.host:
-        return _host_route(logits, top_k, gating, bias, normalise, scale, expert_scale, groups)
     ids, weights = device.empty((n, top_k), np.int32), device.empty((n, top_k))
+    if isinstance(device, HostDevice):
+        choose = partial(_host_route, gating, bias, normalise, scale, expert_scale, groups)
+        device.call_host(choose, logits, ids, weights)
+        return Routing(ids, weights, None)
     if n:
         args = (
             logits,
@@ -125,7 +128,7 @@ def route(
 def group(device: Device, ids: Array, experts: int) -> Groups | None:
     """The pairs of ids int32 [n, k], each in [0, experts), by expert; None for few rows and on the host."""
     n, k = ids.shape
-    if device.host or n <= FEW_ROWS:
+    if isinstance(device, HostDevice) or n <= FEW_ROWS:
         return None
     pairs = n * k
     # Upper bound of the tiles: each expert with pairs leaves at most one tile partly filled.
@@ -153,8 +156,8 @@ def expert_matmul(device: Device, x: Array, weight: Weight, experts: int, routin
     if weight.rows % experts:
         raise ValueError(f"expert_matmul: {weight.rows} rows of weights are not of {experts} experts")
     out = device.empty((n, k, weight.rows // experts))
-    if device.host:
-        _host_product(device, x, weight, ids, out)
+    if isinstance(device, HostDevice):
+        device.call_host(partial(_host_product, device, weight), x, ids, out)
     elif routing.groups is not None:
         _many(device, x, weight, experts, routing.groups, out)
     elif n:
@@ -167,8 +170,8 @@ def expert_matmul(device: Device, x: Array, weight: Weight, experts: int, routin
 def add_expert_bias(device: Device, y: Array, bias: Array, ids: Array) -> None:
     """y[r, s] += bias[ids[r, s]] in place: y float32 [n, k, rows] contiguous, bias float32 [experts, rows]."""
     n, k, rows = y.shape
-    if device.host:
-        y += bias[ids]
+    if isinstance(device, HostDevice):
+        device.call_host(_add_expert_bias, y, bias, ids)
         return
     grid = (n * k, -(-rows // _COMBINE_THREADS))
     device.launch("moe", "add_expert_bias", grid, (_COMBINE_THREADS,), (y, bias, ids, np.int32(rows)))
@@ -180,11 +183,8 @@ def combine(device: Device, y: Array, weights: Array) -> Array:
     -> float32 [n, rows].
     """
     n, k, rows = y.shape
-    if device.host:
-        out = weights[:, 0, None] * y[:, 0]
-        for slot in range(1, k):
-            out += weights[:, slot, None] * y[:, slot]
-        return out
+    if isinstance(device, HostDevice):
+        return device.compute(_host_combine, (n, rows), y, weights)
     out = device.empty((n, rows))
     if n:
         grid = (n, -(-rows // _COMBINE_THREADS))
@@ -242,16 +242,28 @@ def _many(device: Device, x: Array, weight: Weight, experts: int, groups: Groups
         )
 
 
+def _add_expert_bias(y: Array, bias: Array, ids: Array) -> None:
+    y += bias[ids]
+
+
+def _host_combine(y: Array, weights: Array) -> Array:
+    out = weights[:, 0, None] * y[:, 0]
+    for slot in range(1, y.shape[1]):
+        out += weights[:, slot, None] * y[:, slot]
+    return out
+
+
 def _host_route(
-    logits: Array,
-    top_k: int,
     gating: Gating,
     bias: Array | None,
     normalise: bool,
     scale: float,
     expert_scale: Array | None,
     groups: ExpertGroups | None,
-) -> Routing:
+    logits: Array,
+    ids: Array,
+    weights: Array,
+) -> None:
     if gating == "sigmoid":
         # exp(-x) of a very negative x is infinite and gives the right 0.
         with np.errstate(over="ignore"):
@@ -263,14 +275,13 @@ def _host_route(
     if groups is not None:
         score = _within_groups(score, groups)
     # Stable, so that the lower number comes first on ties; NaN sorts last.
-    ids = np.argsort(-score, axis=1, kind="stable")[:, :top_k].astype(np.int32)
-    weights = np.take_along_axis(p, ids, axis=1)
+    ids[...] = np.argsort(-score, axis=1, kind="stable")[:, : ids.shape[1]]
+    weights[...] = np.take_along_axis(p, ids, axis=1)
     if normalise:
         weights /= weights.sum(axis=1, keepdims=True)
     weights *= np.float32(scale)
     if expert_scale is not None:
         weights *= expert_scale[ids]
-    return Routing(ids, weights, None)
 
 
 def _within_groups(score: Array, groups: ExpertGroups) -> Array:
@@ -284,7 +295,7 @@ def _within_groups(score: Array, groups: ExpertGroups) -> Array:
     return result.reshape(score.shape)
 
 
-def _host_product(device: Device, x: Array, weight: Weight, ids: Array, out: Array) -> None:
+def _host_product(device: HostDevice, weight: Weight, x: Array, ids: Array, out: Array) -> None:
     """One product per expert over its pairs; up to FEW_ROWS pairs by one gemv each, so their bits are independent."""
     k, rows = out.shape[1:]
     results = out.reshape(-1, rows)

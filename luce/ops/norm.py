@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -10,6 +11,7 @@ from luce.cpu_kernels.dimensions import LANES
 from luce.ops.quantise import Quantised, as_arguments, empty_quantised
 from luce.runtime.cpu import CpuDevice
 from luce.runtime.device import Array, Device
+from luce.runtime.host import HostDevice
 
 # Threads of a block that norms heads, one per wave.
 _HEAD_THREADS = 128
@@ -37,7 +39,7 @@ def add_rms_norm(device: Device, x: Array, delta: Array, weight: Array, eps: flo
 def _compiled(device: CpuDevice, x: Array, delta: Array | None, weight: Array, eps: float) -> Array:
     out = device.empty(x.shape)
     facts = weight, out, np.float32(eps), delta is not None
-    device.pool.call(device.kernels.rms_norm, x, x if delta is None else delta, *facts)
+    device.run(device.kernels.rms_norm, x, x if delta is None else delta, *facts)
     return out
 
 
@@ -79,12 +81,9 @@ def layer_norm(device: Device, x: Array, weight: Array, bias: Array | None, eps:
 
     x float32 [n, d] (any row stride), weight and bias (None: 0) float32 [d] -> float32 [n, d].
     """
-    if device.host:
-        # Row by row like vecdot: the bits of a row depend on no other.
-        centred = x - x.mean(axis=1, keepdims=True)
-        y = _rms(centred, eps) * weight
-        return y if bias is None else y + bias
     n, d = x.shape
+    if isinstance(device, HostDevice):
+        return device.compute(partial(_host_layer_norm, weight, bias, eps), (n, d), x)
     out = device.empty((n, d))
     if n:
         # Without a bias, a pointer that the kernel does not dereference.
@@ -96,8 +95,8 @@ def layer_norm(device: Device, x: Array, weight: Array, bias: Array | None, eps:
 
 def head_rms_norm(device: Device, x: Array, weight: Array, eps: float) -> None:
     """rms over each head, in place: x float32 [n, heads, d] (any row and head strides), weight float32 [d]."""
-    if device.host:
-        x[...] = _rms(x, eps) * weight
+    if isinstance(device, HostDevice):
+        device.call_host(partial(_host_head_norm, weight, eps), x)
         return
     n, heads, d = x.shape
     row, head = np.int64(x.strides[0] // 4), np.int64(x.strides[1] // 4)
@@ -108,6 +107,17 @@ def head_rms_norm(device: Device, x: Array, weight: Array, eps: float) -> None:
 def _threads(d: int) -> int:
     # Determined by the row's length alone, as the order of its sum is: 8 elements per thread (HELD of kernels/norm.cu).
     return min(1024, -(-d // (8 * 64)) * 64)
+
+
+def _host_layer_norm(weight: Array, bias: Array | None, eps: float, x: Array) -> Array:
+    # Row by row like vecdot: the bits of a row depend on no other.
+    centred = x - x.mean(axis=1, keepdims=True)
+    y = _rms(centred, eps) * weight
+    return y if bias is None else y + bias
+
+
+def _host_head_norm(weight: Array, eps: float, x: Array) -> None:
+    x[...] = _rms(x, eps) * weight
 
 
 def _rms(x: Array, eps: float) -> Array:

@@ -6,6 +6,7 @@ import numpy as np
 
 from luce.ops.kvtype import dequantise, kernel_type
 from luce.runtime.device import Array, Device
+from luce.runtime.host import HostDevice
 from luce.runtime.step import PAGE, Int32, SpanArrays
 
 #: queries stored per slot, as in kernels/page_ranking.cu: any row of a speculative span may become the newest
@@ -38,6 +39,12 @@ def page_moments(device: Device, k_pool: Array, d: int, pages: Int32) -> Array:
     return out
 
 
+def _host_queries(q: Array, table: Array, newest: Array) -> None:
+    for slot, start, rows, position in table.tolist():
+        last = np.arange(max(0, rows - NEWEST_QUERIES), rows)
+        newest[slot, (position + last) % NEWEST_QUERIES] = q[start + last]
+
+
 def store_queries(device: Device, q: Array, spans: SpanArrays, newest: Array, k_pool: Array) -> None:
     """newest[slot, place % NEWEST_QUERIES] = q[row] for the last NEWEST_QUERIES rows of each span.
 
@@ -46,10 +53,8 @@ def store_queries(device: Device, q: Array, spans: SpanArrays, newest: Array, k_
     type of `k_pool` selects the build of the kernels that the layer uses.
     """
     _, heads, d = q.shape
-    if device.host:
-        for slot, start, rows, position in spans.table.tolist():
-            last = np.arange(max(0, rows - NEWEST_QUERIES), rows)
-            newest[slot, (position + last) % NEWEST_QUERIES] = q[start + last]
+    if isinstance(device, HostDevice):
+        device.call_host(_host_queries, q, spans.table, newest)
         return
     if spans.count:
         strides = np.int64(q.strides[0] // 4), np.int64(q.strides[1] // 4)

@@ -5,6 +5,7 @@ to the page pools (luce.ops.attention).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from gguf import GGMLQuantizationType
@@ -13,6 +14,7 @@ from luce.ops.kvtype import kernel_type, pool_type, quantise
 from luce.ops.norm import head_rms_norm
 from luce.runtime.cpu import CpuDevice
 from luce.runtime.device import Array, Device
+from luce.runtime.host import HostDevice
 
 # As in kernels/qkv.cu.
 _WAVES, _MOST = 4, 512
@@ -68,7 +70,7 @@ _NO_WEIGHT = np.empty(0, np.float32)
 def prepare_queries(device: Device, q: Array, norms: HeadNorms, rotation: Rotation | None) -> None:
     """q <- rotated(rms(q) * norms.query) in place, rms as in luce.ops.norm: float32 [n, heads, d] (any row and head
     strides). Without a rotation, heads are not rotated. Raises ValueError for heads of more than 512 elements."""
-    if device.host:
+    if isinstance(device, HostDevice):
         _host(device, q, norms.query, norms.eps, rotation)
     else:
         _launch(device, q, None, norms, rotation, None, keep=False)
@@ -93,8 +95,10 @@ def prepare_heads(
     if isinstance(device, CpuDevice) and (pools := _bytes(to, q.shape[2])):
         weights = (_NO_WEIGHT if weight is None else weight for weight in (norms.query, norms.key, norms.value))
         angles = _angles(len(q), rotation)
-        device.kernels.prepare_and_write(q, k, v, *weights, np.float32(norms.eps), *angles, *pools, to.dest)
-    elif device.host:
+        device.call(
+            device.kernels.prepare_and_write, q, k, v, *weights, np.float32(norms.eps), *angles, *pools, to.dest
+        )
+    elif isinstance(device, HostDevice):
         _host(device, q, norms.query, norms.eps, rotation)
         prepare_keys(device, k, v, norms, rotation, to)
     else:
@@ -105,7 +109,7 @@ def prepare_keys(
     device: Device, k: Array, v: Array, norms: HeadNorms, rotation: Rotation | None, to: Destination
 ) -> None:
     """prepare_heads for rows without queries. Afterwards the content of k and v is undefined."""
-    if device.host:
+    if isinstance(device, HostDevice):
         _host(device, k, norms.key, norms.eps, rotation)
         _host(device, v, norms.value, norms.eps, None)
         write_kv(device, k, v, to)
@@ -116,9 +120,8 @@ def prepare_keys(
 def temper(device: Device, q: Array, positions: Array, *, scale: float, length: int) -> None:
     """q[row] *= 1 + scale ln(1 + floor(position / length)) in place: q float32 [n, heads, d] (any row and head
     strides), positions int32 [n], or [n, 4], of which the first counts."""
-    if device.host:
-        first = positions if positions.ndim == 1 else positions[:, 0]
-        q *= (1 + scale * np.log1p(np.floor(first / length))).astype(np.float32)[:, None, None]
+    if isinstance(device, HostDevice):
+        device.call_host(partial(_temper, scale, length), q, positions)
         return
     n, heads, d = q.shape
     if not n:
@@ -136,11 +139,11 @@ def write_kv(device: Device, k: Array, v: Array | None, to: Destination) -> None
     of more than 512 elements.
     """
     if isinstance(device, CpuDevice) and v is not None and (own := _bytes(to, k.shape[2])):
-        device.kernels.write(k, v, *own, to.dest)
-    elif device.host:
-        to.k_pool[to.dest] = quantise(k, to.k_pool)
+        device.call(device.kernels.write, k, v, *own, to.dest)
+    elif isinstance(device, HostDevice):
+        device.call_host(_write, k, to.k_pool, to.dest)
         if v is not None and to.v_pool is not None:
-            to.v_pool[to.dest] = quantise(v, to.v_pool)
+            device.call_host(_write, v, to.v_pool, to.dest)
     elif k.shape[1] == 1 and k.shape[2] > _MOST:
         # A wide head is written as several.
         count = next(count for count in range(2, k.shape[2]) if _divides(count, k, to))
@@ -158,10 +161,9 @@ def copy_rows(device: Device, to: Destination, copies: Array | None) -> None:
     """Copy rows of the pools: copies int32 [m, 2] of (source, target), -1 for none. No source is a target."""
     if copies is None:
         return
-    if device.host:
-        source, target = copies[copies[:, 0] >= 0].T
+    if isinstance(device, HostDevice):
         for pool in to.pools:
-            pool[target] = pool[source]
+            device.call_host(_copy_rows, pool, copies)
         return
     for pool in to.pools:
         size = pool[:1].nbytes
@@ -224,7 +226,7 @@ def _launch(
 def _host(device: Device, x: Array, weight: Array | None, eps: float, rotation: Rotation | None) -> None:
     if isinstance(device, CpuDevice):
         own = _NO_WEIGHT if weight is None else weight
-        device.kernels.prepare(x, own, np.float32(eps), *_angles(len(x), rotation))
+        device.call(device.kernels.prepare, x, own, np.float32(eps), *_angles(len(x), rotation))
         return
     if weight is not None:
         head_rms_norm(device, x, weight, eps)
@@ -239,6 +241,20 @@ def _host(device: Device, x: Array, weight: Array | None, eps: float, rotation: 
     turned = a * cos - b * sin
     b[...] = b * cos + a * sin
     a[...] = turned
+
+
+def _write(rows: Array, pool: Array, dest: Array) -> None:
+    pool[dest] = quantise(rows, pool)
+
+
+def _copy_rows(pool: Array, copies: Array) -> None:
+    source, target = copies[copies[:, 0] >= 0].T
+    pool[target] = pool[source]
+
+
+def _temper(scale: float, length: int, q: Array, positions: Array) -> None:
+    first = positions if positions.ndim == 1 else positions[:, 0]
+    q *= (1 + scale * np.log1p(np.floor(first / length))).astype(np.float32)[:, None, None]
 
 
 def _angles(n: int, rotation: Rotation | None) -> tuple[Array, bool]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from luce.runtime.device import Array, Device
+from luce.runtime.host import HostDevice
 
 
 def rope_table(device: Device, positions: Array, frequencies: Array, axes: Array, *, magnitude: float = 1.0) -> Array:
@@ -13,13 +16,17 @@ def rope_table(device: Device, positions: Array, frequencies: Array, axes: Array
     positions int32 [n] (text: the same position on every axis) or [n, 4] (M-RoPE), frequencies float64 [half],
     axes int32 [half]. The angle is formed and reduced in float64: at position 262144 a float32 product is off by 0.016.
     """
-    if device.host:
-        table = positions[:, None] if positions.ndim == 1 else positions[:, axes]
-        angles = table * frequencies[None, :]
-        return (np.stack((np.cos(angles), np.sin(angles)), axis=-1) * magnitude).astype(np.float32)
     n, half = positions.shape[0], frequencies.shape[0]
+    if isinstance(device, HostDevice):
+        return device.compute(partial(_host, magnitude), (n, half, 2), positions, frequencies, axes)
     out = device.empty((n, half, 2))
     axes_per_row = np.int32(1 if positions.ndim == 1 else positions.shape[1])
     args = (out, positions, axes_per_row, frequencies, axes, np.int32(half), np.float32(magnitude))
     device.launch("rope", "rope_table", (n, -(-half // 64)), (64,), args)
     return out
+
+
+def _host(magnitude: float, positions: Array, frequencies: Array, axes: Array) -> Array:
+    table = positions[:, None] if positions.ndim == 1 else positions[:, axes]
+    angles = table * frequencies[None, :]
+    return (np.stack((np.cos(angles), np.sin(angles)), axis=-1) * magnitude).astype(np.float32)

@@ -124,6 +124,12 @@ class HostDevice(Device):
         memory: NDArray[np.uint8] = self.empty(size, np.uint8)
         return memory
 
+    def compute(
+        self, work: Callable[..., Array], shape: tuple[int, ...], *arrays: Array, dtype: DTypeLike = np.float32
+    ) -> Array:
+        """work(*arrays), an array of this shape and dtype, as NumPy computes it; as `call_host` in a capture."""
+        return work(*arrays)
+
     def gemm(self, x: Array, weight: Array, out: Array) -> None:
         np.matmul(x.astype(np.float32, copy=False), weight.astype(np.float32, copy=False).T, out=out)
 

@@ -139,7 +139,9 @@ class _Replay:
             self.graph, self._result = self._device.capture(self._call)
         except DeviceError as error:
             self._refused = True
-            _log.warning("steps of %d rows run launch by launch: %s", self._shape.rows, error)
+            # The CPU runs ops of several families by NumPy.
+            level = logging.DEBUG if self._device.host else logging.WARNING
+            _log.log(level, "steps of %d rows run launch by launch: %s", self._shape.rows, error)
 
 
 def _raise_closed(step: DeviceStep, inputs: tuple[Array, ...]) -> tuple[Array, ...]:

@@ -131,7 +131,7 @@ import sys
 from luce.cpu_kernels.catalogue import format_kernels, kernels
 from luce.cpu_kernels.thread_pool import Pool
 made = kernels()
-Pool(2, made.scratch, made.work).close()
+Pool(2, made.scratch, made.work, made.replay).close()
 assert made.instructions and format_kernels(3).one_row and made.gated_delta_net.function
 print("numba" in sys.modules)
 """

@@ -43,7 +43,7 @@ COUNT = Job(COMPILED.function("count"), (COMPILED.address("count_part"),))
 
 @pytest.fixture(params=[1, 2, 5])
 def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
-    made = Pool(request.param, 64, kernels().work)
+    made = Pool(request.param, 64, kernels().work, kernels().replay)
     yield made
     made.close()
 
@@ -80,7 +80,7 @@ def test_jobs_of_several_threads(pool: Pool) -> None:
 
 
 def test_workers_that_sleep_wake_for_a_job() -> None:
-    pool = Pool(3, 64, kernels().work)
+    pool = Pool(3, 64, kernels().work, kernels().replay)
     for _ in range(20):
         # Long enough that workers have given up looking for a job.
         time.sleep(0.01)
@@ -90,7 +90,7 @@ def test_workers_that_sleep_wake_for_a_job() -> None:
 
 def test_close_ends_the_workers_also_while_they_sleep() -> None:
     before = threading.active_count()
-    pool = Pool(4, 64, kernels().work)
+    pool = Pool(4, 64, kernels().work, kernels().replay)
     assert threading.active_count() == before + 3
     time.sleep(0.01)
     pool.close()
