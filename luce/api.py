@@ -147,7 +147,8 @@ class Model:
         self.config = config
         self.path = file.paths[0]
         self.context = backend.capacity.context
-        self.compression = PromptCompression(parts.compressor, parts.tokenizer, self.context)
+        positions = parts.spec.context_length
+        self.compression = PromptCompression(parts.compressor, parts.tokenizer, self.context, positions)
         self.chunk = backend.options.chunk
         self.tokenizer_id = file.metadata.string("tokenizer.ggml.pre", default="default")
         self.name = config.alias[0] if config.alias else file.name
@@ -162,6 +163,7 @@ class Model:
                 config,
                 eos=parts.tokenizer.eos_ids,
                 chunk=backend.options.chunk,
+                positions=parts.spec.context_length,
                 no_drafter_reason=parts.no_drafter_reason,
             ),
             disk=parts.disk,
@@ -246,12 +248,17 @@ class Model:
         """The text of one reply to a prompt. Arguments are those of ChatFormat.reply_text."""
         return self.chat.reply_text(stops, prompt, remember=remember, split=split, tools=tools)
 
-    def logits(self, ids: Sequence[int]) -> NDArray[np.float32]:
-        """Logits at every position: float32 [n, vocab]. Raises ContextError if ids are longer than the context."""
+    def logits(self, ids: Sequence[int], position_ids: NDArray[np.int32] | None = None) -> NDArray[np.float32]:
+        """Logits at every position: float32 [n, vocab]. `position_ids`: as for Engine.submit.
+
+        Raises ContextError if ids are longer than the context.
+        """
         rows: list[NDArray[np.float32]] = []
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         params = SamplingParams(max_tokens=0, prompt_logits=True)
-        handle = self.engine.submit(ids, params, output=self.reply_text(), on_event=events.put)
+        handle = self.engine.submit(
+            ids, params, output=self.reply_text(), on_event=events.put, position_ids=position_ids
+        )
         try:
             while not isinstance(event := events.get(), Finished):
                 if isinstance(event, PromptLogits):
@@ -287,8 +294,7 @@ class Model:
         `response_format` is OpenAI's: {"type": "json_object"}, or json_schema with a schema that the reply, behind its
         reasoning, then follows. Raises RequestError for a schema that cannot be enforced.
 
-        `reasoning_budget`: most tokens of the reasoning, which Luce ends then as the model's family does. The Config's
-        `think_max_tokens` holds too.
+        `reasoning_budget`: most tokens of the reasoning, which Luce ends then; the Config's think_max_tokens holds too.
 
         `split`: the text of the tokens is for `chat.splitter(prompt)`, which separates reasoning and content; without
         it, control tokens have no text, also those between the messages of a reply.
@@ -309,11 +315,11 @@ class Model:
         )
         if max_tokens is not None and not 0 <= max_tokens <= 2**31:
             raise UsageError(f"max_tokens: expected a number in [0, {2**31}], got {max_tokens!r}", param="max_tokens")
-        ids = self.compression.read(prompt, messages, room=int(max_tokens != 0)).ids
+        ids = (read := self.compression.read(prompt, messages, room=int(max_tokens != 0))).ids
         constraint = None
         if response_format is not None:
             constraint = self.grammars.constraint(response_format, self.chat.reasoning_tokens(ids))
-        room = min(self.context - len(ids), 2**31 if max_tokens is None else max_tokens)
+        room = min(self.compression.room(read), 2**31 if max_tokens is None else max_tokens)
         asked = ReasoningRequest(budget=reasoning_budget)
         reasoning = self.envelope.limit(self.chat, ids, room, asked, owed=constraint is not None)
 
@@ -324,6 +330,7 @@ class Model:
                     params,
                     output=self.reply_text((stop,) if isinstance(stop, str) else tuple(stop), ids, split=split),
                     on_event=self.compression.observing(sink),
+                    position_ids=read.position_ids,
                     boundaries=self.chat.boundaries(ids),
                     constraint=constraint,
                     reasoning=reasoning,

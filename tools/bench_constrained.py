@@ -181,7 +181,7 @@ def step_times(
         ring, claims = (None, ()) if prepared is None else (prepared.ring, prepared.claims)
         backend: LayerSplitBackend = open_backend(stack, file, spec, devices, config, ring=ring, claims=claims)
         drafter = None if prepared is None else prepared.open(backend.shards[0], backend.shards[-1])
-        options = EngineOptions.of(config, eos=frozenset(), chunk=backend.options.chunk)
+        options = EngineOptions.of(config, eos=frozenset(), chunk=backend.options.chunk, positions=0)
         engine = Engine(backend, options, drafter=drafter)
         stack.callback(engine.close)
         report: dict[str, Any] = {"target": name, "devices": [shard.info.device for shard in backend.shards]}

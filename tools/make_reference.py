@@ -123,11 +123,8 @@ RECIPES: Mapping[str, Recipe] = {
 
 def make(name: str, directory: Path = DIRECTORY) -> None:
     """Write the files of a recipe into a directory, which has a tolerances.json."""
-    recipe, path = RECIPES[name], directory / f"{name}-F32.gguf"
-    torch.manual_seed(sum(name.encode()))
-    vocabulary = gguf.GGUFReader(_VOCABULARY).fields
-    model = _model(recipe, len(vocabulary["tokenizer.ggml.tokens"].contents()))
-    _write(path, name, recipe, model, vocabulary)
+    path, model = directory / f"{name}-F32.gguf", random_model(name)
+    _write(path, name, RECIPES[name], model, gguf.GGUFReader(_VOCABULARY).fields)
     outputs = _outputs(model)
     np.savez_compressed(path.with_suffix(".npz"), allow_pickle=False, **outputs)
     limits = directory / "tolerances.json"
@@ -137,8 +134,9 @@ def make(name: str, directory: Path = DIRECTORY) -> None:
     print(f"{path}: {path.stat().st_size} bytes, least margin {outputs['greedy_long_margin'].min():.4f}")
 
 
-def _model(recipe: Recipe, vocabulary: int) -> Any:
-    """The model, with weights that make every part matter."""
+def random_model(name: str) -> Any:
+    """The model of a recipe, with weights that make every part matter."""
+    recipe, vocabulary = RECIPES[name], gguf.GGUFReader(_VOCABULARY).fields["tokenizer.ggml.tokens"]
     kind = getattr(transformers, recipe.model)
     common = {
         "hidden_size": 64,
@@ -147,19 +145,20 @@ def _model(recipe: Recipe, vocabulary: int) -> Any:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 4096,
-        "vocab_size": vocabulary,
+        "vocab_size": len(vocabulary.contents()),
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
         "attn_implementation": "eager",
     }
+    torch.manual_seed(sum(name.encode()))
     model = kind(kind.config_class(**{**common, **recipe.config})).eval().float()
-    for name, parameter in model.named_parameters():
-        if parameter.ndim == 1 or "bias" in name:
+    for parameter_name, parameter in model.named_parameters():
+        if parameter.ndim == 1 or "bias" in parameter_name:
             # Norms about 1, biases about 0.
-            middle = 0.0 if "bias" in name else 1.0 - recipe.norm_offset
+            middle = 0.0 if "bias" in parameter_name else 1.0 - recipe.norm_offset
             parameter.data = torch.randn_like(parameter) * 0.3 + middle
-        elif "embed_tokens" in name:
+        elif "embed_tokens" in parameter_name:
             parameter.data = torch.randn_like(parameter) * recipe.embedding
         else:
             parameter.data = torch.randn_like(parameter) * 1.5 * parameter.shape[-1] ** -0.5

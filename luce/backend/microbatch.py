@@ -90,7 +90,9 @@ def _part(step: Step, begin: int, end: int) -> Step:
         needs_logits=step.needs_logits[of_part],
         needs_candidates=False if step.needs_candidates is None else step.needs_candidates[of_part],
     )
-    return part if step.masks is None or not of_part.any() else replace(part, masks=step.masks.part(of_part))
+    ids = None if step.position_ids is None else step.position_ids[begin:end]
+    masks = None if step.masks is None or not of_part.any() else step.masks.part(of_part)
+    return part if ids is None and masks is None else replace(part, masks=masks, position_ids=ids)
 
 
 def _clip(span: Span, begin: int, end: int) -> Span:

@@ -49,6 +49,8 @@ class CompressionOptions:
     #: whether older messages of a conversation are compressed, and fewest tokens of such a message
     freeze: bool = False
     freeze_threshold: int = 1024
+    #: rebased: positions of kept tokens are counted anew; original: they are those in the whole prompt
+    positions: str = "rebased"
 
     @classmethod
     def of(cls, config: Config) -> CompressionOptions:
@@ -61,6 +63,7 @@ class CompressionOptions:
             config.prefill_curve,
             config.prefill_freeze,
             config.prefill_freeze_threshold,
+            config.prefill_positions,
         )
 
     def keep_for(self, tokens: int, keep_ratio: float | None = None) -> Keep:

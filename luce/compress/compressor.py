@@ -55,6 +55,9 @@ class CompressedPrompt:
     reused: bool = False
     #: why the compression failed
     reason: str = ""
+    #: int32 [n]: the position of each kept token in the whole prompt, if the target takes these; None: they are counted
+    #: anew
+    position_ids: NDArray[np.int32] | None = None
 
     @property
     def shortened(self) -> bool:

@@ -167,6 +167,11 @@ def gather(tokens: NDArray[np.int32], spans: Spans) -> list[int]:
     return [token for begin, end in spans for token in tokens[begin:end].tolist()]
 
 
+def positions_in(spans: Spans) -> NDArray[np.int32]:
+    """The positions of the tokens in spans: int32 [n]."""
+    return np.concatenate([np.arange(begin, end, dtype=np.int32) for begin, end in spans])
+
+
 def spans_of(kept: NDArray[np.bool_]) -> Spans:
     """The spans of kept tokens: bool [n]."""
     changes = np.flatnonzero(np.diff(np.concatenate([[False], kept, [False]]).astype(np.int8)))

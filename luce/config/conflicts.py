@@ -142,6 +142,7 @@ _COMPRESSION = (
     "prefill_scored_layers",
     "prefill_freeze",
     "prefill_freeze_threshold",
+    "prefill_positions",
 )
 
 

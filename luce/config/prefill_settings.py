@@ -11,6 +11,8 @@ from luce.config.values import choice, device, number, path_or_name, ratio_or_ma
 MODES = ("off", "auto", "always")
 #: no prompt is compressed: the scores decide which of its pages stay on the devices
 RESIDENCY = "residency"
+#: kept tokens have their positions in the whole prompt
+ORIGINAL = "original"
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,14 @@ class PrefillSettings(SamplingDefaults):
         tokens(0),
         "of the layers with full attention that read a prompt, the attention of the last N counts; 0: of all",
         metavar="N",
+        group="prompt compression",
+    )
+    prefill_positions: str = setting(
+        "rebased",
+        choice("rebased", ORIGINAL),
+        "positions of the kept tokens. rebased: counted anew. original: those in the whole prompt, if the model was "
+        "trained for as many",
+        metavar="rebased|original",
         group="prompt compression",
     )
     prefill_curve: tuple[tuple[int, float], ...] = setting(

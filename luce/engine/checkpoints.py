@@ -67,7 +67,7 @@ class Checkpoints:
         if sequence.scores_prompt or sequence.cache.max_tokens == 0:
             return None
         assert sequence.slot is not None
-        hit = self._cache.resume(sequence.prompt, sequence.slot, sequence.cache.max_tokens)
+        hit = self._cache.resume(sequence.prefix_ids, sequence.slot, sequence.cache.max_tokens)
         if self._cache.checkpoints_only and hit.length < hit.matched < len(sequence.prompt):
             # Two prompts diverge at this length. With a checkpoint here, the next prompt that diverges here can resume.
             sequence.cache.lengths = tuple(sorted({*sequence.cache.lengths, hit.matched}))
@@ -99,7 +99,7 @@ class Checkpoints:
         self._save(sequence, logits, extras=SnapshotExtras() if complete else None)
         last = self._last.pop(sequence, None)
         if last is not None:
-            rest = tuple(sequence.prompt[last.length :].tolist())
+            rest = tuple(sequence.prefix_ids[last.length : len(sequence.prompt)].tolist())
             self._cache.enqueue(last, SnapshotExtras(prompt_end=None if logits is None else (rest, logits)))
 
     def reply_finished(self, sequence: Sequence, texts: Texts) -> None:
@@ -137,7 +137,7 @@ class Checkpoints:
                 _log.warning("a checkpoint could not be saved: %s", error)
                 return None
             state.accept_applied()
-        ids = sequence.tokens[: sequence.computed]
+        ids = sequence.prefix_ids[: sequence.computed]
         tail = None if self._speculator is None else self._speculator.feature_tail(sequence.slot, sequence.computed)
         after = self._newest.get(sequence)
         checkpoint = self._cache.save(sequence.slot, ids, logits, tail, interim=interim, after=after, extras=extras)

@@ -22,6 +22,8 @@ class EngineOptions:
     max_queue: int
     #: most rows of a prompt in a step
     chunk: int
+    #: positions for which the model was trained, where prompts have position ids
+    positions: int = 0
     #: longest wait of a sequence; 0 without a limit
     max_queue_seconds: float = 0
     #: longest life of a sequence, in seconds; 0 without a limit
@@ -48,12 +50,15 @@ class EngineOptions:
     no_drafter_reason: str = ""
 
     @classmethod
-    def of(cls, config: Config, *, eos: frozenset[int], chunk: int, no_drafter_reason: str = "") -> EngineOptions:
+    def of(
+        cls, config: Config, *, eos: frozenset[int], chunk: int, positions: int, no_drafter_reason: str = ""
+    ) -> EngineOptions:
         """The options that a Config asks for."""
         return cls(
             eos=eos,
             max_queue=config.max_queue,
             chunk=chunk,
+            positions=positions,
             max_queue_seconds=config.max_queue_seconds,
             timeout=config.timeout,
             cache_bytes=config.cache_ram << 20,

@@ -90,6 +90,7 @@ class Engine:
         *,
         output: TextOutput,
         on_event: EventSink,
+        position_ids: Int32 | None = None,
         session: str = "",
         timeout: float = 0,
         boundaries: Many[int] = (),
@@ -100,16 +101,23 @@ class Engine:
         """Queue a prompt; `on_event` gets its events on the engine's thread.
 
         The events are Started, Progress and PromptLogits, PromptScores, Tokens, then exactly one Finished or Failed.
+        `position_ids`, int32 [n]: the position of each token of the prompt in a longer text that it is a part of,
+        ascending; the reply goes on from there, up to the length for which the model was trained. None: they are
+        counted.
+
         Sessions share slots and prompts. `timeout`, in seconds from now (0: only the engine's holds), ends the
         sequence with FinishReason.DEADLINE. `boundaries`: lengths, ascending, at which prompts often diverge
         (luce.text.boundaries). `max_cached_tokens`: how many of the prompt's first tokens the prefix cache may restore
         and save; None for the whole prompt, and the reply. `constraint`: which tokens the reply may hold; it belongs to
         this reply. `reasoning`: how long its reasoning may be, and what ends it then.
 
-        Raises RequestError (no token, or an id outside the vocabulary), ContextError, QueueFullError, UnavailableError.
+        Raises RequestError (no token, an id outside the vocabulary, or position ids that are not as described),
+        ContextError, QueueFullError, UnavailableError.
         """
         ids = self._check_prompt(prompt, params)
         sequence = self._sequence(ids, params, session, timeout, self._cache_state(ids, boundaries, max_cached_tokens))
+        if position_ids is not None:
+            self._set_positions(sequence, position_ids)
         sequence.constraint, sequence.reasoning = constraint, reasoning
         handle = self._admission.handle(self._cancel)
         reply = Reply(
@@ -262,6 +270,14 @@ class Engine:
             queue_deadline=now + queue_seconds if queue_seconds > 0 else inf,
             cache=cache,
         )
+
+    def _set_positions(self, sequence: Sequence, ids: Int32) -> None:
+        rest = self._options.positions - 1 - int(ids.max(initial=0))
+        ascending = ids.shape == sequence.prompt.shape and ids[0] >= 0 and bool((np.diff(ids) > 0).all())
+        if not ascending or rest < min(1, sequence.max_new_tokens):
+            raise RequestError("position ids: not one for each token, ascending, in the model's context")
+        sequence.position_ids = ids
+        sequence.max_new_tokens = min(sequence.max_new_tokens, rest)
 
     # Methods from here on run on the engine's thread.
 

@@ -27,7 +27,7 @@ from luce.engine.failures import Failures
 from luce.engine.sequence import Draft, Sequence
 from luce.kvcache.page_table import PageTables
 from luce.ops.matmul import FEW_ROWS
-from luce.runtime.step import PageView, Span, Step
+from luce.runtime.step import Int32, PageView, Span, Step
 
 #: how often sequences that came later may get a slot before the first one of a session
 MAX_OVERTAKEN = 8
@@ -365,6 +365,7 @@ class Scheduler:
             needs_logits=needs_logits,
             needs_candidates=needs_candidates,
         )
+        step = replace(step, position_ids=_position_ids(step, scheduled))
         if len(spans) > len(scheduled):
             views, scheduled = self._separate_branches(step, scheduled)
             step = replace(step, views=views)
@@ -391,6 +392,18 @@ def _first_chain(draft: Draft) -> Draft:
     return (
         replace(draft, tokens=draft.tokens[: branches(draft.parents)[0].last], parents=()) if draft.parents else draft
     )
+
+
+def _position_ids(step: Step, scheduled: Many[ScheduledSequence]) -> Int32 | None:
+    """Step.position_ids: None where they are the positions."""
+    if all(one.sequence.position_ids is None for one in scheduled):
+        return None
+    ids, row = step.positions.copy(), 0
+    for one in scheduled:
+        own = slice(row, row + one.rows)
+        ids[own] = one.sequence.position_ids_at(ids[own])
+        row += one.rows
+    return ids
 
 
 def _tokens(share: _Share) -> list[int]:

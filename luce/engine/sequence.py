@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from luce.draft.draw import Draw
 from luce.engine.reasoning_limit import ReasoningLimit
+from luce.kvcache.prefix_ids import PrefixIds, prefix_ids
 from luce.runtime.step import Int32
 
 
@@ -174,6 +175,9 @@ class Sequence:
     prompt: Int32
     #: most tokens of the reply; 0 if only the prompt is read
     max_new_tokens: int
+    #: int32 [n]: the positions of the prompt's tokens in the longer text that it is a part of, ascending: rotary
+    #: embeddings take these. None: 0 .. n - 1
+    position_ids: Int32 | None = None
     #: sessions share slots and chunks of prompts
     session: str = ""
     #: whether choosing a token needs the whole row of logits
@@ -222,6 +226,21 @@ class Sequence:
     def tokens(self) -> Int32:
         """Prompt and reply: int32 [n]."""
         return np.concatenate([self.prompt, np.array(self.reply, np.int32)])
+
+    @property
+    def prefix_ids(self) -> PrefixIds:
+        """What the prefix cache knows its tokens by: [n]."""
+        tokens = self.tokens
+        return prefix_ids(tokens, self.position_ids_at(np.arange(len(tokens), dtype=np.int32)))
+
+    def position_ids_at(self, positions: Int32) -> Int32:
+        """What rotary embeddings take for rows at these positions: int32 [n] -> int32 [n]. A reply goes on behind its
+        prompt's last token."""
+        if self.position_ids is None:
+            return positions
+        inside = np.minimum(positions, np.int32(len(self.position_ids) - 1))
+        found: Int32 = self.position_ids[inside] + (positions - inside)
+        return found
 
     @property
     def prompt_remaining(self) -> int:

@@ -21,8 +21,8 @@ from luce.draft.feature_tail import FeatureTail
 from luce.errors import LuceError
 from luce.kvcache.page_table import PageTables
 from luce.kvcache.paging import Pager
+from luce.kvcache.prefix_ids import PrefixIds
 from luce.kvcache.prefix_tree import Checkpoint, HostPage, PageNode, PrefixTree
-from luce.runtime.step import Int32
 from luce.shard.saved_state import SavedState
 
 _log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class MemoryTier:
     def save(
         self,
         slot: int,
-        ids: Int32,
+        ids: PrefixIds,
         logits: NDArray[np.float32] | None,
         features: FeatureTail | None,
         *,
@@ -182,7 +182,7 @@ class MemoryTier:
             self._evict(next(iter(self.tree.checkpoints)))
         self._reserve_host_memory()
 
-    def _add(self, slot: int, ids: Int32, *, interim: bool) -> Checkpoint:
+    def _add(self, slot: int, ids: PrefixIds, *, interim: bool) -> Checkpoint:
         """A new checkpoint with the state of a slot. Raises LuceError."""
         residency = None if self._pager is None else self._pager.residency(slot, len(ids))
         state = self._backend.state.save(*self.state_place(slot, len(ids)))

@@ -32,10 +32,11 @@ from luce.kvcache.disk.tier import DiskTier
 from luce.kvcache.memory_tier import MemoryTier
 from luce.kvcache.page_table import PageTables
 from luce.kvcache.paging import Pager
+from luce.kvcache.prefix_ids import PrefixIds
 from luce.kvcache.prefix_tree import Checkpoint, PageNode
 from luce.kvcache.restorer import Restorer
 from luce.kvcache.saver import Saver, SnapshotExtras
-from luce.runtime.step import PAGE, Int32
+from luce.runtime.step import PAGE
 
 _log = logging.getLogger(__name__)
 
@@ -133,7 +134,7 @@ class PrefixCache:
             disk=disk,
         )
 
-    def resume(self, prompt: Int32, slot: int, limit: int | None = None) -> Hit:
+    def resume(self, prompt: PrefixIds, slot: int, limit: int | None = None) -> Hit:
         """Restore the longest cached prefix of a prompt, at most `limit` tokens, into an empty slot.
 
         The whole prompt is restored only at a checkpoint with the logits of the last token.
@@ -156,7 +157,7 @@ class PrefixCache:
     def save(
         self,
         slot: int,
-        ids: Int32,
+        ids: PrefixIds,
         logits: NDArray[np.float32] | None = None,
         features: FeatureTail | None = None,
         *,
@@ -208,7 +209,7 @@ class PrefixCache:
             self.disk.clear()
         return found
 
-    def _resume(self, prompt: Int32, slot: int, limit: int) -> Hit:
+    def _resume(self, prompt: PrefixIds, slot: int, limit: int) -> Hit:
         match, matched = self._match(prompt, limit)
         for snapshot, length in self._snapshots(prompt, 0 if match is None else match.length + _MIN_GAIN, limit):
             assert self.disk is not None
@@ -236,7 +237,7 @@ class PrefixCache:
         logits = None if match.checkpoint is None or match.length < len(prompt) else match.checkpoint.logits
         return Hit(match.length, match.checkpoint, "ram", matched, logits)
 
-    def _match(self, prompt: Int32, limit: int) -> tuple[_Match | None, int]:
+    def _match(self, prompt: PrefixIds, limit: int) -> tuple[_Match | None, int]:
         """Where in memory a prompt can resume, and how many of its first `limit` tokens lie in cached whole pages."""
         nodes, checkpoints = self.memory.tree.match(prompt[:limit])
         usable = [c for c in checkpoints if c.length < len(prompt) or c.logits is not None]
@@ -250,7 +251,7 @@ class PrefixCache:
             return None, matched
         return _Match(length, nodes[: length // PAGE], checkpoint), matched
 
-    def _snapshots(self, prompt: Int32, longer_than: int, limit: int) -> list[tuple[Snapshot, int]]:
+    def _snapshots(self, prompt: PrefixIds, longer_than: int, limit: int) -> list[tuple[Snapshot, int]]:
         return [] if self.disk is None else self.disk.find(prompt, longer_than, limit, exact=self.checkpoints_only)
 
     def _deadline(self, length: int) -> Deadline:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.draft.feature_tail import FeatureTail
+from luce.kvcache.prefix_ids import PrefixIds
 from luce.runtime.step import PAGE, Int32
 from luce.shard.saved_state import SavedState
 
@@ -25,7 +26,7 @@ class PageNode:
     """PAGE tokens at positions [index * PAGE, (index + 1) * PAGE), and where their keys and values lie."""
 
     parent: PageNode | None
-    #: as int32
+    #: PrefixIds as int64
     tokens: bytes
     index: int
     #: on the devices: the page in the group of full attention
@@ -90,7 +91,7 @@ class Checkpoint:
 
     #: of the last whole page
     node: PageNode
-    #: the tokens behind the last whole page, as int32
+    #: the tokens behind the last whole page, as those of nodes
     remainder: bytes
     #: tokens
     length: int
@@ -126,10 +127,11 @@ class PrefixTree:
         self.checkpoints: dict[Checkpoint, None] = {}
         self._clock = 0
 
-    def match(self, ids: Int32) -> tuple[list[PageNode], list[Checkpoint]]:
+    def match(self, ids: PrefixIds) -> tuple[list[PageNode], list[Checkpoint]]:
         """The nodes whose tokens `ids` begin with, and all checkpoints at prefixes of `ids`, shorter ones first. All of
         them count as used now."""
         self._clock += 1
+        ids = _wide(ids)
         nodes: list[PageNode] = []
         checkpoints: list[Checkpoint] = []
         node = self._root
@@ -149,8 +151,9 @@ class PrefixTree:
             checkpoint.last_used = self._clock
         return nodes, checkpoints
 
-    def find(self, ids: Int32) -> Checkpoint | None:
+    def find(self, ids: PrefixIds) -> Checkpoint | None:
         """The checkpoint at exactly `ids`."""
+        ids = _wide(ids)
         node = self._root
         for begin in range(0, len(ids) - PAGE + 1, PAGE):
             child = node.children.get(ids[begin : begin + PAGE].tobytes())
@@ -159,9 +162,12 @@ class PrefixTree:
             node = child
         return node.checkpoints.get(_remainder(ids))
 
-    def add(self, ids: Int32, state: SavedState, logits: NDArray[np.float32] | None, *, interim: bool) -> Checkpoint:
+    def add(
+        self, ids: PrefixIds, state: SavedState, logits: NDArray[np.float32] | None, *, interim: bool
+    ) -> Checkpoint:
         """A new checkpoint at `ids`, with the nodes that it needs."""
         self._clock += 1
+        ids = _wide(ids)
         node = self._root
         for begin in range(0, len(ids) - PAGE + 1, PAGE):
             tokens = ids[begin : begin + PAGE].tobytes()
@@ -199,11 +205,15 @@ class PrefixTree:
             node = node.parent
         return path[::-1]
 
-    def ids(self, checkpoint: Checkpoint) -> Int32:
-        """The tokens of a checkpoint: int32 [length]."""
+    def ids(self, checkpoint: Checkpoint) -> NDArray[np.int64]:
+        """The PrefixIds of a checkpoint: int64 [length]."""
         pages = (node.tokens for node in self.path(checkpoint))
-        return np.frombuffer(b"".join([*pages, checkpoint.remainder]), np.int32)
+        return np.frombuffer(b"".join([*pages, checkpoint.remainder]), np.int64)
 
 
-def _remainder(ids: Int32) -> bytes:
+def _wide(ids: PrefixIds) -> NDArray[np.int64]:
+    return ids.astype(np.int64, copy=False)
+
+
+def _remainder(ids: NDArray[np.int64]) -> bytes:
     return ids[len(ids) // PAGE * PAGE :].tobytes()

@@ -22,8 +22,9 @@ from luce.kvcache.disk.tier import DiskTier
 from luce.kvcache.memory_tier import BATCH, MemoryTier
 from luce.kvcache.page_table import PageTables
 from luce.kvcache.paging import Pager
+from luce.kvcache.prefix_ids import PrefixIds
 from luce.kvcache.prefix_tree import Checkpoint, HostPage, PageNode, Residency
-from luce.runtime.step import PAGE, Int32
+from luce.runtime.step import PAGE
 from luce.shard.saved_state import StatePiece
 
 _log = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ class Restorer:
         return True
 
     def from_disk(
-        self, disk: DiskTier, slot: int, prompt: Int32, length: int, snapshot: Snapshot, deadline: Deadline
+        self, disk: DiskTier, slot: int, prompt: PrefixIds, length: int, snapshot: Snapshot, deadline: Deadline
     ) -> tuple[Checkpoint, NDArray[np.float32] | None] | None:
         """Restore the first `length` tokens of a prompt: a whole snapshot, or whole pages of it. Saves a checkpoint in
         memory.

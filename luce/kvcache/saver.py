@@ -19,8 +19,8 @@ from luce.kvcache.disk.manifest import ReplyTokens, keys
 from luce.kvcache.disk.tier import DiskTier
 from luce.kvcache.disk.writer import NewSnapshot, Writer
 from luce.kvcache.memory_tier import BATCH, MemoryTier
+from luce.kvcache.prefix_ids import PrefixIds, tokens_of
 from luce.kvcache.prefix_tree import Checkpoint, PageNode
-from luce.runtime.step import Int32
 from luce.shard.saved_state import SavedState
 
 _log = logging.getLogger(__name__)
@@ -209,7 +209,7 @@ class Saver:
                 self.export.close()
         self.export = self._awaited = None
 
-    def _dispensable(self) -> tuple[int, Int32]:
+    def _dispensable(self) -> tuple[int, PrefixIds]:
         """The place in the queue of the oldest checkpoint that one behind it continues, else the first; and its
         tokens."""
         waiting = [self._memory.tree.ids(checkpoint) for checkpoint, _ in self._queue]
@@ -218,13 +218,13 @@ class Saver:
                 return i, ids
         return 0, waiting[0]
 
-    def _owe(self, ids: Int32, reply: ReplyTokens | None) -> None:
+    def _owe(self, ids: PrefixIds, reply: ReplyTokens | None) -> None:
         """Keep the texts of a reply behind these tokens, which end with those of its checkpoint."""
         if reply is not None:
             ((length, key),) = keys(ids, [len(ids)])
             self._owed.append(_Owed(length, key, reply))
 
-    def _with_owed(self, ids: Int32, reply: ReplyTokens | None) -> ReplyTokens | None:
+    def _with_owed(self, ids: PrefixIds, reply: ReplyTokens | None) -> ReplyTokens | None:
         """The texts of a snapshot of these tokens: of its own reply, and those that are owed to earlier ones."""
         found = dict(keys(ids, sorted({owed.length for owed in self._owed if owed.length <= len(ids)})))
         texts = () if reply is None else reply.texts
@@ -234,7 +234,8 @@ class Saver:
                 kept.append(owed)
                 continue
             rest = owed.reply.rest
-            end = owed.length + len(rest) * (tuple(ids[owed.length : owed.length + len(rest)].tolist()) == rest)
+            behind = tokens_of(ids[owed.length : owed.length + len(rest)])
+            end = owed.length + len(rest) * (tuple(behind.tolist()) == rest)
             texts = (*(text for text in owed.reply.texts if text[2] <= end), *texts)
         self._owed = deque(kept, _MAX_OWED)
         return ReplyTokens(texts, () if reply is None else reply.rest) if texts else None

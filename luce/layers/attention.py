@@ -104,7 +104,7 @@ class AttentionLayer:
         else:
             prepare_queries(device, q, self._norms, rotation)
         if spec.temperature is not None:
-            temper(device, q, step.positions, scale=spec.temperature.scale, length=spec.temperature.length)
+            temper(device, q, step.position_ids, scale=spec.temperature.scale, length=spec.temperature.length)
         if self.queries is not None:
             store_queries(device, q, step.spans, self.queries, self.state.k)
         inputs = AttentionInputs(

@@ -85,7 +85,7 @@ class LatentAttentionLayer:
         q = matmul(device, read, weights.queries).reshape(rows, spec.heads, self._latent.plain + self._turned)
         prepare_queries(device, q[..., self._latent.plain :], _NO_NORMS, rotation)
         if spec.temperature is not None:
-            temper(device, q, step.positions, scale=spec.temperature.scale, length=spec.temperature.length)
+            temper(device, q, step.position_ids, scale=spec.temperature.scale, length=spec.temperature.length)
         ids = self._heads[:rows]
         routing = Routing(ids, q, group(device, ids, spec.heads))
         absorbed = self._absorb(q, routing)

@@ -69,6 +69,6 @@ class Rotary:
         """The rotation to the positions of the step's rows."""
         if self not in step.ropes:
             step.ropes[self] = rope_table(
-                self._device, step.positions, self._frequencies, self._axes, magnitude=self._magnitude
+                self._device, step.position_ids, self._frequencies, self._axes, magnitude=self._magnitude
             )
         return Rotation(step.ropes[self], self._adjacent)

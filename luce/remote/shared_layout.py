@@ -25,7 +25,17 @@ OUTPUT_BUFFERS = DEPTH + 1
 #: bytes for an Output: the candidates of many rows, or the logits of one row
 OUTPUT_BYTES = 1 << 20
 #: fields of a step that OutputLayout knows; a step that sets others may have an Output with more arrays
-_KNOWN_FIELDS = {"tokens", "positions", "spans", "views", "output_rows", "needs_logits", "needs_candidates", "masks"}
+_KNOWN_FIELDS = {
+    "tokens",
+    "positions",
+    "position_ids",
+    "spans",
+    "views",
+    "output_rows",
+    "needs_logits",
+    "needs_candidates",
+    "masks",
+}
 _OTHER_FIELDS = [field for field in fields(Step) if field.name not in _KNOWN_FIELDS]
 
 

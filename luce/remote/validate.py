@@ -59,7 +59,8 @@ def check_step(step: Step, vocab: int, load: Load) -> None:
     if not (_arrays_fit(step, load) and _spans_fit(step, load)):
         raise BackendError("the fields of the step do not fit each other")
     inside = within(step.tokens, vocab) and within(step.output_rows, len(step.tokens))
-    inside = inside and bool((step.positions >= 0).all())
+    ids = step.positions if step.position_ids is None else step.position_ids
+    inside = inside and bool((step.positions >= 0).all() and (ids >= 0).all())
     for view, pages in zip(step.views, load.pages, strict=True):
         _check_view_shapes(view, step)
         inside = inside and _is_inside(view, pages)
@@ -72,6 +73,7 @@ def _arrays_fit(step: Step, load: Load) -> bool:
     rows = len(step.tokens)
     return (
         step.tokens.shape == step.positions.shape == (rows,)
+        and (step.position_ids is None or step.position_ids.shape == (rows,))
         and rows > 0
         and step.output_rows.ndim == 1
         and (step.needs_candidates is None or step.needs_candidates.shape == step.output_rows.shape)

@@ -179,6 +179,9 @@ class Step:
     #: which tokens may come next: the argmax and the candidates of these rows are among them. Rows that need their
     #: whole logits have no mask here. None: any token may come
     masks: PendingMasks | None = None
+    #: int32 [rows]: positions that rotary embeddings take, where a prompt keeps those of the longer text that it is a
+    #: part of; pages, windows and the order of rows follow `positions`. None: they are `positions`
+    position_ids: Int32 | None = None
 
     @classmethod
     def of_spans(
@@ -280,6 +283,8 @@ class StepShape:
     branching: bool = False
     #: number of each view's copies
     copies: tuple[int, ...] = ()
+    #: whether rotary embeddings take other positions
+    position_ids: bool = False
 
     @classmethod
     def of(cls, step: Step) -> StepShape:
@@ -293,7 +298,8 @@ class StepShape:
             # Rounded up, so that trees of all forms have few shapes.
             longest = 1 << (longest - 1).bit_length()
         copies = tuple(0 if view.copies is None else len(view.copies) for view in step.views)
-        return cls(step.rows, len(step.spans), longest, len(step.output_rows), widths, seen, pending, branching, copies)
+        sizes = step.rows, len(step.spans), longest, len(step.output_rows)
+        return cls(*sizes, widths, seen, pending, branching, copies, step.position_ids is not None)
 
     @cached_property
     def size(self) -> int:
@@ -305,6 +311,7 @@ class StepShape:
         rows, spans = (self.rows,), (self.spans,)
         shapes = [rows, rows, (self.output_rows,), (*spans, 4), (*spans, 2), rows]
         shapes += [(*spans, 2, 1 + MAX_TREE_ROWS)] if self.branching else []
+        shapes += [rows] if self.position_ids else []
         for width, seen, copies in itertools.zip_longest(self.widths, self.seen, self.copies, fillvalue=0):
             shapes += [(*spans, width), (*spans, width), spans, rows, *([(*rows, 2)] if seen else [])]
             shapes += [(copies, 2)] if copies else []
@@ -349,7 +356,7 @@ class SpanArrays:
 class DeviceStep:
     """A step's arrays on one device, with the shape that launches need on the host.
 
-    tokens, positions: int32 [rows]; output_rows: int32 [m].
+    tokens, positions, position_ids: int32 [rows]; output_rows: int32 [m].
     """
 
     def __init__(self, device: Device, shape: StepShape, memory: Array) -> None:
@@ -359,6 +366,8 @@ class DeviceStep:
         self.tokens, self.positions, self.output_rows, table, pending, row_span, *rest = shape.cut(memory)
         arrays = iter(rest)
         branches = next(arrays) if shape.branching else None
+        #: positions for rotary embeddings
+        self.position_ids = next(arrays) if shape.position_ids else self.positions
         self.spans = SpanArrays(
             table, row_span, shape.spans, shape.longest, pending if shape.pending else None, branches
         )
@@ -398,6 +407,8 @@ def write_step(step: Step, arrays: Sequence[Int32]) -> None:
     values = [step.tokens, step.positions, step.output_rows, table, pending, row_span]
     if any(span.path or span.ancestors for span in step.spans):
         values.append(branches_of(step.spans))
+    if step.position_ids is not None:
+        values.append(step.position_ids)
     for view in step.views:
         values += [view.table, view.first, view.count, view.dest, *([] if view.seen is None else [view.seen])]
         values += [] if view.copies is None or not len(view.copies) else [view.copies]

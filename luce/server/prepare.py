@@ -133,7 +133,7 @@ def chat_request_job(
     reader = PromptReader(request, model, stopped, messages=request.messages or (), max_tokens=max_tokens)
     read = reader.read(chat_prompt(request, model, reader.limit))
     prompt = read.ids
-    room = max(0, model.context - len(prompt))
+    room = model.compression.room(read)
     asked = ReasoningSwitch(request, model.chat, model.envelope.unasked).asked
     job = request_job(
         request,

@@ -75,5 +75,6 @@ def compression_facts(prompt: CompressedPrompt) -> dict[str, Any] | None:
         "kept": round(len(prompt.ids) / max(1, prompt.original), 4),
         "drafter_ms": round(prompt.seconds * 1000, 3),
         "reused": prompt.reused,
+        "positions": "rebased" if prompt.position_ids is None else "original",
     }
     return facts | ({"reason": prompt.reason} if prompt.reason else {})

@@ -90,6 +90,7 @@ class Replies:
                 job.stops, prompt, remember=job.max_cached_tokens is None, split=job.chat, tools=job.tools
             ),
             on_event=self._model.compression.observing(self._sink(choice)),
+            position_ids=job.readings[choice // job.n].position_ids,
             session=job.session,
             timeout=job.timeout,
             boundaries=job.boundaries[choice // job.n],

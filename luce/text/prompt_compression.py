@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from luce.compress.compression_options import Verdict
 from luce.compress.compressor import Bounds, CompressedPrompt, Compressor
 from luce.compress.scorer import no_check
-from luce.compress.selection import PromptTokens
-from luce.config.prefill_settings import RESIDENCY
+from luce.compress.selection import PromptTokens, positions_in
+from luce.config.prefill_settings import ORIGINAL, RESIDENCY
 from luce.config.settings import flag
 from luce.engine.events import Event, EventSink, Finished
 from luce.errors import UsageError
@@ -40,6 +40,8 @@ class PromptCompression:
     tokenizer: Tokenizer
     #: tokens of the target's context
     context: int
+    #: positions for which the target was trained
+    positions: int
 
     def mode(self, request: CompressionRequest) -> str:
         """off, auto or always. Raises UsageError if a request asks for compression and there is no compressor."""
@@ -84,8 +86,18 @@ class PromptCompression:
             else:
                 bounds = Bounds(self.context, most)
                 result = self.compressor.compress(prompt, bounds, keep_ratio=ratio, check=check)
+            # Beyond the trained length the target knows no positions.
+            if result.shortened and self.compressor.options.positions == ORIGINAL and len(ids) + room <= self.positions:
+                result = replace(result, position_ids=positions_in(result.spans))
         self.compressor.count(result)
         return result
+
+    def room(self, prompt: CompressedPrompt) -> int:
+        """Most tokens of a reply to a prompt."""
+        room = self.context - len(prompt.ids)
+        if prompt.position_ids is not None:
+            room = min(room, self.positions - 1 - int(prompt.position_ids[-1]))
+        return max(0, room)
 
     def _known(self, ids: Sequence[int]) -> bool:
         """Whether the vocabulary has all ids, of which there is one at least."""

@@ -104,6 +104,17 @@ def test_the_prefix_cache_has_the_compressed_prompt_after_a_restart(
             assert (reply.finish.timings.cache_tier == "disk") is cached
 
 
+def test_kept_tokens_with_their_original_positions() -> None:
+    found = []
+    for place in ("one device", "three shards", "trees"):
+        with opened(prefill_positions="original", **PLACES.get(place, {})) as model:
+            wanted = asked(model, SOME)
+            read = model.compression.read(wanted[0].ids)
+            assert read.position_ids is not None and read.position_ids[-1] == SHORT - 1
+            found.append(list(recalled(model, wanted)))
+    assert all(right for right, _ in found[0]) and found[1:] == found[:1] * 2
+
+
 def test_several_prompts_at_once(replies: dict[int, tuple[bool, list[int]]]) -> None:
     with opened(parallel=3) as model:
         assert list(recalled(model, asked(model, SEVERAL))) == list(replies.values())

@@ -63,6 +63,7 @@ ELSEWHERE = {
     "test_older_messages_of_a_conversation_are_compressed_once",
     "prefill_freeze_threshold": "tests/unit/test_text_protected.py::"
     "test_older_messages_are_all_but_the_first_the_last_and_the_short_ones",
+    "prefill_positions": "tests/golden/test_compression.py::test_kept_tokens_with_their_original_positions",
     "prefill_curve": "tests/unit/test_compress_compression_options.py::test_a_curve_is_linear_between_its_points",
     "shard_key_file": "tests/process/test_shard_network.py::test_another_key",
 }

@@ -152,7 +152,7 @@ class ScriptedModel:
         self.name = config.alias[0] if config.alias else "scripted"
         self.path = Path("scripted.gguf")
         self.context = context
-        self.compression = PromptCompression(compressor, self.tokenizer, context)
+        self.compression = PromptCompression(compressor, self.tokenizer, context, context)
         self.recommended_by = "family"
         self.envelope = BudgetEnvelope.of(config, DIALECT.budget if budget is None else budget, context)
         self.chunk = config.chunk or 512
@@ -180,7 +180,13 @@ class ScriptedModel:
         self.shard_daemons: tuple[DaemonState, ...] = ()
         self.engine = Engine(
             self.backend,
-            EngineOptions.of(config, eos=self.tokenizer.eos_ids, chunk=self.chunk, no_drafter_reason=no_drafter_reason),
+            EngineOptions.of(
+                config,
+                eos=self.tokenizer.eos_ids,
+                chunk=self.chunk,
+                positions=context,
+                no_drafter_reason=no_drafter_reason,
+            ),
             kvflash=None if pool is None else KVFlash(AgePolicy(), 4, config.kvflash_tau, config.kvflash_host_mb << 20),
             drafter=drafter,
         )

@@ -196,6 +196,16 @@ def test_microbatches_give_the_replies_of_whole_steps(
         assert sequence.reply == backend.reply(sequence.prompt.tolist(), sequence.max_new_tokens)
 
 
+def test_position_ids_follow_their_rows() -> None:
+    step = step_of((1, 70), (1, 71), (40, 0), (50, 0), wanted=(0, 91))
+    step = replace(step, position_ids=step.positions + 5 * step.tokens)
+    batches = [batch for part in separate_prompts(step) for batch in split_microbatches(part, 24)]
+    assert len(batches) > 2
+    for batch in batches:
+        assert batch.position_ids is not None
+        np.testing.assert_array_equal(batch.position_ids, batch.positions + 5 * batch.tokens)
+
+
 def test_masks_follow_their_rows() -> None:
     step = step_of((1, 70), (1, 71), (40, 0), (50, 0), wanted=(0, 1, 41, 91))
     words = np.arange(6, dtype=np.uint32).reshape(3, 2)

@@ -348,6 +348,36 @@ def test_a_sequence_ends_in_every_stage_and_leaves_nothing() -> None:
     assert (drive.pages.used, drive.scheduler.running) == (0, ())
 
 
+def test_position_ids_go_on_behind_the_prompt() -> None:
+    drive = Drive()
+    ids = np.array([0, 1, 7, 8, 9, 20], np.int32)
+    gapped, counted = sequence(6, position_ids=ids), sequence(4)
+    seen = []
+    for one in (counted, gapped):
+        drive.scheduler.add(one)
+    while plan := drive.step():
+        step = plan.step
+        assert step.position_ids is not None or gapped in drive.ended
+        seen += [] if step.position_ids is None else [(step.positions.tolist(), step.position_ids.tolist())]
+    assert seen[0] == ([*range(4), *range(6)], [*range(4), *ids.tolist()])
+    assert seen[1:] == [([4 + i, 6 + i], [4 + i, 21 + i]) for i in range(3)]
+    gapped.reply = [5]
+    assert (gapped.prefix_ids >> 32).tolist() == [0, 0, 5, 5, 5, 15, 15]
+    assert counted.prefix_ids.dtype == np.int32
+
+
+def test_position_ids_of_drafts() -> None:
+    """A token of a draft tree has the position of its depth."""
+    drive = Drive()
+    one = sequence(3, 9, position_ids=np.array([0, 10, 20], np.int32))
+    drive.scheduler.add(one)
+    drive.step()
+    one.draft = Draft((4, 5, 6), parents=(0, 0, 1))
+    plan = drive.scheduler.schedule()
+    assert plan is not None and plan.step.position_ids is not None
+    np.testing.assert_array_equal(plan.step.position_ids, plan.step.positions + 18)
+
+
 def test_what_is_wanted_of_a_step() -> None:
     drive = Drive(slots=4)
     plain, sampled = sequence(3), sequence(5, needs_logits=True)

@@ -5,18 +5,24 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from numpy.typing import NDArray
 
 from luce.kvcache.prefix_tree import Checkpoint, PrefixTree
-from luce.runtime.step import PAGE, Int32
+from luce.runtime.step import PAGE
+
+#: token 1 behind a gap of 5 positions
+BEHIND_A_GAP = 1 + (5 << 32)
 
 
-def ids(*parts: tuple[int, int]) -> Int32:
-    """Runs of one token: (token, length), ..."""
-    return np.concatenate([np.full(n, token, np.int32) for token, n in parts])
+def ids(*parts: tuple[int, int]) -> NDArray[np.int64]:
+    """Runs of one id: (id, length), ..."""
+    return np.concatenate([np.full(n, token, np.int64) for token, n in parts])
 
 
 PROMPTS = st.lists(
-    st.tuples(st.integers(0, 1), st.sampled_from([1, 5, PAGE - 5, PAGE - 1, PAGE])), min_size=1, max_size=6
+    st.tuples(st.sampled_from([0, 1, BEHIND_A_GAP]), st.sampled_from([1, 5, PAGE - 5, PAGE - 1, PAGE])),
+    min_size=1,
+    max_size=6,
 ).map(lambda parts: ids(*parts))
 
 
@@ -26,10 +32,10 @@ class Prefixes(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
         self.tree = PrefixTree()
-        self.saved: dict[Checkpoint, Int32] = {}
+        self.saved: dict[Checkpoint, NDArray[np.int64]] = {}
 
     @rule(prompt=PROMPTS, interim=st.booleans())
-    def add(self, prompt: Int32, interim: bool) -> None:
+    def add(self, prompt: NDArray[np.int64], interim: bool) -> None:
         found = self.tree.find(prompt)
         expected = [p for p, known in self.saved.items() if np.array_equal(known, prompt)]
         assert [found] == (expected or [None])
@@ -37,7 +43,7 @@ class Prefixes(RuleBasedStateMachine):
             self.saved[self.tree.add(prompt, {}, None, interim=interim)] = prompt
 
     @rule(prompt=PROMPTS)
-    def match(self, prompt: Int32) -> None:
+    def match(self, prompt: NDArray[np.int64]) -> None:
         nodes, checkpoints = self.tree.match(prompt)
         prefixes = [p for p, known in self.saved.items() if np.array_equal(known, prompt[: len(known)])]
         assert checkpoints == sorted(prefixes, key=lambda checkpoint: checkpoint.length)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ PROMPT = [*(97 + i * i % 23 for i in range(2000)), END, *(97 + i * i % 19 for i 
 def compression(scorer: ScriptedScorer | None = None, **options: Any) -> PromptCompression:
     found = scorer or ScriptedScorer()
     settings = CompressionOptions(**{"mode": "always", "keep_ratio": 0.1, **options})
-    return PromptCompression(Compressor(settings, lambda: found, identity="a"), tokenizer(), CONTEXT)
+    return PromptCompression(Compressor(settings, lambda: found, identity="a"), tokenizer(), CONTEXT, CONTEXT)
 
 
 def test_control_tokens_are_kept() -> None:
@@ -45,8 +46,26 @@ def test_a_request_goes_before_the_settings() -> None:
     assert on.read(PROMPT, request=CompressionRequest("off")).verdict is Verdict.OFF
 
 
+def test_kept_tokens_have_their_original_positions_if_asked_for() -> None:
+    rebased, original = compression().read(PROMPT), compression(positions="original").read(PROMPT)
+    assert rebased.position_ids is None and original.position_ids is not None
+    assert list(original.ids) == list(rebased.ids) == [PROMPT[position] for position in original.position_ids]
+    whole = compression(positions="original").read(PROMPT, request=CompressionRequest("off"))
+    assert whole.position_ids is None
+
+
+def test_positions_beyond_the_trained_length_are_counted_anew() -> None:
+    made = compression(positions="original")
+    exact, longer = (replace(made, positions=len(PROMPT) + more) for more in (1, 0))
+    read = exact.read(PROMPT)
+    assert read.position_ids is not None and exact.room(read) == 1
+    assert replace(made, positions=len(PROMPT) + 9).room(read) == 9
+    read = longer.read(PROMPT)
+    assert read.position_ids is None and longer.room(read) == CONTEXT - len(read.ids)
+
+
 def test_without_a_small_model_nothing_is_compressed() -> None:
-    none = PromptCompression(None, tokenizer(), CONTEXT)
+    none = PromptCompression(None, tokenizer(), CONTEXT, CONTEXT)
     assert none.read(PROMPT).verdict is Verdict.OFF and none.mode(CompressionRequest("off")) == "off"
     with pytest.raises(UsageError, match="always: requires --prefill-drafter"):
         none.read(PROMPT, request=CompressionRequest("always"))

@@ -56,11 +56,11 @@ class SnapshotLimits:
 
 
 def check_tokens(manifest: Manifest, frames: Iterable[Frame]) -> None:
-    """Raises DamagedError unless a snapshot stores exactly its own tokens: int32 in one frame."""
+    """Raises DamagedError unless a snapshot stores exactly its own tokens: int32 or int64 in one frame."""
     expected = manifest.length - manifest.first_page * PAGE
     found = [(frame.dtype, frame.shape) for frame in frames]
-    if found != [("<i4", (expected,))]:
-        raise DamagedError(f"{manifest.id}: tokens of {found[:3]} instead of {expected} int32")
+    if found not in ([("<i4", (expected,))], [("<i8", (expected,))]):
+        raise DamagedError(f"{manifest.id}: tokens of {found[:3]} instead of {expected} int32 or int64")
 
 
 def _kind(frame: Frame) -> str:

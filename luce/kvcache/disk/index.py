@@ -10,7 +10,8 @@ from pathlib import Path
 from luce.kvcache.disk.files import OpenDirectory, open_directory
 from luce.kvcache.disk.manifest import LAYOUT, Manifest, keys, own_page_keys, page_keys, snapshot_id
 from luce.kvcache.disk.part import DamagedError
-from luce.runtime.step import PAGE, Int32
+from luce.kvcache.prefix_ids import PrefixIds
+from luce.runtime.step import PAGE
 
 
 @dataclass(eq=False)
@@ -61,7 +62,7 @@ class Index:
         with self._lock:
             return list(self._snapshots.values())
 
-    def find(self, ids: Int32, longer_than: int = 0, limit: int | None = None) -> list[Snapshot]:
+    def find(self, ids: PrefixIds, longer_than: int = 0, limit: int | None = None) -> list[Snapshot]:
         """The resumable snapshots of prefixes of `ids` with more than `longer_than` tokens and at most `limit`, longest
         first. A snapshot of all of `ids` must have the logits of the last token.
         """
@@ -73,7 +74,9 @@ class Index:
             usable = (s for s in reversed(found) if s is not None and s.manifest.resumable and not s.unusable)
             return [s for s in usable if s.manifest.length < len(ids) or s.manifest.has_logits]
 
-    def longest_prefix(self, ids: Int32, longer_than: int = 0, limit: int | None = None) -> tuple[Snapshot, int] | None:
+    def longest_prefix(
+        self, ids: PrefixIds, longer_than: int = 0, limit: int | None = None
+    ) -> tuple[Snapshot, int] | None:
         """The longest prefix of `ids` whose whole pages are stored, whatever tokens the snapshot continues with:
         (snapshot with the last of these pages, length).
 
@@ -111,13 +114,13 @@ class Index:
         with self._lock:
             return max(self._by_reply.get(digest, ()), key=lambda snapshot: snapshot.manifest.created, default=None)
 
-    def exact(self, ids: Int32) -> Snapshot | None:
+    def exact(self, ids: PrefixIds) -> Snapshot | None:
         """The snapshot of exactly these tokens."""
         ((length, key),) = keys(ids, [len(ids)])
         with self._lock:
             return self._get(self.model, snapshot_id(key, length))
 
-    def missing(self, ids: Int32) -> tuple[Snapshot | None, int] | None:
+    def missing(self, ids: PrefixIds) -> tuple[Snapshot | None, int] | None:
         """What a new snapshot of `ids` must store: (the snapshot that it continues, its first page). None if there is
         one already.
 
@@ -134,7 +137,7 @@ class Index:
             longest = max((n for n, s in found.items() if s is not None and not s.unusable and n >= PAGE), default=0)
             return self._diverging(ids, longest // PAGE) or (found.get(longest), longest // PAGE)
 
-    def _diverging(self, ids: Int32, beyond: int) -> tuple[Snapshot, int] | None:
+    def _diverging(self, ids: PrefixIds, beyond: int) -> tuple[Snapshot, int] | None:
         """A snapshot that shares more than `beyond` whole pages with `ids` and then diverges: (snapshot, pages)."""
         found = self._page_holder(ids, beyond)
         if found is None:
@@ -146,7 +149,7 @@ class Index:
         parent = self._get(self.model, snapshot.manifest.parent)
         return None if parent is None or first <= beyond else (parent, first)
 
-    def _page_holder(self, ids: Int32, beyond: int) -> tuple[Snapshot, int] | None:
+    def _page_holder(self, ids: PrefixIds, beyond: int) -> tuple[Snapshot, int] | None:
         """The longest prefix of `ids` of more than `beyond` pages that is stored: (snapshot with its last page,
         length)."""
         found = None

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from luce.kvcache.disk.part import DamagedError, PartInfo, digest
-from luce.runtime.step import PAGE, Int32
+from luce.kvcache.prefix_ids import PrefixIds, key_bytes
+from luce.runtime.step import PAGE
 
 #: version of the directory, of manifests and of parts; see FORMAT.md
 FORMAT = 4
@@ -49,7 +50,7 @@ class Manifest(msgspec.Struct, frozen=True):
     model: str
     #: name in the model's directory: 32 hex digits of the key, "-", the length
     id: str
-    #: BLAKE2b-256 of the tokens as int32 little-endian, in hex
+    #: BLAKE2b-256 of luce.kvcache.prefix_ids.key_bytes, in hex
     key: str
     #: tokens
     length: int
@@ -74,7 +75,7 @@ class Manifest(msgspec.Struct, frozen=True):
     #: bytes before compression
     raw_bytes: int
     reply: ReplyTokens | None = None
-    #: tokens from here to the end of the prompt, if the logits of that end are stored
+    #: PrefixIds from here to the end of the prompt, if the logits of that end are stored
     prompt_end: tuple[int, ...] = ()
     #: for each page that this snapshot stores itself, the first 32 hex digits of the key of the tokens up to its end
     page_keys: str = ""
@@ -153,7 +154,7 @@ def is_snapshot_id(name: str) -> bool:
     return _ID.fullmatch(name) is not None
 
 
-def page_keys(ids: Int32, first_page: int = 0) -> Iterator[str]:
+def page_keys(ids: PrefixIds, first_page: int = 0) -> Iterator[str]:
     """For each whole page of `ids` from `first_page` on, the first digits of the key of the tokens up to its end."""
     return (key[:_DIGITS] for _, key in keys(ids, range((first_page + 1) * PAGE, len(ids) + 1, PAGE)))
 
@@ -163,11 +164,10 @@ def own_page_keys(manifest: Manifest) -> list[str]:
     return [manifest.page_keys[at : at + _DIGITS] for at in range(0, len(manifest.page_keys), _DIGITS)]
 
 
-def keys(ids: Int32, lengths: Iterable[int]) -> Iterator[tuple[int, str]]:
+def keys(ids: PrefixIds, lengths: Iterable[int]) -> Iterator[tuple[int, str]]:
     """(length, key) of the prefixes of `ids` that have these lengths, ascending, in one pass."""
     hashed, at = hashlib.blake2b(digest_size=32), 0
-    little = ids.astype("<i4")
     for length in lengths:
-        hashed.update(little[at:length].tobytes())
+        hashed.update(key_bytes(ids[at:length]))
         at = length
         yield length, hashed.copy().hexdigest()

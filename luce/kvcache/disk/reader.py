@@ -15,8 +15,9 @@ from luce.kvcache.disk.expansion import SnapshotLimits, check_tokens
 from luce.kvcache.disk.index import Snapshot
 from luce.kvcache.disk.manifest import FEATURES, LOGITS, PROMPT_END, RESIDENCY
 from luce.kvcache.disk.part import DamagedError, Frame, PartInfo, PartReader
+from luce.kvcache.prefix_ids import PrefixIds
 from luce.kvcache.prefix_tree import Residency
-from luce.runtime.step import PAGE, Int32
+from luce.runtime.step import PAGE
 from luce.shard.saved_state import layer_of
 
 #: pages that are read together
@@ -84,7 +85,7 @@ class Reader:
             self.close()
             raise
 
-    def tokens(self) -> Int32:
+    def tokens(self) -> PrefixIds:
         """The tokens that this snapshot stores itself: from page `manifest.first_page` on."""
         return _tokens(self._tokens)
 
@@ -124,7 +125,7 @@ class Reader:
         """The logits of the last token, if they are stored: float32 [vocab]."""
         return self._vector(LOGITS)
 
-    def prompt_end_logits(self, ids: Int32) -> NDArray[np.float32] | None:
+    def prompt_end_logits(self, ids: PrefixIds) -> NDArray[np.float32] | None:
         """The logits of the prompt that continues this snapshot by `ids`, if they are stored: float32 [vocab]."""
         same = len(ids) and np.array_equal(ids, np.array(self.manifest.prompt_end, np.int64))
         return self._vector(PROMPT_END) if same else None
@@ -221,7 +222,7 @@ def _of_shard(
     yield range(begin, layers.stop), found
 
 
-def read_tokens(snapshot: Snapshot) -> Int32:
+def read_tokens(snapshot: Snapshot) -> PrefixIds:
     """The tokens that a snapshot stores itself. Raises DamagedError or OSError."""
     part = PartReader(snapshot.open, snapshot.manifest.tokens)
     try:
@@ -250,8 +251,9 @@ def verify(snapshot: Snapshot, limits: SnapshotLimits | None = None) -> None:
             part.close()
 
 
-def _tokens(part: PartReader) -> Int32:
-    return part.read(part.frames[0]).astype(np.int32, copy=False)
+def _tokens(part: PartReader) -> PrefixIds:
+    found = part.read(part.frames[0])
+    return found.astype(np.int64 if found.itemsize == 8 else np.int32, copy=False)
 
 
 def _stored(found: Mapping[str, Sequence[tuple[PartReader, Frame, slice]]]) -> dict[str, StoredTensor]:

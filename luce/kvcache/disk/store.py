@@ -29,7 +29,8 @@ from luce.kvcache.disk.index import Index, Snapshot
 from luce.kvcache.disk.manifest import LAYOUT, MANIFEST, MOST_BYTES, Manifest, is_snapshot_id
 from luce.kvcache.disk.part import DamagedError
 from luce.kvcache.disk.reader import Reader, read_tokens, verify
-from luce.runtime.step import PAGE, Int32
+from luce.kvcache.prefix_ids import PrefixIds, tokens_of
+from luce.runtime.step import PAGE
 
 _log = logging.getLogger(__name__)
 
@@ -124,9 +125,9 @@ class Store(Index):
         """Read all bytes that a snapshot stores itself. Raises DamagedError or OSError."""
         verify(snapshot, self.limits)
 
-    def tokens(self, snapshot: Snapshot, begin: int = 0) -> Int32:
-        """The tokens of a snapshot from position `begin` on: int32 [length - begin]. Raises DamagedError or OSError."""
-        found: list[Int32] = [np.empty(0, np.int32)]
+    def tokens(self, snapshot: Snapshot, begin: int = 0) -> PrefixIds:
+        """The tokens of a snapshot from number `begin` on: [length - begin]. Raises DamagedError or OSError."""
+        found: list[PrefixIds] = [np.empty(0, np.int32)]
         chain = self.chain(snapshot)
         for part, after in zip(chain, [*chain[1:], None], strict=True):
             first = part.manifest.first_page * PAGE
@@ -143,7 +144,7 @@ class Store(Index):
             return None
         begin, end = next(text[1:] for text in reply.texts if text[0] == digest)
         try:
-            return [*self.tokens(snapshot, begin).tolist(), *reply.rest][: end - begin]
+            return [*tokens_of(self.tokens(snapshot, begin)).tolist(), *reply.rest][: end - begin]
         except (DamagedError, OSError) as error:
             _log.warning("the text of a reply is tokenized again: %s", error)
             return None

@@ -29,7 +29,8 @@ from luce.kvcache.disk.stats import CachedPrefix, DiskStats, UnusedSnapshots
 from luce.kvcache.disk.store import Store, StoreFullError
 from luce.kvcache.disk.write_thread import LEAST_SECONDS, WriteThread
 from luce.kvcache.disk.writer import NewSnapshot, Writer
-from luce.runtime.step import PAGE, Int32
+from luce.kvcache.prefix_ids import PrefixIds
+from luce.runtime.step import PAGE
 
 T = TypeVar("T")
 
@@ -177,7 +178,7 @@ class DiskTier:
 
     # --- for the engine's thread: reading
 
-    def find(self, ids: Int32, longer_than: int, limit: int, *, exact: bool) -> list[tuple[Snapshot, int]]:
+    def find(self, ids: PrefixIds, longer_than: int, limit: int, *, exact: bool) -> list[tuple[Snapshot, int]]:
         """Snapshots that have a prefix of `ids` of more than `longer_than` tokens and at most `limit`, with the length,
         longest first. Unless `exact`, the whole pages of a snapshot count, too, not only all of its tokens."""
         store = self._scanned()
@@ -223,7 +224,7 @@ class DiskTier:
 
     # --- for the engine's thread: writing
 
-    def missing(self, ids: Int32) -> tuple[Snapshot | None, int] | None:
+    def missing(self, ids: PrefixIds) -> tuple[Snapshot | None, int] | None:
         """See Store.missing. If there is a snapshot already, it counts as used."""
         assert self._store is not None
         store, missing = self._store, self._store.missing(ids)

@@ -29,8 +29,9 @@ from luce.kvcache.disk.manifest import (
 )
 from luce.kvcache.disk.part import PartWriter
 from luce.kvcache.disk.store import Store
+from luce.kvcache.prefix_ids import PrefixIds, stored
 from luce.kvcache.prefix_tree import Residency
-from luce.runtime.step import PAGE, Int32
+from luce.runtime.step import PAGE
 from luce.shard.saved_state import Tensors, layer_of
 
 #: a snapshot may exceed its expected size by this factor before more space is freed for it
@@ -41,7 +42,7 @@ _EXCESS = 1.25
 class NewSnapshot:
     """A snapshot to be written. `parent` and `first_page` as in Manifest."""
 
-    ids: Int32
+    ids: PrefixIds
     parent: Snapshot | None
     first_page: int
     #: expected size before compression
@@ -148,7 +149,7 @@ class Writer:
         self._directory, self._reserved, self._spared = self._store.begin(
             snapshot_id(self._key, length), new.parent, new.raw_bytes
         )
-        self._write({"tokens": new.ids[new.first_page * PAGE :].astype("<i4")}, lambda name: "tokens.part")
+        self._write({"tokens": stored(new.ids[new.first_page * PAGE :])}, lambda name: "tokens.part")
 
     def _finish(self, logits: NDArray[np.float32] | None, reply: ReplyTokens | None) -> None:
         assert self._directory is not None
