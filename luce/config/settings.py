@@ -301,7 +301,11 @@ class Config(ServerSettings, PoolSettings, PlanningSettings, PrefillSettings):
         group="drafting",
     )
     threads: int = setting(
-        0, integer(0, 4096), "threads for matrix products on the CPU device (0: all cores)", metavar="N", group="limits"
+        0,
+        integer(0, 4096),
+        "threads for matrix products on the CPU device (0: one for each physical core)",
+        metavar="N",
+        group="limits",
     )
     cpu_weights: str = setting(
         "packed", choice("packed", "float32"), "weights on the CPU: as in the file, or as float32", group="limits"

@@ -14,14 +14,17 @@ _log = logging.getLogger(__name__)
 
 _GROUPS = Path("/proc/self/cgroup")
 _ROOT = Path("/sys/fs/cgroup")
+_CPUS = Path("/sys/devices/system/cpu")
 
 
-def usable_cores(groups: Path = _GROUPS, root: Path = _ROOT) -> int:
-    """The cores in this process's affinity, at most what the CPU quota of its control group and of those above allows.
+def usable_cores(groups: Path = _GROUPS, root: Path = _ROOT, cpus: Path = _CPUS) -> int:
+    """The physical cores in this process's affinity, at most what the CPU quota of its control group and of those above
+    allows.
 
-    groups: the process's control groups, in the form of /proc/self/cgroup; root: where control groups are mounted.
+    groups: the process's control groups, in the form of /proc/self/cgroup; root: where control groups are mounted;
+    cpus: where the system describes the threads of cores.
     """
-    cores = len(os.sched_getaffinity(0))
+    cores = len({_core(cpus, number) for number in os.sched_getaffinity(0)})
     with suppress(OSError):
         for line in groups.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
@@ -37,6 +40,13 @@ def usable_cores(groups: Path = _GROUPS, root: Path = _ROOT) -> int:
                     with suppress(OSError, ValueError, ZeroDivisionError):
                         cores = min(cores, max(1, math.ceil(read(group))))
     return cores
+
+
+def _core(cpus: Path, number: int) -> str:
+    """A name of the physical core that runs a thread of the system's numbering: all its threads, if they are known."""
+    with suppress(OSError):
+        return (cpus / f"cpu{number}/topology/thread_siblings_list").read_text().strip()
+    return str(number)
 
 
 def _quota(group: Path) -> float:

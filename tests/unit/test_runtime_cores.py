@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,26 @@ def test_usable_cores(line: str, files: dict[str, str], expected: int, tmp_path:
         path = tmp_path / "root" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content + "\n")
-    assert cores.usable_cores(tmp_path / "groups", tmp_path / "root") == expected
+    assert cores.usable_cores(tmp_path / "groups", tmp_path / "root", tmp_path) == expected
 
 
 def test_a_system_without_control_groups(tmp_path: Path) -> None:
-    assert cores.usable_cores(tmp_path / "none", tmp_path) == 8
+    assert cores.usable_cores(tmp_path / "none", tmp_path, tmp_path) == 8
+
+
+@pytest.mark.parametrize(
+    ("affinity", "expected"), [(range(8), 4), (range(4), 4), ((0, 4), 1), ((0, 1, 5), 2), ((7,), 1), ((0, 4, 9), 2)]
+)
+def test_threads_of_a_core_count_once(
+    affinity: Iterable[int], expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads n and n + 4 share a core; the system says nothing of thread 9."""
+    for number in range(8):
+        folder = tmp_path / f"cpu{number}/topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(f"{number % 4},{number % 4 + 4}\n")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(affinity))
+    assert cores.usable_cores(tmp_path / "none", tmp_path, tmp_path) == expected
 
 
 @pytest.mark.parametrize(("asked", "used", "noted"), [(99, 2, True), (3, 2, True), (2, 2, False), (1, 1, False)])
