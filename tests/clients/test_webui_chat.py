@@ -21,7 +21,7 @@ from tests.support.relay import Relay
 from tests.support.scripted_model import REPLY, ScriptedModel, saying
 
 if TYPE_CHECKING:
-    from playwright.async_api import Locator, Page
+    from playwright.async_api import Locator, Page, Route
 
 #: a reply that goes on until it is stopped
 ENDLESS: dict[str, Any] = {"context": 8192, "delay": 0.01, "script": saying("on and ", end=False)}
@@ -287,3 +287,72 @@ async def test_a_model_that_is_being_loaded() -> None:
         await page.get_by_text("Waiting for the server…").wait_for()
         gate.set()
         assert await shown(await ended(page)) == REPLY
+
+
+async def test_a_server_that_starts_answers_what_was_asked_before() -> None:
+    asked: list[str] = []
+    async with running(loaded=False) as here, browser_page(here.url, expected=("503 (Service Unavailable)",)) as page:
+        page.on("request", lambda request: asked.append(request.url) if request.method == "POST" else None)
+        await say(page, "hi")
+        await page.get_by_text("Waiting: the model is being loaded").wait_for()
+        # 503 with Retry-After again and again, until the server is ready.
+        await here.until(lambda: len(asked) > 2)
+        here.server.model = cast(Model, here.model)
+        assert await shown(await ended(page)) == REPLY
+        assert await page.locator("article.user .content").all_inner_texts() == ["hi"]
+
+
+async def test_a_full_queue_is_waited_for() -> None:
+    expected = ("503 (Service Unavailable)",)
+    async with (
+        running(parallel=1, max_queue=1, model=ENDLESS) as here,
+        browser_page(here.url, expected=expected) as page,
+    ):
+        body = {"prompt": "go on", "max_tokens": 4000}
+        others = [asyncio.create_task(here.post("/v1/completions", body)) for _ in range(2)]
+        stats = here.model.engine.stats
+        await here.until(lambda: (stats().running, stats().waiting) == (1, 1))
+        await say(page, "hi")
+        await page.get_by_text("Waiting: 1 requests wait already (--max-queue)").wait_for()
+        here.model.backend.script = saying(REPLY)
+        for other in others:
+            other.cancel()
+        assert await shown(await ended(page)) == REPLY
+        await asyncio.gather(*others, return_exceptions=True)
+
+
+async def test_stop_ends_the_pause_before_the_next_request() -> None:
+    asked = 0
+
+    async def refuse(route: Route) -> None:
+        nonlocal asked
+        asked += 1
+        error = {"message": "the server is shutting down", "code": "draining"}
+        await route.fulfill(status=503, json={"error": error}, headers={"Retry-After": "3600000"})
+
+    async with running() as here, browser_page(here.url, expected=("503 (Service Unavailable)",)) as page:
+        await page.route("**/v1/chat/completions", refuse)
+        await say(page, "hi")
+        await page.get_by_text("Waiting: the server is shutting down").wait_for()
+        await page.get_by_role("button", name="Stop").click()
+        await page.get_by_text("Stopped.").wait_for()
+        assert asked == 1
+        await page.unroute("**/v1/chat/completions")
+        await page.get_by_role("button", name="Try again").click()
+        assert await shown(await ended(page)) == REPLY
+
+
+async def test_a_refusal_without_a_time_is_not_repeated() -> None:
+    asked = 0
+
+    async def refuse(route: Route) -> None:
+        nonlocal asked
+        asked += 1
+        await route.fulfill(status=503, body="no upstream")
+
+    async with running() as here, browser_page(here.url, expected=("503 (Service Unavailable)",)) as page:
+        await page.route("**/v1/chat/completions", refuse)
+        await say(page, "hi")
+        await page.get_by_text("The server answered 503").wait_for()
+        await page.get_by_role("button", name="Try again").wait_for()
+        assert asked == 1

@@ -14,8 +14,8 @@ import { request, ServerError } from "./server.js";
  * @property {string} [waiting] what the server waits for
  */
 
-/** Pause before a request for a model that is being loaded is sent again. */
-const LOADING_PAUSE = 1000;
+/** The longest pause, in seconds, before a request is sent again. */
+const LONGEST_PAUSE = 60;
 
 /**
  * @param {object} body of /v1/chat/completions
@@ -43,7 +43,7 @@ export async function* reply(body, signal) {
 }
 
 /**
- * The response, as soon as the model is loaded.
+ * The response, as soon as the server gives one: a request that it refuses for now is sent again when it says.
  * @param {object} body
  * @param {AbortSignal} signal
  * @returns {AsyncGenerator<Piece, Response>}
@@ -59,11 +59,24 @@ async function* opened(body, signal) {
     try {
       return await request("v1/chat/completions", options);
     } catch (error) {
-      if (!(error instanceof ServerError && error.code === "loading")) throw error;
-      yield { content: "", reasoning: "", waiting: "The model is being loaded." };
-      await new Promise((resolve) => setTimeout(resolve, LOADING_PAUSE));
+      if (!(error instanceof ServerError && error.status === 503 && error.retryAfter > 0)) throw error;
+      yield { content: "", reasoning: "", waiting: `Waiting: ${error.message}` };
+      await pause(Math.min(error.retryAfter, LONGEST_PAUSE), signal);
     }
   }
+}
+
+/**
+ * Ends after some seconds, or when the signal does.
+ * @param {number} seconds
+ * @param {AbortSignal} signal
+ * @returns {Promise<void>}
+ */
+function pause(seconds, signal) {
+  return new Promise((resolve) => {
+    setTimeout(resolve, 1000 * seconds);
+    signal.addEventListener("abort", () => resolve(), { once: true });
+  });
 }
 
 /**

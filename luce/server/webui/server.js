@@ -10,11 +10,13 @@ export class ServerError extends Error {
    * @param {string} message
    * @param {number} [status] of HTTP
    * @param {string} [code] of the API's error
+   * @param {number} [retryAfter] seconds after which the same request may succeed; 0: the server names none
    */
-  constructor(message, status = 0, code = "") {
+  constructor(message, status = 0, code = "", retryAfter = 0) {
     super(message);
     this.status = status;
     this.code = code;
+    this.retryAfter = retryAfter;
   }
 }
 
@@ -51,12 +53,15 @@ export async function request(path, options = {}) {
 
 /** @param {Response} response */
 async function failure(response) {
+  // A date instead of seconds counts as none.
+  const retryAfter = Number(response.headers.get("Retry-After")) || 0;
   try {
     const { error, status, progress, reason } = await response.json();
-    if (error) return new ServerError(error.message, response.status, error.code);
-    return new ServerError(healthText(status, progress, reason), response.status, status);
+    if (error) return new ServerError(error.message, response.status, error.code, retryAfter);
+    return new ServerError(healthText(status, progress, reason), response.status, status, retryAfter);
   } catch {
-    return new ServerError(`The server answered ${response.status} ${response.statusText}.`, response.status);
+    const text = `The server answered ${response.status} ${response.statusText}.`;
+    return new ServerError(text, response.status, "", retryAfter);
   }
 }
 
