@@ -79,7 +79,14 @@ class SamplingParams:
         file_key="temp",
     )
     top_k: int = _row(
-        0, int, 0, _MOST, "sample from the K likeliest tokens (0: off)", setting=40, metavar="K", file_key="top_k"
+        0,
+        int,
+        -1,
+        _MOST,
+        "sample from the K likeliest tokens (0 or -1: off)",
+        setting=40,
+        metavar="K",
+        file_key="top_k",
     )
     top_p: float = _row(
         1.0,

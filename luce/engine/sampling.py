@@ -244,7 +244,7 @@ def draw_of(params: SamplingParams, seed: int) -> Draw | None:
     """How a reply's tokens are drawn, with any integer as seed; None for greedy replies."""
     if params.temperature == 0:
         return None
-    return Draw(seed % 2**64, params.temperature, params.top_k, params.top_p, params.min_p)
+    return Draw(seed % 2**64, params.temperature, max(params.top_k, 0), params.top_p, params.min_p)
 
 
 class _Window:

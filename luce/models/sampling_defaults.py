@@ -42,10 +42,7 @@ def file_sampling(metadata: Metadata) -> dict[str, float]:
         key = _PREFIX + sampler.file_key
         if not sampler.file_key or key not in metadata:
             continue
-        value = metadata[key]
-        if sampler.kind is int and isinstance(value, int):
-            value = max(value, 0)  # -1 is off in llama.cpp
-        number = checked(name, value, f"{metadata.path}: {key}")
+        number = checked(name, metadata[key], f"{metadata.path}: {key}")
         if number is not None:
             found[name] = number
     if lacking := [_PREFIX + key for key in _LACKING if metadata.get(_PREFIX + key)]:

@@ -108,8 +108,6 @@ def _longest(request: NativeRequest) -> int | None:
 def _plain(request: Request, model: Model) -> Request:
     """The request with Luce's values for what llama.cpp spells otherwise."""
     changed: dict[str, Any] = {}
-    if request.top_k == -1:
-        changed["top_k"] = 0
     if request.repeat_last_n == -1:
         changed["repeat_last_n"] = model.context
     if getattr(request, "seed") in _RANDOM_SEEDS:  # noqa: B009  (SAMPLERS defines the field)

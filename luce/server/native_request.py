@@ -25,8 +25,7 @@ class NativeRequest(Common, kw_only=True):
     return_tokens: bool | None = None
     response_fields: list[str] | None = None
     samplers: list[str] | None = None
-    # llama.cpp's values for "off", "the context" and "random".
-    top_k: _OrMinusOne | None = None
+    # -1: the context, as in llama.cpp.
     repeat_last_n: _OrMinusOne | None = None
     logit_bias: dict[str, _Bias] | list[tuple[int | str, _Bias]] | None = None  # type: ignore[assignment]
     # Accepted without effect: they tune what is off, or how llama.cpp's cache and context are used.

@@ -51,7 +51,7 @@ HI: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
         ({"temperature": "1"}, "temperature", "invalid_value"),
         ({"temperature": True}, "temperature", "invalid_value"),
         ({"top_p": 0}, "top_p", "invalid_value"),
-        ({"top_k": -1}, "top_k", "invalid_value"),
+        ({"top_k": -2}, "top_k", "invalid_value"),
         ({"min_p": 1.5}, "min_p", "invalid_value"),
         ({"frequency_penalty": 3}, "frequency_penalty", "invalid_value"),
         ({"repetition_penalty": 0}, "repetition_penalty", "invalid_value"),

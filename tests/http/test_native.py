@@ -155,7 +155,7 @@ async def test_values_of_llama_cpp() -> None:
             return dict(reply["generation_settings"])
 
         found = await settings(top_k=-1, repeat_last_n=-1, seed=-1)
-        assert (found["top_k"], found["repeat_last_n"]) == (0, 512) and found["seed"] >= 0
+        assert (found["top_k"], found["repeat_last_n"]) == (-1, 512) and found["seed"] >= 0
         assert (await settings(seed=2**32 - 1))["seed"] != (await settings(seed=2**32 - 1))["seed"]
         # Samplers that are not in the list are off.
         found = await settings(samplers=["top_k", "top_p", "infill"], min_p=0.1, top_p=0.9, repeat_penalty=1.5)

@@ -53,6 +53,20 @@ async def test_a_reply_or_a_400_that_names_the_field(seed: int) -> None:
         assert served and served < len(sent)
 
 
+async def test_minus_one_turns_top_k_off_as_in_vllm_and_sglang() -> None:
+    # The setting is 1: a reply to a request without a value is greedy.
+    async with running(top_k=1, model={"script": lambda history: None}) as here:
+        options = {"temperature": 2, "seed": 5, "max_tokens": 9, "ignore_eos": True, "return_token_ids": True}
+        greedy, off, minus = [
+            (await here.chat(**options, **fields))["choices"][0]["token_ids"]
+            for fields in ({}, {"top_k": 0}, {"top_k": -1})
+        ]
+        assert minus == off != greedy
+        body = {"prompt": "a", **options, "top_k": -1}
+        status, reply, _ = await here.post("/v1/completions", body)
+        assert status == 200, reply
+
+
 async def test_seeds_of_further_replies_can_be_sent() -> None:
     async with running(model={"script": lambda history: None}) as here:
         options = {"temperature": 2, "max_tokens": 9, "ignore_eos": True, "return_token_ids": True}

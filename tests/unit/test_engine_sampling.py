@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from luce.config.sampling import SAMPLERS, SamplingParams
 from luce.engine import sampling
-from luce.engine.sampling import Sampler, needs_candidates, needs_logits, score
+from luce.engine.sampling import Sampler, draw_of, needs_candidates, needs_logits, score
 from luce.errors import BackendError, GrammarLimitError, RequestError
 from luce.ops.sample import largest, top_k_keys, unpack_candidates
 from luce.runtime.host import HostDevice
@@ -219,6 +219,16 @@ def test_temperature_near_zero_is_greedy_without_warnings() -> None:
         for temperature in (1e-320, 1e-30, 1e-6):
             params = SamplingParams(temperature=temperature, top_k=top_k)
             assert sampler(params).choose(logits) == int(logits.argmax())
+
+
+def test_minus_one_turns_top_k_off_as_zero_does() -> None:
+    off, also = (SamplingParams(temperature=1.5, top_k=top_k) for top_k in (0, -1))
+    assert draw_of(also, 7) == draw_of(off, 7)
+    assert not needs_candidates(also) and needs_logits(also) == needs_logits(off)
+    logits = [rows(seed, 50) for seed in range(40)]
+    assert [sampler(also, seed=seed).choose(row) for seed, row in enumerate(logits)] == [
+        sampler(off, seed=seed).choose(row) for seed, row in enumerate(logits)
+    ]
 
 
 def test_a_bias_of_100_forces_and_of_minus_100_bans() -> None:

@@ -40,7 +40,7 @@ def test_keys_of_the_format(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
         "min_p": 0.05,
         "repetition_penalty": 1.05,
     }
-    assert read(recommending(tmp_path / "b.gguf", top_k=-1, mirostat=0, xtc_probability=0.0)) == {"top_k": 0}
+    assert read(recommending(tmp_path / "b.gguf", top_k=-1, mirostat=0, xtc_probability=0.0)) == {"top_k": -1}
     assert caplog.messages == []
     assert read(TINY) == {}
 
