@@ -29,6 +29,7 @@ from luce.errors import ContextError, UsageError
 from luce.gguf.reader import GGUFFile
 from luce.kvcache.disk.tier import DiskTier
 from luce.kvcache.paging import KVFlash
+from luce.models.model_card import Recommended
 from luce.models.spec import ModelSpec
 from luce.remote.device import RemoteDevice
 from luce.remote.shard import daemon_state
@@ -125,8 +126,9 @@ class ModelParts:
     draft_devices: Mapping[str, RemoteDevice] = field(default_factory=dict)
     #: why there is no drafter although one is wanted; empty otherwise
     no_drafter_reason: str = ""
-    #: where sampling and budgets come from that nobody set: a model card, the file, or the family
-    recommended_by: str = "family"
+    #: what is recommended where nobody has set anything, and what finds it anew; None: nothing
+    recommended: Recommended | None = None
+    recommend: Callable[[], Recommended] | None = None
 
 
 class Model:
@@ -152,8 +154,7 @@ class Model:
         self.chunk = backend.options.chunk
         self.tokenizer_id = file.metadata.string("tokenizer.ggml.pre", default="default")
         self.name = config.alias[0] if config.alias else file.name
-        #: where recommended values come from, as luce.models.model_card.Recommended has it
-        self.recommended_by = parts.recommended_by
+        self._recommended, self._recommend = parts.recommended, parts.recommend
         #: the budgets of the reasoning of replies
         self.envelope = BudgetEnvelope.of(config, parts.spec.dialect.budget, self.context)
         self.fingerprint = _fingerprint(file)
@@ -192,6 +193,24 @@ class Model:
             }
             for part in self.backend.devices
         ]
+
+    @property
+    def recommended_by(self) -> str:
+        """Where sampling and budgets come from that nobody set: a model card, the file, or the family."""
+        return "family" if self._recommended is None else self._recommended.source
+
+    def read_card(self) -> Recommended | None:
+        """What the model card recommends now, if that has changed. Raises UsageError for a card that cannot be read."""
+        found = None if self._recommend is None else self._recommend()
+        return None if found == self._recommended else found
+
+    def take_card(self, found: Recommended) -> None:
+        """Use a result of `read_card` for later requests."""
+        sampling = {name: getattr(found.config, name) for name, row in SAMPLERS.items() if row.setting is not None}
+        self.config, self.spec = replace(self.config, **sampling), found.spec
+        self.chat.set_budget(found.spec.dialect.budget)
+        self.envelope = BudgetEnvelope.of(self.config, found.spec.dialect.budget, self.context)
+        self._recommended = found
 
     def down(self) -> str:
         """Why no reply can be generated any more, such as a daemon that has died too often; empty otherwise."""

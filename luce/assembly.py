@@ -45,7 +45,7 @@ from luce.kvcache.paging import KVFlash
 from luce.kvcache.policies import open_policy, ranks_pages
 from luce.layers.features import FeatureRing
 from luce.models.keys import Source
-from luce.models.model_card import find_card, recommended
+from luce.models.model_card import find_recommended
 from luce.models.registry import read_spec
 from luce.models.spec import Dialect, ModelSpec
 from luce.ops.kvtype import KVTypes
@@ -207,7 +207,8 @@ def _open_model(
     with contextlib.ExitStack() as opened:
         file = opened.enter_context(open_gguf(path))
         spec = read_spec(Source(str(path), file.metadata, file.tensors)).for_context(config.max_ctx)
-        advice = recommended(config, file, spec, find_card(config.model_cards, file))
+        recommend = partial(find_recommended, config, file, spec)
+        advice = recommend()
         config, spec = advice.config, advice.spec
         tokenizer = _open_tokenizer(path, file, spec)
         chat = _open_chat_format(opened, file, tokenizer, spec.dialect, config)
@@ -243,7 +244,8 @@ def _open_model(
             feature_tails=tails,
             draft_devices=_draft_devices(drafter, scorers),
             no_drafter_reason=no_drafter_reason,
-            recommended_by=advice.source,
+            recommended=advice,
+            recommend=recommend,
         )
         resources = contextlib.ExitStack()
         model = Model(parts, config, resources)

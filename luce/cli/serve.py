@@ -306,11 +306,22 @@ class _Service:
             log.set_level(config.log_level)
             if self._pool.several or len(entries) > 1:
                 self._pool.update(entries)
+            await self._read_cards()
             log.event(_log, "settings reloaded", log_level=config.log_level, models=len(self._pool.entries))
         except LuceError as error:
             _log.error("settings not reloaded: %s", error)
         if not self._pool.starting:
             self._notifier.send(READY=1)
+
+    async def _read_cards(self) -> None:
+        """Use the model cards as they are now, for the models that are loaded. Raises UsageError if one cannot be read;
+        then none counts."""
+        models = [(entry.names[0], entry.model) for entry in self._pool.loaded() if entry.model is not None]
+        found = [(name, model, await asyncio.to_thread(model.read_card)) for name, model in models]
+        for name, model, card in found:
+            if card is not None:
+                model.take_card(card)
+                log.event(_log, "model card", model=name, source=card.source)
 
     def _on_stop(self) -> None:
         if self._stop.is_set():

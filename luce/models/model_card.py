@@ -99,6 +99,11 @@ def recommended(config: Config, file: GGUFFile, spec: ModelSpec, card: ModelCard
     )
 
 
+def find_recommended(config: Config, file: GGUFFile, spec: ModelSpec) -> Recommended:
+    """As `recommended`, with the file's card as it is now. Raises UsageError, as find_card does."""
+    return recommended(config, file, spec, find_card(config.model_cards, file))
+
+
 def find_card(folder: Path | None, file: GGUFFile) -> ModelCard | None:
     """The card of a file: the first with one of `card_names`, in the user's folder, else of those that come with Luce.
     Raises UsageError that names a card of the folder that cannot be read."""

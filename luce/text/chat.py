@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 from luce.engine.events import Texts
 from luce.engine.reasoning_limit import ReasoningLimit
 from luce.errors import ContextError, RequestError, UnavailableError
-from luce.models.spec import Dialect, Markers
+from luce.models.spec import Dialect, Markers, ReasoningBudget
 from luce.models.tool_formats import choose_calls
 from luce.text.boundaries import Boundaries
 from luce.text.call_memory import CallMemory, Known, PromptDigest
@@ -103,6 +104,10 @@ class ChatFormat:
             messages, tools, kwargs, opens=add_generation_prompt, continues=continue_final_message
         )
         return text.translate(marks)
+
+    def set_budget(self, budget: ReasoningBudget) -> None:
+        """End the reasoning of later replies as this budget says."""
+        self._dialect = replace(self._dialect, budget=budget)
 
     def reads(self, name: str) -> bool:
         """Whether the template has a variable, a key or a word of this name."""

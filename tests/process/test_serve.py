@@ -147,6 +147,33 @@ def test_keys_of_a_credential_and_of_its_renewal(serve: Any, tmp_path: Path) -> 
     assert [child.request("/v1/models", key=key).status for key in ("", "one", "two")] == [401, 401, 200]
 
 
+def test_a_reload_reads_model_cards(serve: Any, tmp_path: Path) -> None:
+    cards = tmp_path / "cards"
+    cards.mkdir()
+    card = {"name": "Tiny", "source": "https://example.com", "verified_at": "2026-01-31"}
+    tiny = cards / "qwen3-a.json"
+    child = serve("--model-cards", str(cards), "--top-k", "7")
+    child.notified("READY=1")
+
+    def reload(written: Any) -> tuple[str, float, int]:
+        tiny.write_text(json.dumps(written))
+        child.send(signal.SIGHUP)
+        child.notified("RELOADING=1")
+        child.notified("READY=1")
+        found = json.loads(child.request("/props").read())
+        used = found["default_generation_settings"]
+        return found["budget_envelope"]["model_card_source"], used["temperature"], used["top_k"]
+
+    assert reload(card | {"sampling": {"temperature": 0.25, "top_k": 3}}) == ("user: qwen3-a.json", 0.25, 7)
+    # A card that cannot be read changes nothing, and ends nothing.
+    assert reload(card | {"sampling": {"warmth": 1}}) == ("user: qwen3-a.json", 0.25, 7)
+    assert reload(card | {"sampling": {"temperature": 0.5}}) == ("user: qwen3-a.json", 0.5, 7)
+    child.send(signal.SIGTERM)
+    assert child.wait() == 0 and "Traceback" not in child.log, child.log
+    assert child.log.count("model card model=") == 2
+    assert f"settings not reloaded: --model-cards: {tiny}: sampling has an unknown key `warmth`" in child.log
+
+
 def test_a_second_signal_does_not_wait(serve: Any) -> None:
     child = serve("--drain-seconds", "3600", "--max-ctx", "4096")
     child.notified("READY=1")

@@ -169,6 +169,34 @@ def test_a_wrong_card_is_refused_whatever_the_model(content: Any, why: str, made
     assert (caught.value.param, caught.value.exit_code) == ("model_cards", 2)
 
 
+def test_a_loaded_model_takes_a_changed_card(tmp_path: Path) -> None:
+    with open_gguf(TINY) as file:
+        name = card_names(file)[0]
+    place = folder(tmp_path, **{name: FULL})
+    common: dict[str, Any] = {"max_ctx": 64, "kv_cache_dir": "off", "target_device": "cpu:0", "model_cards": place}
+    with luce.load(TINY, **common, top_p=0.25) as model:
+        assert model.read_card() is None
+        changed = {"sampling": {"temperature": 1.5}, "max_tokens": 500, "thinking_terminator_hint": "Now.</think>"}
+        folder(tmp_path, **{name: {**FULL, **changed}})
+        found = model.read_card()
+        assert found is not None and model.config.temperature == 0.5
+        model.take_card(found)
+        config = model.config
+        # What the card no longer says is that of the server again; what the user has set stays.
+        assert (config.temperature, config.top_k, config.top_p) == (1.5, None, 0.25)
+        limit = model.chat.reasoning_limit([], 5, 0)
+        assert limit is not None and model.detokenize(limit.lead_in) == "Now."
+        assert model.envelope.default_max_tokens == 500 and config.target_device == "cpu:0"
+        (place / f"{name}.json").unlink()
+        found = model.read_card()
+        assert found is not None
+        model.take_card(found)
+        assert (model.recommended_by, model.envelope.default_max_tokens) == ("family", None)
+        (place / "other.json").write_text("{")
+        with pytest.raises(UsageError, match=r"other\.json"):
+            model.read_card()
+
+
 def test_a_directory_that_is_none_is_refused(made: Made, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=rf"^--model-cards {tmp_path}/none: not a directory$"):
         card(made(), tmp_path / "none")

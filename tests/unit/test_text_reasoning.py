@@ -131,5 +131,10 @@ def test_the_limit_of_a_reply_depends_on_its_prompt() -> None:
     for prompt, inside in (([opens, 10], True), ([opens, closes], False), ([], False)):
         found = chat.reasoning_limit(prompt, 5, 0)
         assert found is not None and found.inside is inside
+    chat.set_budget(ReasoningBudget(lead_in="Enough.", lead_out="\n"))
+    found = chat.reasoning_limit([opens, 10], 5, 0)
+    assert found is not None
+    lead_in, lead_out = (tuple(vocabulary.encode(text, specials=False)) for text in ("Enough.", "\n"))
+    assert (found.lead_in, found.closing) == (lead_in, (closes, *lead_out))
     for dialect in (Dialect(), Dialect(Markers("<t>", "</u>"))):
         assert ChatFormat(None, vocabulary, dialect).reasoning_limit([], 5, 0) is None
