@@ -54,8 +54,8 @@ from luce.remote.probe import probe_link
 from luce.runtime.device import CopyStream, DeviceName, Event
 from luce.runtime.host import HostDevice
 from luce.shard.pipeline import Pipeline
-from tests.support.daemons import key_file, listener
-from tests.support.planner_cases import BruteForce, problem_of, random_case
+from tools.listening_daemon import listener, make_key_file
+from tools.planner_cases import BruteForce, problem_of, random_case
 
 _HIDDEN, _LAYERS = 1024, 24
 #: seconds below which a sleep is a busy wait: the system wakes a thread up to a millisecond late
@@ -401,7 +401,7 @@ def check_links(model: Path) -> bool:
     """Whether links have the delays and the bandwidth that they were given, and placements follow."""
     good = True
     with tempfile.TemporaryDirectory() as folder:
-        key = key_file(Path(folder) / "key.pem")
+        key = make_key_file(Path(folder) / "key.pem")
         with listener(model, key) as (port, _):
             bare = None
             for delay in (0.0, 0.005, 0.02, 0.005, 0.0):

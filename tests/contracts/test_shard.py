@@ -21,11 +21,12 @@ from luce.runtime.step import MAX_CANDIDATES, PAGE
 from luce.shard.local import LocalShard
 from luce.shard.saved_state import StatePiece
 from luce.shard.sizes import activation_widths
-from tests.support.daemons import devices, key_file, listener, with_flags, within
+from tests.support.daemons import devices, key_file, with_flags, within
 from tests.support.drive import Driver, gathered
 from tests.support.golden_checks import TREES, check_masks, check_rollback, check_tree
 from tests.support.reference import Reference
 from tests.support.warm import WARM
+from tools.listening_daemon import listener
 
 #: a sandwich model with a tied, scaled embedding and softcap; a recurrent one with a head of its own, quantised
 REFERENCES = [Reference("gemma4-e-F32"), Reference("qwen35-b-Q4_K_M")]

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from luce.runtime.host import HostDevice
-from tests.support.daemons import devices, key_file, listener, with_flags
+from tests.support.daemons import devices, key_file, with_flags
 from tests.support.make_driver import MakeDriver
 from tests.support.placements import placement_results
 from tests.support.reference import Reference, references
 from tests.support.warm import WARM
+from tools.listening_daemon import listener
 
 FORKED: dict[str, object] = {"target_shard_ipc_bin": (("", WARM),)}
 #: devices, and settings that put them into daemons

@@ -16,12 +16,13 @@ from luce.cli.main import main
 from luce.gguf.fingerprint import fingerprint
 from luce.gguf.reader import open_gguf
 from luce.runtime.host import HostDevice
-from tests.support.daemons import devices, key_file, listener
+from tests.support.daemons import devices, key_file
 from tests.support.gguf_files import split_file
 from tests.support.make_driver import MakeDriver
 from tests.support.placements import placement_results
 from tests.support.reference import Reference
 from tests.support.warm import WARM
+from tools.listening_daemon import listener
 
 JOINED = Reference("gemma4-e-Q4_0")
 

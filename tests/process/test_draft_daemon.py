@@ -18,10 +18,11 @@ from luce.api import Model
 from luce.draft.remote import RemoteDrafter
 from luce.engine.speculate import DraftStats
 from luce.errors import UsageError
-from tests.support.daemons import HERE, children, interpreter, key_file, listener, pid_of, within
+from tests.support.daemons import HERE, children, interpreter, key_file, pid_of, within
 from tests.support.drafts import DraftReference
 from tests.support.proposals import drafter_of, recorded
 from tests.support.reference import Reference
+from tools.listening_daemon import listener
 
 FIT = DraftReference("qwen35-a-draft-fit-F32")
 MTP = Reference("qwen35-b-Q4_K_M")

@@ -19,8 +19,9 @@ from luce.compress.scorer import TextScorer
 from luce.config.settings import Config
 from luce.errors import LuceError, RequestError, ShardLostError
 from luce.remote.device import is_remote
-from tests.support.daemons import HERE, key_file, listener, nothing_left, pid_of, within
+from tests.support.daemons import HERE, key_file, nothing_left, pid_of, within
 from tests.support.reference import Reference
+from tools.listening_daemon import listener
 
 SMALL = Reference("qwen3-a-F32")
 TOKENS = np.random.default_rng(0).integers(0, SMALL.spec.vocab, 300).astype(np.int32)

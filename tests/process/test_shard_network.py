@@ -13,8 +13,9 @@ from luce.cli.main import main
 from luce.errors import DeviceError, ModelError, ShardLostError, UsageError
 from luce.ipc import channel, heartbeat, supervisor
 from luce.layers.build import LayerBuilder
-from tests.support.daemons import key_file, listener, within
+from tests.support.daemons import key_file, within
 from tests.support.reference import Reference
+from tools.listening_daemon import listener
 
 REFERENCE = Reference("gemma4-e-Q4_0")
 PROMPT = REFERENCE.expected["prompt_17"].tolist()

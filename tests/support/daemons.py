@@ -25,6 +25,7 @@ from luce.remote.device import RemoteDevice
 from luce.remote.open import open_placement
 from luce.runtime.device import Device
 from tests.support.warm import program
+from tools.listening_daemon import make_key_file
 
 HERE = Path(sys.executable)
 
@@ -38,29 +39,6 @@ def devices(names: str, **settings: Any) -> Iterator[list[Device]]:
         for device in opened:
             stack.callback(device.close)
         yield opened
-
-
-@contextmanager
-def listener(
-    path: Path,
-    key: Path,
-    port: int = 0,
-    draft: Path | None = None,
-    python: Path = HERE,
-    prefill_drafter: Path | None = None,
-) -> Iterator[tuple[int, subprocess.Popen[str]]]:
-    """A `luce shard` that listens with a model, or its drafts too, and its port."""
-    command = [str(python), "-P", "-m", "luce", "shard", str(path), "--listen", f"127.0.0.1:{port}"]
-    command += [] if draft is None else ["--draft", str(draft)]
-    command += [] if prefill_drafter is None else ["--prefill-drafter", str(prefill_drafter)]
-    process = subprocess.Popen([*command, "--key-file", str(key)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    try:
-        with process.stdout:
-            yield int(process.stdout.readline().rpartition(":")[2]), process
-    finally:
-        process.kill()
-        process.wait()
 
 
 def interpreter(path: Path, text: str) -> Path:
@@ -85,13 +63,7 @@ def key_file(path: Path) -> Path:
     """A new key file for network daemons. Skips the test if nothing here makes keys."""
     if shutil.which("openssl") is None:
         pytest.skip("needs openssl to make keys")
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
-    key, certificate = path.with_suffix(".key"), path.with_suffix(".crt")
-    command += ["-subj", "/CN=luce", "-keyout", str(key), "-out", str(certificate)]
-    subprocess.run(command, check=True, capture_output=True)
-    path.write_text(key.read_text() + certificate.read_text())
-    path.chmod(0o600)
-    return path
+    return make_key_file(path)
 
 
 def signed_key_file(path: Path, signer: Path) -> Path:

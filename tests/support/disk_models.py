@@ -9,9 +9,10 @@ from typing import Any
 
 import luce
 from luce.api import Model
-from tests.support.daemons import key_file, listener
+from tests.support.daemons import key_file
 from tests.support.reference import Reference
 from tests.support.warm import WARM
+from tools.listening_daemon import listener
 
 
 def load(path: Path, directory: Path, **more: Any) -> Model:

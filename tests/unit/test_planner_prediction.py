@@ -8,7 +8,7 @@ import pytest
 
 from luce.planner.layer_time import Seconds
 from luce.planner.prediction import PlacedShard, limit, predict
-from tests.support.planner_cases import BruteForce, layers_of, problem_of, random_case
+from tools.planner_cases import BruteForce, layers_of, problem_of, random_case
 
 
 @pytest.mark.parametrize("seed", range(30))

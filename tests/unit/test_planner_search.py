@@ -17,7 +17,7 @@ from luce.planner.figures import DeviceFigures, LinkFigures
 from luce.planner.problem import HeadWork, LayerWork, Load, ModelWork, Problem
 from luce.planner.search import Found, best_placement
 from luce.planner.shard_tables import handover_rows
-from tests.support.planner_cases import BruteForce, Placement, problem_of, random_case
+from tools.planner_cases import BruteForce, Placement, problem_of, random_case
 
 CASES = json.loads((Path(__file__).parents[1] / "reference" / "plans.json").read_text())["cases"]
 

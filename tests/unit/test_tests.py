@@ -49,6 +49,17 @@ def test_tests_import_nothing_from_each_other(path: Path) -> None:
     assert set(imported(ast.parse(path.read_text()))) == set()
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "tools").rglob("*.py")), ids=lambda path: path.name)
+def test_tools_import_nothing_from_tests(path: Path) -> None:
+    names = [
+        name
+        for node in ast.walk(ast.parse(path.read_text()))
+        for name in ([node.module] if isinstance(node, ast.ImportFrom) else [])
+        + ([alias.name for alias in node.names] if isinstance(node, ast.Import) else [])
+    ]
+    assert [name for name in names if name and name.partition(".")[0] == "tests"] == []
+
+
 @pytest.mark.parametrize(
     "code, found",
     [
