@@ -20,11 +20,12 @@ from functools import partial
 from html import escape
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import pexpect
 import pyte
 from pyte.screens import Char
+
+from tools.terminal import Terminal
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs/figures"
 ROWS, COLUMNS = 16, 84
@@ -98,27 +99,13 @@ def drawn(screen: pyte.Screen, row: int) -> str:
     return "".join(parts)
 
 
-class Screen(pyte.Screen):
-    """A screen that answers programs which ask it something, such as where the cursor is."""
-
-    def __init__(self, columns: int, rows: int, send: Callable[[str], Any]) -> None:
-        super().__init__(columns, rows)
-        self._send = send
-
-    def write_process_input(self, data: str) -> None:
-        self._send(data)
-
-
-class Session:
+class Session(Terminal):
     """A shell whose screen is recorded."""
 
     def __init__(self, home: Path) -> None:
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        env = {**os.environ, "PATH": path, "PS1": PROMPT, "STATE_DIRECTORY": str(home), "TERM": "xterm-256color"}
-        self.child = pexpect.spawn("bash", ["--norc", "--noprofile"], dimensions=(ROWS, COLUMNS), env=env)
-        self.child.delaybeforesend = None
-        self.screen = Screen(COLUMNS, ROWS, self.child.send)
-        self.stream = pyte.ByteStream(self.screen)
+        env = {**os.environ, "PATH": path, "PS1": PROMPT, "STATE_DIRECTORY": str(home)}
+        super().__init__(["bash", "--norc", "--noprofile"], rows=ROWS, columns=COLUMNS, env=env)
         self.recording = Recording()
 
     def watch(self, seconds: float) -> None:
@@ -126,7 +113,7 @@ class Session:
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             with contextlib.suppress(pexpect.TIMEOUT):
-                self.stream.feed(self.child.read_nonblocking(65536, min(LOOK, left)))
+                self.read(min(LOOK, left))
             self.recording.look(self.screen, time.monotonic())
 
     def until(self, shown: Callable[[], bool]) -> None:
@@ -134,13 +121,13 @@ class Session:
         end = time.monotonic() + PATIENCE
         while not shown():
             if time.monotonic() > end:
-                raise RuntimeError("the terminal does not show what was awaited:\n" + "\n".join(self.screen.display))
+                raise RuntimeError("the terminal does not show what was awaited:\n" + self.text)
             self.watch(LOOK)
 
     def type(self, text: str) -> None:
         """Type a line, as a person would."""
         for key in [*text, "\r"]:
-            self.child.send(key)
+            self.send(key)
             self.watch(KEY)
 
     def replied(self, replies: int) -> bool:
@@ -165,7 +152,7 @@ def record(home: Path) -> Recording:
         session.until(partial(session.replied, number))
         session.until(lambda: session.count(HINT) == 1)
     session.watch(0.3)
-    session.child.close(force=True)
+    session.close()
     return session.recording
 
 

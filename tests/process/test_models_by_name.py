@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.daemons import within
 from tests.support.hub_server import COMMIT, Answer, HubServer, environment
-from tests.support.terminal import interruptible
+from tools.terminal import interruptible
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "tests" / "reference" / "qwen3-a-F32.gguf"

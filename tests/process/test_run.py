@@ -10,7 +10,8 @@ from collections.abc import Callable
 import pexpect
 import pyte
 
-from tests.support.terminal import ROOT, interruptible
+from tests.support.terminal import ROOT
+from tools.terminal import interruptible
 
 CODE = """
 import sys

@@ -1,16 +1,16 @@
-"""A child process at a pseudo-terminal, and its screen."""
+"""A chat at a pseudo-terminal, and its screen."""
 
 from __future__ import annotations
 
 import os
 import shlex
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pexpect
-import pyte
+
+from tools.terminal import Terminal as AnyTerminal
 
 ROOT = Path(__file__).parents[2]
 ROWS, COLUMNS = 24, 80
@@ -19,12 +19,7 @@ CTRL_C, CTRL_D, CTRL_G, CTRL_J, CTRL_L, CTRL_R, CTRL_Z = "\x03", "\x04", "\x07",
 HINT = "a message, or /? for help"
 
 
-def interruptible() -> None:
-    """Give a child that is about to run SIGINT's default: the tests' shell may ignore it for what runs behind `&`."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-class Terminal:
+class Terminal(AnyTerminal):
     """A child at a terminal of 24 x 80; by default a chat with a scripted model.
 
     shell: a command line in which `{}` stands for the child's.
@@ -34,21 +29,18 @@ class Terminal:
         self, state: Path, *arguments: str, command: Sequence[str] = (), shell: str | None = None, **environment: str
     ) -> None:
         env = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "VISUAL", "EDITOR")}
-        env |= {"STATE_DIRECTORY": str(state), "TERM": "xterm-256color", **environment}
+        env |= {"STATE_DIRECTORY": str(state), **environment}
         words = [sys.executable, "-m", *(command or ("tests.support.scripted_chat",)), *arguments]
         if shell is not None:
             words = ["bash", "-c", shell.format(shlex.join(words))]
-        self.child = pexpect.spawn(
-            words[0], words[1:], dimensions=(ROWS, COLUMNS), cwd=ROOT, env=env, preexec_fn=interruptible
-        )
-        self.child.delaybeforesend = None
-        self.screen = pyte.HistoryScreen(COLUMNS, ROWS, history=10000)
-        self.stream = pyte.ByteStream(self.screen)
+        super().__init__(words, rows=ROWS, columns=COLUMNS, env=env, cwd=ROOT)
         self.raw = b""
         self.until(lambda: HINT in self.text)
 
-    def send(self, text: str) -> None:
-        self.child.send(text)
+    def read(self, seconds: float) -> bytes:
+        data = super().read(seconds)
+        self.raw += data
+        return data
 
     def say(self, text: str) -> None:
         """Type a line and wait for its answer and the next prompt."""
@@ -67,15 +59,6 @@ class Terminal:
         self.until(lambda: self.at_prompt and self.screen.cursor.y == 0)
         self.raw = b""
 
-    def resize(self, rows: int, columns: int) -> None:
-        """Another size of terminal and screen."""
-        self.screen.resize(rows, columns)
-        self.child.setwinsize(rows, columns)
-
-    @property
-    def text(self) -> str:
-        return "\n".join(line.rstrip() for line in self.screen.display)
-
     @property
     def line(self) -> str:
         """The line of the cursor."""
@@ -89,7 +72,7 @@ class Terminal:
         """Read what the child writes until the screen is as expected."""
         while not condition():
             try:
-                self._take(self.child.read_nonblocking(65536, timeout=30))
+                self.read(30)
             except (pexpect.TIMEOUT, pexpect.EOF) as error:
                 raise AssertionError(f"{type(error).__name__} at this screen:\n{self.text}") from None
 
@@ -107,18 +90,8 @@ class Terminal:
         """Wait for the child's end; its exit status."""
         while True:
             try:
-                self._take(self.child.read_nonblocking(65536, timeout=30))
+                self.read(30)
             except pexpect.EOF:
                 self.child.close()
                 assert self.child.signalstatus is None
                 return self.child.exitstatus
-
-    def close(self) -> None:
-        """End the child."""
-        self.child.close(force=True)
-
-    def _take(self, data: bytes) -> None:
-        self.raw += data
-        self.stream.feed(data)
-        if b"\x1b[6n" in data:  # asked for the cursor's place
-            self.send(f"\x1b[{self.screen.cursor.y + 1};{self.screen.cursor.x + 1}R")

@@ -22,7 +22,8 @@ from luce.cli.main import EXAMPLES, VERBS, main, parse
 from luce.runtime.device import Memory
 from luce.runtime.host import HostDevice
 from tests.support.scripted_chat import LoadedModel, ScriptedModel
-from tests.support.terminal import ROOT, interruptible
+from tests.support.terminal import ROOT
+from tools.terminal import interruptible
 
 MODEL = ROOT / "tests/reference/qwen3-a-MIX.gguf"
 HYBRID = ROOT / "tests/reference/qwen35-a-Q8_0.gguf"

@@ -27,7 +27,7 @@ from luce.server.model_pool import ModelEntry, ModelPool
 from tests.support.http_server import running
 from tests.support.other_server import OtherServer
 from tests.support.scripted_model import ScriptedModel
-from tests.support.terminal import interruptible
+from tools.terminal import interruptible
 
 ROOT = Path(__file__).parents[2]
 
