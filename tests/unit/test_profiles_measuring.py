@@ -73,6 +73,32 @@ def test_figures_are_work_by_median_seconds() -> None:
     assert (profile.device, profile.launch) == ("cpu:0", 0.0)
 
 
+class Counting(EmulatedDevice):
+    """An emulated device that notes how many launches came before each timed event."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches, self.counts = 0, list[int]()
+
+    def launch(self, *args: Any, **options: Any) -> None:
+        self.launches += 1
+        super().launch(*args, **options)
+
+    def record(self, *, timing: bool = False) -> Event:
+        if timing:
+            self.counts.append(self.launches)
+        return super().record(timing=timing)
+
+
+@pytest.mark.emulated
+def test_a_gpu_works_while_what_is_timed_is_queued() -> None:
+    device = Counting()
+    measure(device, rows=(1,))
+    ends = [0, *device.counts[1::2]]
+    for before, start, end in zip(ends, device.counts[::2], ends[1:], strict=False):
+        assert start - before >= end - start > 0
+
+
 def test_products_that_take_too_long_have_fewer_features() -> None:
     elements = 256 * ((1 << 15) // 272)
     found = measure(Clocked([2.0]), features=64, seconds=1.0).formats["Q8_0"]
