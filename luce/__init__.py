@@ -2,7 +2,7 @@
 
 The packages in the order in which a request flows down them; imports point the same way, and a test holds them to it:
 
-    cli       serve, chat, run, inspect, plan, bench, cache, pull, models, rm, connect, service, shard, top, doctor
+    cli       the verbs: serve, chat, run, inspect, plan, bench, pull, models, connect, service, join, cluster and more
     server    HTTP: routes, request checks, OpenAI responses, streams, metrics, the web UI
     bench     how fast a model runs here, beside the measured limits of its devices
     assembly  `luce.load(...)`: makes a Model of a file and a Config, and opens its parts in order
@@ -12,6 +12,7 @@ The packages in the order in which a request flows down them; imports point the 
     kvcache   keys and values: page tables, paging, the prefix cache in RAM and on disk
     draft     drafters, which propose tokens for the target to verify
     compress  prompt compression: a small model reads a long prompt, the target the parts that matter
+    cluster   other machines that join: tokens, keys, members, and connections to their devices
     backend   the pipeline of shards as one model: placement, steps through all shards
     planner   how fast a placement is, and which one is the fastest; pure
     remote    shards in other processes: the engine's messages, both sides

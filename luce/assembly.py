@@ -50,7 +50,7 @@ from luce.models.registry import read_spec
 from luce.models.spec import Dialect, ModelSpec
 from luce.ops.kvtype import KVTypes
 from luce.remote.device import RemoteDevice, is_remote
-from luce.remote.open import open_placement
+from luce.remote.open import NO_CONNECTS, Connects, open_placement
 from luce.runtime.cores import limit_threads
 from luce.runtime.device import Device
 from luce.runtime.host import host_memory
@@ -103,6 +103,7 @@ def place(
     file: GGUFFile,
     spec: ModelSpec,
     on_figure: Callable[[str], None] = lambda figure: None,
+    connects: Connects = NO_CONNECTS,
 ) -> Placed:
     """Open the devices of the settings, which `opened` closes, and choose which ones hold which layers.
 
@@ -110,11 +111,10 @@ def place(
     `on_figure` sees. Where that fails it is the placement by free memory, and a line of the log says why; with
     --optimize the error is raised. Devices that hold no layers are closed. Raises the errors of open_placement.
     """
-    devices = open_placement(config)
+    devices = open_placement(config, connects)
     for device in devices:
         opened.callback(device.close)
-    goal = Goal.of(config)
-    if goal is None or len(devices) < 2:
+    if (goal := Goal.of(config)) is None or len(devices) < 2:
         model = ModelOnDevices(file, spec, devices, serving_options(config, spec, devices))
         return Placed(devices, config, plan=known_plan(model, goal or Goal.default(config)))
     with contextlib.ExitStack() as planning:
@@ -164,8 +164,10 @@ class _DrafterError(Exception):
     """The drafter cannot be used; the message is the reason."""
 
 
-def open_model(path: Path, config: Config, on_progress: Callable[[float], None] = lambda fraction: None) -> Model:
-    """A Model from a file and a checked Config. `on_progress` gets the share of the layers that are read.
+def open_model(
+    path: Path, config: Config, on_progress: Callable[[float], None] = lambda _: None, connects: Connects = NO_CONNECTS
+) -> Model:
+    """A Model from a file and a checked Config. `on_progress` gets the share of the layers read; `connects`: their hosts.
 
     The model has no drafter if the file of --draft is missing or refused, or if there is no memory for it;
     EngineStats.draft has the reason.
@@ -173,13 +175,13 @@ def open_model(path: Path, config: Config, on_progress: Callable[[float], None] 
     # A vocabulary is hundreds of thousands of objects, of which none is garbage.
     with COLLECTOR_OFF:
         try:
-            return _open_model(path, config, on_progress)
+            return _open_model(path, config, on_progress, connects)
         except _DrafterError as error:
             reason = str(error)
         _warn_without_drafter(reason)
         scorer = config.kvflash_drafter or config.draft
         without = dataclasses.replace(config, draft="", ddtree=False, kvflash_drafter=scorer)
-        return _open_model(path, without, on_progress, no_drafter_reason=reason)
+        return _open_model(path, without, on_progress, connects, no_drafter_reason=reason)
 
 
 def _warn_without_drafter(reason: str) -> None:
@@ -198,7 +200,7 @@ def _as_drafter_error(*kinds: type[LuceError]) -> Iterator[None]:
 
 
 def _open_model(
-    path: Path, config: Config, on_progress: Callable[[float], None], *, no_drafter_reason: str = ""
+    path: Path, config: Config, on_progress: Callable[[float], None], connects: Connects, *, no_drafter_reason: str = ""
 ) -> Model:
     """As open_model. `no_drafter_reason`: why there is no drafter although --draft names one. Raises _DrafterError."""
     limit_threads(config.threads)
@@ -212,7 +214,7 @@ def _open_model(
         config, spec = advice.config, advice.spec
         tokenizer = _open_tokenizer(path, file, spec)
         chat = _open_chat_format(opened, file, tokenizer, spec.dialect, config)
-        placed = place(opened, config, file, spec)
+        placed = place(opened, config, file, spec, connects=connects)
         devices, config = placed.devices, placed.config
         with _as_drafter_error(LuceError):
             prepared = open_drafter(opened, config, file, spec, devices, context=default_context(spec, config.max_ctx))

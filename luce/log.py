@@ -60,7 +60,7 @@ def configure(
     """
     stream = sys.stderr if stream is None else stream
     writer = logging.StreamHandler(stream)
-    writer.setFormatter(_JsonFormatter() if as_json else _LineFormatter(journal=journal or _is_journal(stream)))
+    writer.setFormatter(_JsonFormatter() if as_json else _LineFormatter(journal=journal or is_journal(stream)))
     records: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
     sender = _QueueSender(records)
     root = logging.getLogger()
@@ -137,7 +137,7 @@ def _formatted(value: Any) -> str:
     return text if text.isprintable() and text and not set(text) & {" ", '"', "="} else json.dumps(text)
 
 
-def _is_journal(stream: TextIO) -> bool:
+def is_journal(stream: TextIO) -> bool:
     """Whether systemd has connected the stream to the journal (`JOURNAL_STREAM` is `device:inode`)."""
     try:
         status = os.fstat(stream.fileno())

@@ -10,7 +10,7 @@ from luce.gguf.reader import TensorInfo
 from luce.ops.weight import KERNEL_TYPES
 from luce.planner.figures import DeviceFigures, LinkFigures
 from luce.profiles.profile import DeviceProfile, LinkProfile
-from luce.remote.device import is_remote
+from luce.remote.device import MEMBER, is_remote
 from luce.runtime.device import Device
 
 # Types with a smaller share of the bytes take the figures of the type with the nearest number of bits.
@@ -91,7 +91,10 @@ def device_figures(
 
 def machine(device: Device) -> str:
     """The machine of a device, whose CPU devices share one memory."""
-    host, _, _ = device.name.place.removeprefix("tcp://").rpartition(":")
+    place = device.name.place
+    if place.startswith(MEMBER):
+        return place
+    host, _, _ = place.removeprefix("tcp://").rpartition(":")
     return host or _HERE
 
 

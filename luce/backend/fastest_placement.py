@@ -22,6 +22,7 @@ from luce.planner.figures import DeviceFigures, LinkFigures
 from luce.planner.prediction import PlacedShard, Prediction, predict
 from luce.planner.problem import Load, Objective, Offload, Problem
 from luce.planner.search import Found, best_placement
+from luce.remote.device import MEMBER
 from luce.runtime.device import Device
 from luce.runtime.step import PAGE
 
@@ -48,7 +49,9 @@ class Goal:
             return None
         objective = config.optimize
         if objective == "auto":
-            objective = "balanced" if config.target_devices == ("auto",) else "memory"
+            # Those of a cluster's members come behind those that are named.
+            own = tuple(device for device in config.target_devices if not device.startswith(MEMBER))
+            objective = "balanced" if own == ("auto",) else "memory"
         if objective == "memory":
             return None
         return cls(cast(Objective, objective), config.optimize_prompt, config.optimize_reply, config.pin_devices)

@@ -13,7 +13,7 @@ from luce.config.settings import FIELDS, GROUPS, Config
 #: what names a model
 MODEL_HELP = "a GGUF file: its path, its URL, ORG/REPO[:QUANT] of the Hugging Face hub, or an alias (smollm2)"
 #: groups of the settings that every verb with a loaded model takes
-LOADED = tuple(group for group in GROUPS if group not in ("sampling", "reasoning", "server", "log"))
+LOADED = tuple(group for group in GROUPS if group not in ("sampling", "reasoning", "server", "cluster", "log"))
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:

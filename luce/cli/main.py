@@ -29,11 +29,13 @@ VERBS = {
     "connect": "set up another program for a running server",
     "service": "install a systemd service, or remove it",
     "shard": "hold layers for a server in another process",
+    "join": "lend this machine's devices to a server on another machine",
+    "cluster": "show the machines that have joined a server, and let more join",
     "top": "show what a running server does",
     "doctor": "show drivers, devices and kernel builds of this machine, and problems with them",
 }
 #: verbs that write nothing that their user reads on standard output
-_WITHOUT_OUTPUT = ("serve", "shard")
+_WITHOUT_OUTPUT = ("serve", "shard", "join")
 
 
 #: by verb, a command line that its help shows
@@ -51,6 +53,8 @@ EXAMPLES = {
     "connect": "luce connect opencode --write",
     "service": "luce service install --user --model smollm2",
     "shard": "luce shard model.gguf --listen 0.0.0.0:5005 --key-file shard.pem",
+    "join": "luce join --cluster home --model-dir /srv/models",
+    "cluster": "luce cluster status",
     "top": "luce top --server http://127.0.0.1:8080",
     "doctor": "luce doctor",
 }

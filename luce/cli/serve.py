@@ -25,6 +25,7 @@ from luce import log
 from luce.api import Model
 from luce.assembly import device_memory, open_model
 from luce.cli.arguments import LOADED, MODEL_HELP, add_settings, given, settings
+from luce.cli.served_cluster import ServedCluster, served_cluster
 from luce.config.model_tables import ModelTable, read_tables
 from luce.config.resolve import config_file, resolve
 from luce.config.settings import Config, flag
@@ -51,7 +52,7 @@ _FLUSH_SECONDS = 5.0
 
 
 #: groups of the settings that this verb takes
-SETTINGS = (*LOADED, "sampling", "reasoning", "server", "log")
+SETTINGS = (*LOADED, "sampling", "reasoning", "server", "cluster", "log")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,7 +74,9 @@ def run(arguments: argparse.Namespace) -> int:
         config = settings(arguments)
         return config, model_entries(arguments.model, given(arguments), config)
 
-    config, _ = read()
+    config, entries = read()
+    if config.cluster and len(entries) > 1:
+        raise UsageError(f"{flag('cluster')} {config.cluster}: serves one model, not {len(entries)}", param="cluster")
     writer = log.configure(config.log_level, as_json=config.log_json)
     # A signal such as SIGBUS or SIGSEGV ends the process: its name and the threads' stacks are the log's last lines.
     faulthandler.enable(2)
@@ -81,7 +84,8 @@ def run(arguments: argparse.Namespace) -> int:
         sockets = inherited() or listen(config.host, config.port)
         notifier = Notifier()
         try:
-            asyncio.run(_Service(read, notifier, sockets).main())
+            with served_cluster(config) as cluster:
+                asyncio.run(_Service(read, notifier, sockets, cluster).main())
         finally:
             notifier.close()
     finally:
@@ -127,10 +131,17 @@ def _in_directory(folder: Path) -> list[ModelTable]:
     ]
 
 
-def _open(entry: ModelEntry, progress: Callable[[float], None]) -> Model:
+def _open(cluster: ServedCluster | None, entry: ModelEntry, progress: Callable[[float], None]) -> Model:
     """The model of an entry, ready for requests."""
     path = resolve_model(entry.source, memory=partial(device_memory, entry.config))
-    model = open_model(path, entry.config, progress)
+    if cluster is None:
+        model = open_model(path, entry.config, progress)
+    else:
+
+        def wait(text: str) -> None:
+            entry.waiting = text
+
+        model = cluster.open_model(path, entry.config, progress, wait)
     if entry.config.warmup:
         # Kernels, graphs and the grammars' vocabulary: clients that wait for READY do not wait for them.
         model.warm_up()
@@ -145,7 +156,7 @@ def _wait_idle(models: Sequence[Model], seconds: float) -> None:
 
 
 def _loading(entry: ModelEntry) -> str:
-    return f"loading {entry.source}: {entry.progress:.0%}"
+    return entry.waiting or f"loading {entry.source}: {entry.progress:.0%}"
 
 
 def _extended(seconds: float) -> dict[str, int]:
@@ -159,6 +170,7 @@ class _Service:
         settings: Callable[[], tuple[Config, list[ModelEntry]]],
         notifier: Notifier,
         sockets: Sequence[socket.socket],
+        cluster: ServedCluster | None,
     ) -> None:
         """`settings` reads the settings and the models; a reload calls it again."""
         self._settings = settings
@@ -166,7 +178,9 @@ class _Service:
         self._config = config
         self._notifier = notifier
         self._sockets = sockets
-        self._pool = ModelPool(entries, _open, max_loaded=config.max_loaded_models, wait=config.load_wait)
+        self._pool = ModelPool(
+            entries, partial(_open, cluster), max_loaded=config.max_loaded_models, wait=config.load_wait
+        )
         self._server = Server(config, self._pool)
         self._tasks: set[asyncio.Task[None]] = set()
 

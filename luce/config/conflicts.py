@@ -188,6 +188,18 @@ def _residency_problems(values: Mapping[str, Any], spelled: Mapping[str, str]) -
         yield "kvflash_drafter", f"{spelled['kvflash_drafter']}: not with {given}"
 
 
+def _cluster_problems(values: Mapping[str, Any], spelled: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Problems of settings of a cluster without one, or that contradict it, as in `problems`."""
+    if values.get("cluster", ""):
+        if values.get("target_layer_split", ()):
+            given = f"{spelled['target_layer_split']}: not with {spelled['cluster']}"
+            yield "target_layer_split", f"{given}, whose members' devices are not known yet"
+        return
+    for name in ("cluster_listen", "cluster_min", "cluster_wait"):
+        if values.get(name, FIELDS[name].default) != FIELDS[name].default:
+            yield name, f"{spelled[name]}: requires {flag('cluster')}"
+
+
 _PAGING = ("kvflash_policy", "kvflash_drafter", "kvflash_tau", "kvflash_host_mb")
 
 
@@ -227,3 +239,4 @@ def problems(
     yield from _residency_problems(values, spelled)
     yield from _paging_problems(values, spelled, wrong)
     yield from _cache_problems(values, spelled)
+    yield from _cluster_problems(values, spelled)

@@ -38,6 +38,11 @@ def user_state_directory() -> Path:
     return Path(environment("STATE_DIRECTORY") or platformdirs.user_state_dir("luce"))
 
 
+def user_data_directory() -> Path:
+    """`$STATE_DIRECTORY` under systemd, else the platform's directory for data that Luce cannot make again."""
+    return Path(environment("STATE_DIRECTORY") or platformdirs.user_data_dir("luce"))
+
+
 def refusal(status: os.stat_result) -> str:
     """Why a directory is not safe for prompts, "" if it is: its files must be this user's alone to change."""
     if status.st_uid != os.geteuid():

@@ -13,7 +13,7 @@ from luce.config.settings import FIELDS
 from luce.errors import UsageError
 
 #: groups of settings that the models of a server share
-SHARED = ("server", "log")
+SHARED = ("server", "cluster", "log")
 _NAME = re.compile(r"[^\s,]+")
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from luce.config.cluster_settings import ClusterSettings
 from luce.config.field import setting
 from luce.config.planning_settings import PlanningSettings
 from luce.config.pool_settings import PoolSettings
@@ -52,13 +53,14 @@ GROUPS = (
     "reasoning",
     "chat template",
     "server",
+    "cluster",
     "log",
 )
 _CACHE_TYPES = ("auto", "f16", "bf16", "q8_0", "q4_0")
 
 
 @dataclass(frozen=True)
-class Config(ServerSettings, PoolSettings, PlanningSettings, PrefillSettings):
+class Config(ServerSettings, ClusterSettings, PoolSettings, PlanningSettings, PrefillSettings):
     """All settings. Sizes are in the unit that the help text names."""
 
     target_device: str = setting(

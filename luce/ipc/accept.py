@@ -1,8 +1,8 @@
-"""The daemon's end of connections over a network: who gets a place until it has proved that it has the key.
+"""The end of connections over a network that listens: who gets a place until it has proved that it has its key.
 
-A connection holds one of a few places until the handshake has shown the certificate of the key file. Places are never
-refused: a newcomer takes the place of the oldest connection of its own address, or of the address that has most. So a
-peer without the key displaces itself, and others only from more addresses than there are places.
+A connection holds one of a few places until the gate has let it in, which looks at the certificate of the handshake.
+Places are never refused: a newcomer takes the place of the oldest connection of its own address, or of the address that
+has most. So a peer without a key displaces itself, and others only from more addresses than there are places.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 from luce.ipc import tcp
 from luce.ipc.tcp import HEARTBEAT, REQUESTS, TOKEN_BYTES, Tls
@@ -36,19 +37,40 @@ LOG_INTERVAL = 10.0
 _NETWORK_BITS = 64
 
 
+class Gate(Protocol):
+    """Decides which connections get in."""
+
+    @property
+    def context(self) -> ssl.SSLContext:
+        """The TLS settings of the next connection."""
+
+    def admit(self, sock: ssl.SSLSocket, host: str) -> bool:
+        """Whether a connection from `host` goes on after its handshake; if not, it has been answered.
+
+        Raises OSError to refuse it. Called on a thread of the connection, while it holds a place.
+        """
+
+
 @contextlib.contextmanager
 def accept_servers(listener: socket.socket, tls: Tls) -> Iterator[Iterator[tuple[ssl.SSLSocket, ssl.SSLSocket]]]:
-    """The request and heartbeat connections of one server after another. The caller closes them.
+    """The request and heartbeat connections of one server after another. The caller closes them."""
+    with accept_connections(listener, tls) as arrivals:
+        yield pair_up(arrivals)
+
+
+@contextlib.contextmanager
+def accept_connections(listener: socket.socket, gate: Gate) -> Iterator[queue.SimpleQueue[Arrival]]:
+    """The connections that the gate lets in. The caller closes them.
 
     Each handshake runs on a thread of its own, so a peer that stays silent does not delay others.
     """
     arrivals: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
     closing = threading.Event()
-    arguments = listener, tls, arrivals, closing
+    arguments = listener, gate, arrivals, closing
     accepting = threading.Thread(target=_accept, args=arguments, name="luce-accept", daemon=True)
     accepting.start()
     try:
-        yield pair_up(arrivals)
+        yield arrivals
     finally:
         closing.set()
         # The thread must not wait on the listener any more when the caller closes it: its number may be used again.
@@ -146,7 +168,9 @@ class _Refusals:
         _log.warning("a connection from %s is refused: %s%s", host, why, more)
 
 
-def _accept(listener: socket.socket, tls: Tls, arrivals: queue.SimpleQueue[Arrival], closing: threading.Event) -> None:
+def _accept(
+    listener: socket.socket, gate: Gate, arrivals: queue.SimpleQueue[Arrival], closing: threading.Event
+) -> None:
     places, refusals = Places(), _Refusals()
     failed = False
     while True:
@@ -164,7 +188,7 @@ def _accept(listener: socket.socket, tls: Tls, arrivals: queue.SimpleQueue[Arriv
         failed = False
         host: str = peer[0]
         try:
-            sock = _wrap(plain, tls)
+            sock = _wrap(plain, gate.context)
         except OSError as error:
             # It is gone already.
             refusals.say(host, error)
@@ -174,7 +198,10 @@ def _accept(listener: socket.socket, tls: Tls, arrivals: queue.SimpleQueue[Arriv
 
         def greet(sock: ssl.SSLSocket = sock, host: str = host) -> None:
             try:
-                arrivals.put(_greet(sock, tls, places))
+                if (arrival := _greet(sock, host, gate, places)) is None:
+                    sock.close()
+                else:
+                    arrivals.put(arrival)
             except OSError as error:
                 refusals.say(host, error)
                 sock.close()
@@ -187,24 +214,26 @@ def _accept(listener: socket.socket, tls: Tls, arrivals: queue.SimpleQueue[Arriv
             sock.close()
 
 
-def _wrap(plain: socket.socket, tls: Tls) -> ssl.SSLSocket:
+def _wrap(plain: socket.socket, context: ssl.SSLContext) -> ssl.SSLSocket:
     """The connection before its handshake. Raises OSError."""
     plain.settimeout(tcp.HANDSHAKE_TIMEOUT)
     plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return tls.context.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
+    return context.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
 
 
-def _greet(sock: ssl.SSLSocket, tls: Tls, places: Places) -> Arrival:
-    """The connection, if the peer proves in time that it has the key, and says who it is. Raises OSError."""
+def _greet(sock: ssl.SSLSocket, host: str, gate: Gate, places: Places) -> Arrival | None:
+    """The connection, if the gate lets it in, and it says in time who it is; None if it is over. Raises OSError."""
     deadline = time.monotonic() + tcp.HANDSHAKE_TIMEOUT
     try:
         sock.do_handshake()
-        tls.check_peer(sock)
+        goes_on = gate.admit(sock, host)
     except OSError:
         # Its own error is dropped if it has lost its place, which is the reason then.
         places.give_back(sock)
         raise
     places.give_back(sock)
+    if not goes_on:
+        return None
     greeting = b""
     while len(greeting) < 1 + TOKEN_BYTES:
         sock.settimeout(max(1e-3, deadline - time.monotonic()))

@@ -17,6 +17,7 @@ import ssl
 import stat
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from luce.errors import DeviceError, ListenError, UsageError
 
@@ -47,6 +48,11 @@ class Tls:
         """
         if sock.getpeercert(binary_form=True) != self.certificate:
             raise ConnectionError("its certificate is not that of the key file")
+
+    def admit(self, sock: ssl.SSLSocket, host: str) -> bool:
+        """As in luce.ipc.accept.Gate."""
+        self.check_peer(sock)
+        return True
 
 
 def open_key_file(key_file: Path, flag: str, *, server: bool) -> Tls:
@@ -115,7 +121,18 @@ class Connection:
         return "its connection has ended"
 
 
-def connect(address: str, tls: Tls, greeting: bytes) -> ssl.SSLSocket:
+class PeerCheck(Protocol):
+    """How a client connects, and which peer it accepts."""
+
+    @property
+    def context(self) -> ssl.SSLContext:
+        """The TLS settings."""
+
+    def check_peer(self, sock: ssl.SSLSocket) -> None:
+        """Raises ConnectionError if the peer is another one, after the handshake and before anything is sent."""
+
+
+def connect(address: str, tls: PeerCheck, greeting: bytes) -> ssl.SSLSocket:
     """A TLS connection after the greeting. Raises OSError, and ValueError for an address."""
     plain = socket.create_connection(parse_address(address), timeout=HANDSHAKE_TIMEOUT)
     with contextlib.ExitStack() as opened:
@@ -128,14 +145,14 @@ def connect(address: str, tls: Tls, greeting: bytes) -> ssl.SSLSocket:
     return sock
 
 
-def listen(address: str) -> socket.socket:
-    """A listening socket. Raises UsageError or ListenError with the address."""
+def listen(address: str, flag: str = "--listen") -> socket.socket:
+    """A listening socket for the address of `flag`. Raises UsageError or ListenError with the address."""
     try:
         host, port = parse_address(address)
     except ValueError as error:
-        raise UsageError(f"--listen {address}: {error}", param="listen") from None
+        raise UsageError(f"{flag} {address}: {error}", param="listen") from None
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family)
     except OSError as error:
-        raise ListenError(f"--listen {address}: {error.strerror or error}") from error
+        raise ListenError(f"{flag} {address}: {error.strerror or error}") from error

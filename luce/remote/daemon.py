@@ -60,18 +60,20 @@ def serve(
     server_timeout: float | None = None,
     path: Path | None = None,
     loaders: Sequence[Loader] = (),
+    on_loaded: Callable[[], None] = lambda: None,
 ) -> None:
     """Serve one server until it closes its end.
 
     `can_share`: whether memory can be shared with the server. `server_timeout`: seconds without a Ping after which the
     server counts as gone; None if the kernel ends the connection with the server's process. `path`: the model's file,
     if it differs from the server's path. `loaders`: what a daemon can hold beside layers.
+    `on_loaded` is called once it holds what the server asked for.
     """
     with contextlib.ExitStack() as opened:
         pings: Channel[Ping] = Channel(heartbeat, Ping)
         unions = [Request, *(loader.requests for loader in loaders)]
         channel: Channel[Any] = Channel(requests, functools.reduce(operator.or_, unions))
-        session = Session(channel, opened, can_share=can_share, path=path, loaders=loaders)
+        session = Session(channel, opened, can_share=can_share, path=path, loaders=loaders, on_loaded=on_loaded)
         closing = threading.Event()
         arguments = pings, channel, session.pong, server_timeout, closing
         responder = threading.Thread(target=_answer_pings, args=arguments, name="luce-pings", daemon=True)
@@ -118,11 +120,13 @@ class Session:
         can_share: bool,
         path: Path | None,
         loaders: Sequence[Loader],
+        on_loaded: Callable[[], None] = lambda: None,
     ) -> None:
         self._channel = channel
         self._opened = opened
         self._can_share = can_share
         self._path = path
+        self._on_loaded = on_loaded
         self._handlers: dict[type[msgspec.Struct], Handler] = {
             Open: self.open,
             Load: self.load,
@@ -234,11 +238,13 @@ class Session:
         self._opened.callback(arena.close)
         path = self._path or Path(message.path)
         self._service = ServedModel(path, message, self._devices, arena, self._opened, self._note_progress)
+        self._on_loaded()
         return self._service.loaded()
 
     def _load_with(self, loader: Loader, message: msgspec.Struct) -> msgspec.Struct:
         self._check_can_load()
         self._service = loader.load(message, self._devices, self._opened)
+        self._on_loaded()
         return self._service.loaded()
 
     def _check_can_load(self) -> None:

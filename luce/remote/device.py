@@ -14,6 +14,9 @@ from luce.ipc.supervisor import Supervisor
 from luce.runtime.device import Array, Device, DeviceName, Event, Memory
 from luce.runtime.host import HostDevice, HostEvent
 
+#: how the places of a cluster's members begin: `member://name/`
+MEMBER = "member://"
+
 
 @dataclass(frozen=True)
 class Transport:

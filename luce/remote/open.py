@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from luce import __version__
@@ -14,7 +15,7 @@ from luce.config.settings import Config, flag
 from luce.errors import UsageError
 from luce.ipc.child import Child, interpreter_of
 from luce.ipc.lifecycle import Open
-from luce.ipc.supervisor import Supervisor, Timeouts
+from luce.ipc.supervisor import Peer, Supervisor, Timeouts
 from luce.ipc.tcp import Connection, open_key_file
 from luce.remote.device import RemoteDevice, Transport
 from luce.remote.messages import Response
@@ -22,11 +23,16 @@ from luce.runtime.cupy_module import cupy_vendor
 from luce.runtime.device import Device, DeviceName
 from luce.runtime.open import VENDORS, named, open_all, open_devices
 
+#: by their place, how to connect to daemons that have no address here, such as those of a cluster: under a name that
+#: messages call them
+Connects = Mapping[str, Callable[[str], Peer]]
+NO_CONNECTS: Connects = MappingProxyType({})
 
-def open_placement(config: Config) -> list[Device]:
+
+def open_placement(config: Config, connects: Connects = NO_CONNECTS) -> list[Device]:
     """The devices of the settings, in order, with their margins. Raises as `_open`, and UsageError for a margin of a
     device that is not one of them."""
-    devices = _open(config)
+    devices = _open(config, connects)
     margins, names = dict(config.device_margin), {str(device.name) for device in devices}
     unknown = margins.keys() - {"", *names}
     if unknown:
@@ -39,7 +45,7 @@ def open_placement(config: Config) -> list[Device]:
     return devices
 
 
-def _open(config: Config) -> list[Device]:
+def _open(config: Config, connects: Connects) -> list[Device]:
     """The devices of --target-devices, or of --target-device, in order; those of daemons as RemoteDevice.
 
     All daemons start at the same time, while this process opens its own devices. Raises UsageError for settings that
@@ -61,7 +67,8 @@ def _open(config: Config) -> list[Device]:
     with contextlib.ExitStack() as opened:
         daemons: dict[int, tuple[Supervisor, int]] = {}
         for group in groups:
-            daemon = _supervise([names[number] for number in group], interpreters[group[0]], config, Response)
+            those = [names[number] for number in group]
+            daemon = _supervise(those, interpreters[group[0]], config, Response, connects=connects)
             opened.callback(daemon.close)
             daemons |= {number: (daemon, rank) for rank, number in enumerate(group)}
         local = iter(
@@ -200,7 +207,13 @@ def _program(setting: str, path: Path) -> Path:
 
 
 def _supervise(
-    names: Sequence[DeviceName], interpreter: Path | None, config: Config, responses: Any, label: str = ""
+    names: Sequence[DeviceName],
+    interpreter: Path | None,
+    config: Config,
+    responses: Any,
+    label: str = "",
+    *,
+    connects: Connects = NO_CONNECTS,
 ) -> Supervisor:
     """The daemon of devices: a child process with an interpreter, one of the network without."""
     kind, label = names[0].kind, label or ",".join(map(str, names))
@@ -208,6 +221,8 @@ def _supervise(
         __version__, tuple(str(name.local) for name in names), config.log_level, config.threads, config.cpu_weights
     )
     timeouts = Timeouts(config.shard_start_timeout, config.shard_timeout)
+    if names[0].place in connects:
+        return Supervisor(label, connects[names[0].place], opening, timeouts, responses)
     if interpreter is None:
         if config.shard_key_file is None:
             raise UsageError(f"{label}: network daemons require {flag('shard_key_file')}", param="shard_key_file")

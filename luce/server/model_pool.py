@@ -45,6 +45,8 @@ class ModelEntry:
         self.last_used = time.monotonic()
         #: share of the model that is loaded; the loading thread writes it
         self.progress = 0.0
+        #: what the load waits for, "" if it reads; the loading thread writes it
+        self.waiting = ""
         self.task: asyncio.Task[None] | None = None
 
     @property

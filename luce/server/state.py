@@ -119,7 +119,9 @@ class Server:
         if self.draining:
             return 503, {"status": "draining"}
         if self.pool.starting:
-            return 503, {"status": "loading", "progress": round(self.pool.default.progress, 3)}
+            entry = self.pool.default
+            waiting = {"reason": entry.waiting} if entry.waiting else {}
+            return 503, {"status": "loading", "progress": round(entry.progress, 3), **waiting}
         for name, model in self._measured():
             why = model.down() or ("" if model.chat.template is None else model.chat.template.down())
             stalled = model.engine.stats().stalled

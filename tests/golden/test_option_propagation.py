@@ -65,6 +65,10 @@ ELSEWHERE = {
     "test_older_messages_are_all_but_the_first_the_last_and_the_short_ones",
     "prefill_positions": "tests/golden/test_compression.py::test_kept_tokens_with_their_original_positions",
     "prefill_curve": "tests/unit/test_compress_compression_options.py::test_a_curve_is_linear_between_its_points",
+    "cluster": "tests/process/test_cluster.py::test_a_machine_joins_and_holds_layers",
+    "cluster_listen": "tests/process/test_cluster.py::test_a_machine_joins_and_holds_layers",
+    "cluster_min": "tests/unit/test_cli_served_cluster.py::test_the_load_waits_for_members",
+    "cluster_wait": "tests/unit/test_cli_served_cluster.py::test_the_wait_for_members_ends",
     "shard_key_file": "tests/process/test_shard_network.py::test_another_key",
 }
 

@@ -14,6 +14,7 @@ FLOW = (
     "kvcache",
     "draft",
     "compress",
+    "cluster",
     "backend",
     "planner",
     "remote",

@@ -165,6 +165,7 @@ SHARED_NAMES = {
     "bench": "the package, and its verb",
     "cache": "the prefix cache: its endpoint and its verb",
     "chat": "a conversation: as text and as a verb",
+    "cluster": "the package, and its verb",
     "daemon": "the daemon's side: of shards and of drafters",
     "deltanet": "gated DeltaNet: the op and the layer",
     "device": "a device: of this process and of another one",

@@ -37,7 +37,7 @@ BELOW = ("config", *FLOW[FLOW.index("assembly") :])
 PLANNED = ("assembly", "kvcache/policies.py", "draft", "backend", "remote", "ipc", "runtime")
 #: the packages and files that a verb's settings can reach; all start from a Config
 REACHED = {
-    "serve": ("cli/serve.py", "server", "log.py", *BELOW),
+    "serve": ("cli/serve.py", "cli/served_cluster.py", "server", "log.py", *BELOW),
     "chat": ("cli/chat.py", *BELOW),
     "run": ("cli/run.py", *BELOW),
     "inspect": ("cli/inspect.py", "cli/plan.py", *PLANNED),

@@ -1,0 +1,111 @@
+"""`luce join`: lend this machine's devices to a server that was started with --cluster.
+
+With TOKEN this machine becomes a member first; `luce join --cluster NAME` is enough later. It needs no open port.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import faulthandler
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from luce import log
+from luce.cluster.cluster_files import ClusterFiles
+from luce.cluster.join_token import decode_token
+from luce.cluster.member import MemberHost, join
+from luce.config.values import devices
+from luce.errors import UsageError
+from luce.ipc.tcp import SERVER_TIMEOUT
+from luce.log import event
+from luce.remote.daemon import serve
+from luce.runtime.open import named
+
+_log = logging.getLogger("luce.cluster")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The token, or the cluster that this machine has joined; its devices and its models."""
+    parser.add_argument(
+        "token", metavar="TOKEN", nargs="?", help="what `luce cluster token` printed; - reads it from standard input"
+    )
+    parser.add_argument("--cluster", metavar="NAME", help="without TOKEN: the cluster that this machine has joined")
+    parser.add_argument(
+        "--devices",
+        metavar="DEVICE[,DEVICE...]",
+        default="auto",
+        help="devices of this machine to lend: cuda:N, hip:N, cpu:N (default: all GPUs, or the CPU)",
+    )
+    parser.add_argument(
+        "--model-dir",
+        metavar="DIR",
+        action="append",
+        default=[],
+        help="folder in which the server's model file is looked for, under any name; may be repeated (default: where "
+        "models usually lie)",
+    )
+    parser.set_defaults(behind_flags="token")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Stay a member until a signal. Raises UsageError and DeviceError."""
+    if (arguments.token is None) == (arguments.cluster is None):
+        raise UsageError("luce join needs TOKEN, or --cluster NAME of a cluster that this machine has joined")
+    try:
+        names = devices(arguments.devices)
+    except ValueError as error:
+        raise UsageError(f"--devices {arguments.devices}: {error}", param="devices") from None
+    lent = named(names)
+    if foreign := [str(name) for name in lent if name.place]:
+        raise UsageError(f"--devices {foreign[0]}: is not a device of this machine", param="devices")
+    folders = [Path(text).expanduser() for text in arguments.model_dir]
+    if missing := [folder for folder in folders if not folder.is_dir()]:
+        raise UsageError(f"--model-dir {missing[0]}: is not a directory", param="model_dir")
+    writer = log.configure("info")
+    faulthandler.enable(2)
+    try:
+        known = arguments.token is None
+        files = ClusterFiles(arguments.cluster, make=False) if known else _joined(arguments.token)
+        host = MemberHost(files, tuple(map(str, lent)), folders, _serve)
+        with _ended_by_signals(host):
+            host.run()
+        event(_log, "left", cluster=files.name)
+    finally:
+        writer.stop()
+    return 0
+
+
+def _joined(given: str) -> ClusterFiles:
+    """The directory of the cluster that this machine joins with a token."""
+    token = decode_token(sys.stdin.readline() if given == "-" else given)
+    files = ClusterFiles(token.cluster)
+    join(token, files, socket.gethostname())
+    event(_log, "joined", cluster=files.name)
+    return files
+
+
+@contextlib.contextmanager
+def _ended_by_signals(host: MemberHost) -> Iterator[None]:
+    """Let SIGTERM and SIGINT end a member in order until the block ends; a second signal ends the process at once."""
+    numbers = (signal.SIGTERM, signal.SIGINT)
+
+    def stop(number: int, frame: object) -> None:
+        for each in numbers:
+            signal.signal(each, signal.SIG_DFL)
+        host.stop()
+
+    before = {number: signal.signal(number, stop) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _serve(requests: socket.socket, heartbeat: socket.socket, path: Path, on_loaded: Callable[[], None]) -> None:
+    serve(requests, heartbeat, can_share=False, server_timeout=SERVER_TIMEOUT, path=path, on_loaded=on_loaded)

@@ -1,0 +1,76 @@
+"""The cluster of `luce serve --cluster`: machines join, and the model is loaded on their devices too."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from luce import log
+from luce.api import Model
+from luce.assembly import open_model
+from luce.cluster.admin import answering, join_command
+from luce.cluster.coordinator import TOKEN_SECONDS, Coordinator
+from luce.config.settings import Config, flag
+from luce.gguf.fingerprint import fingerprint
+from luce.gguf.reader import open_gguf
+
+_log = logging.getLogger("luce.cluster")
+
+
+class ServedCluster:
+    """Loads the server's model on its own devices and those of the members."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+
+    def open_model(
+        self, path: Path, config: Config, progress: Callable[[float], None], on_wait: Callable[[str], None]
+    ) -> Model:
+        """The model, once --cluster-min members are there or --cluster-wait is over.
+
+        `on_wait` gets what the load waits for, and "" behind it. Raises as luce.assembly.open_model.
+        """
+        wanted = config.cluster_min
+
+        def waiting(found: int) -> None:
+            on_wait(f"waiting for members: {found} of {wanted}")
+
+        found = self._coordinator.wait_for_members(wanted, config.cluster_wait, waiting)
+        on_wait("")
+        if found < wanted:
+            _log.warning(
+                "%s %d: %d members are there; the model loads without more", flag("cluster_min"), wanted, found
+            )
+        with open_gguf(path) as file:
+            devices, connects = self._coordinator.plan(fingerprint(file))
+        own = config.target_devices or (("auto",) if config.target_device == "auto" else (config.target_device,))
+        model = open_model(path, dataclasses.replace(config, target_devices=(*own, *devices)), progress, connects)
+        self._coordinator.keep(device for shard in model.placement if (device := str(shard["device"])) in devices)
+        return model
+
+
+@contextlib.contextmanager
+def served_cluster(config: Config) -> Iterator[ServedCluster | None]:
+    """The cluster of the settings, None without --cluster; prints the command with which a machine joins."""
+    if not config.cluster:
+        yield None
+        return
+    with contextlib.closing(Coordinator(config.cluster, config.cluster_listen, flag("cluster_listen"))) as coordinator:
+        log.event(_log, "cluster", cluster=config.cluster, address=",".join(coordinator.addresses))
+        with answering(coordinator):
+            _print_command(coordinator)
+            yield ServedCluster(coordinator)
+
+
+def _print_command(coordinator: Coordinator) -> None:
+    """Print the command with which a machine joins, where nobody but this user keeps it."""
+    # The journal keeps what it reads, and others may read it.
+    if not log.is_journal(sys.stdout):
+        with contextlib.suppress(OSError):
+            print(join_command(coordinator, TOKEN_SECONDS), flush=True)
+            return
+    _log.info("`luce cluster token` prints the command with which a machine joins")

@@ -1,0 +1,17 @@
+"""Several machines: hosts join one server with a token, and lend it their devices.
+
+identity       a host's key and certificate, and the TLS settings that accept pinned certificates only
+join_token     what lets one host join once: its text, the digests that the coordinator keeps, a limit on guesses
+cluster_files  what a host keeps of a cluster on its disk
+membership     who is a member, and what follows from each event; pure
+wire           what coordinator, members and the `luce cluster` commands send
+link           the connection between coordinator and member over which the others are asked for
+addresses      what a token says where the coordinator is
+coordinator    the server's side: joins, members, and connections to their devices
+gate           who gets through the coordinator's port
+member         a host's side: joins, connects, and serves layers
+model_files    a model file by its fingerprint
+admin          the socket that the `luce cluster` commands use
+
+`luce serve --cluster` and `luce join` call it; it starts nothing without them.
+"""

@@ -1,0 +1,449 @@
+"""The server's side of a cluster: hosts that join, members that connect, and connections to their devices.
+
+The membership decides; this does what it says. One thread accepts, one looks at the time, and each member's control
+connection has one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import queue
+import re
+import secrets
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from luce import __version__
+from luce.cluster import membership, wire
+from luce.cluster.addresses import reachable
+from luce.cluster.cluster_files import ClusterFiles, is_cluster_name
+from luce.cluster.gate import ClusterGate, member_name
+from luce.cluster.identity import Identity, coordinator_context, new_key_pair, pin, read_identity
+from luce.cluster.join_token import ID_BYTES, SECRET_BYTES, TokenBook, TokenRecord, encode_token
+from luce.cluster.link import Link
+from luce.cluster.membership import Member, Membership, restored
+from luce.errors import DeviceError, UsageError
+from luce.ipc import tcp
+from luce.ipc.accept import Arrival, accept_connections
+from luce.ipc.channel import ChannelError
+from luce.ipc.heartbeat import LOST_AFTER
+from luce.ipc.supervisor import Peer
+from luce.ipc.tcp import HEARTBEAT, REQUESTS
+from luce.log import event
+from luce.remote.device import MEMBER
+
+_log = logging.getLogger("luce.cluster")
+#: seconds that a join token holds unless its user says otherwise
+TOKEN_SECONDS = 900.0
+#: seconds that members have to store the coordinator's new certificate
+_ROTATE_SECONDS = 10.0
+#: seconds that members have to find the model file: the fingerprints of many files may have to be taken
+_SEARCH_SECONDS = 60.0
+#: seconds between two looks at the time
+_TICK_INTERVAL = 1.0
+#: longest seconds until the accepting thread sees that the coordinator is closed
+_POLL_INTERVAL = 0.2
+#: most devices that a member may have
+_MOST_DEVICES = 64
+_DEVICE = re.compile(r"(cuda|hip|cpu):[0-9]{1,3}", re.ASCII)
+#: what everybody who lets a host join has to know
+TRUST = "whoever joins sees activations, from which texts can be had back, and can compute wrongly"
+
+
+def place_of(member: str) -> str:
+    """The place of a member's devices, as in luce.runtime.device.DeviceName."""
+    return f"{MEMBER}{member}/"
+
+
+class _Saved(msgspec.Struct):
+    """A member, as members.json has it."""
+
+    name: str
+    certificate: bytes
+    label: str
+    proven: bool
+
+
+class _SavedMembers(msgspec.Struct):
+    """The content of members.json."""
+
+    epoch: int
+    members: list[_Saved]
+
+
+class MemberPeer:
+    """The connections to a member's devices, as luce.ipc.supervisor.Peer."""
+
+    silence_hint = ""
+
+    def __init__(self, requests: ssl.SSLSocket, heartbeat: ssl.SSLSocket) -> None:
+        self.requests: socket.socket = requests
+        self.heartbeat: socket.socket = heartbeat
+
+    def kill(self) -> None:
+        """Nothing to do: the caller closes the sockets, which ends the connection."""
+
+    def join(self) -> str:
+        """As in Peer."""
+        return "its connection has ended"
+
+
+@dataclass
+class _Call:
+    """A connection to a member's devices that the server waits for."""
+
+    member: str
+    done: threading.Event = field(default_factory=threading.Event)
+    sockets: dict[bytes, ssl.SSLSocket] = field(default_factory=dict)
+    error: str = ""
+
+
+class Coordinator:
+    """The coordinator of a cluster, which listens at an address until it is closed.
+
+    Raises UsageError and ListenError. Any thread may call it.
+    """
+
+    def __init__(self, name: str, address: str, flag: str = "--listen") -> None:
+        self.files = ClusterFiles(name)
+        with contextlib.ExitStack() as opened:
+            opened.callback(os.close, self.files.lock())
+            self._identity = self.files.identity("coordinator.pem")
+            self._tokens = TokenBook(self.files.read("tokens.json", list[TokenRecord]))
+            self._membership = self._restore()
+            listener = opened.enter_context(tcp.listen(address, flag))
+            self.addresses = reachable(*listener.getsockname()[:2])
+            self._lock = threading.Condition()
+            self._context = self._new_context()
+            self._sessions = itertools.count(1)
+            self._links: dict[int, Link] = {}
+            self._calls: dict[bytes, _Call] = {}
+            #: the last connections to the devices of each member
+            self._devices: dict[str, list[socket.socket]] = {}
+            self._pinned: set[int] = set()
+            self._fingerprint = ""
+            self._closing = threading.Event()
+            gate = ClusterGate(lambda: self._context, self._is_member, self._admit)
+            arrivals = opened.enter_context(accept_connections(listener, gate))
+            self._threads = [
+                threading.Thread(target=self._dispatch, args=(arrivals,), name="luce-cluster", daemon=True),
+                threading.Thread(target=self._tick, name="luce-cluster-time", daemon=True),
+            ]
+            for thread in self._threads:
+                thread.start()
+            self._opened = opened.pop_all()
+
+    def close(self) -> None:
+        """End all connections, and stop listening."""
+        self._closing.set()
+        with self._lock:
+            links = list(self._links.values())
+            for name in list(self._devices):
+                self._close_devices(name, "the coordinator ends")
+        for link in links:
+            link.close()
+        for thread in list(self._threads):
+            thread.join()
+        self._opened.close()
+
+    # What the commands ask for.
+
+    def new_token(self, seconds: float, label: str = "") -> str:
+        """The text of a new token, which is nowhere else. Raises UsageError if too many are open."""
+        issued = secrets.token_bytes(ID_BYTES), secrets.token_bytes(SECRET_BYTES)
+        now = time.time()
+        with self._lock:
+            self._tokens.issue(issued, now + seconds, label, now)
+            self.files.write("tokens.json", self._tokens.records)
+            own = pin(self._identity.certificate)
+        return encode_token(self.files.name, self.addresses, own, issued, now + seconds)
+
+    def status(self) -> wire.Status:
+        """The cluster as it is."""
+        now = time.monotonic()
+        with self._lock:
+            members = tuple(self._status_of(member, now) for member in self._membership.members.values())
+            tokens = len(self._tokens.open(time.time()))
+            return wire.Status(self.files.name, self.addresses, self._membership.epoch, tokens, members)
+
+    def remove(self, name: str) -> None:
+        """Remove a member, whose connections end at once. Raises UsageError if there is none of the name."""
+        with self._lock:
+            if name not in self._membership.members:
+                known = ", ".join(self._membership.members) or "there are none"
+                raise UsageError(f"{name}: no such member; the members: {known}", param="member")
+            self._apply(membership.Removed(name))
+
+    def rotate(self) -> tuple[list[str], list[str]]:
+        """Have a new key. Members that are connected get its certificate over that connection; the others have to join
+        again. Returns the names of both."""
+        with self._lock:
+            self.files.write("next.pem", new_key_pair())
+            following = read_identity(self.files.path / "next.pem")
+            self._pinned.clear()
+            asked = dict(self._links)
+            for link in asked.values():
+                link.post(wire.NewPin(following.certificate))
+            self._lock.wait_for(lambda: self._pinned >= asked.keys() & self._links.keys(), _ROTATE_SECONDS)
+            before = set(self._membership.members)
+            self.files.replace("next.pem", "coordinator.pem")
+            self._identity = Identity(self.files.path / "coordinator.pem", following.certificate)
+            self._apply(membership.Rotated(tuple(self._pinned & self._links.keys())))
+            self._context = self._new_context()
+            kept = sorted(self._membership.members)
+        event(_log, "key rotated", members=len(kept))
+        return kept, sorted(before - set(kept))
+
+    # What the server asks for.
+
+    def wait_for_members(self, count: int, seconds: float, on_wait: Callable[[int], None] = lambda found: None) -> int:
+        """Wait until so many members can be used, for at most so many seconds; returns how many can be used then.
+
+        `on_wait` gets how many can be used, whenever that may have changed. Raises DeviceError if this is closed.
+        """
+        end = time.monotonic() + seconds
+        with self._lock:
+            while (found := len(self._membership.usable())) < count and (left := end - time.monotonic()) > 0:
+                if self._closing.is_set():
+                    raise DeviceError(f"cluster {self.files.name}: closed")
+                on_wait(found)
+                self._lock.wait(min(left, _TICK_INTERVAL))
+            return found
+
+    def plan(self, fingerprint: str) -> tuple[list[str], Mapping[str, Callable[[str], Peer]]]:
+        """Begin a new placement of the model file with this fingerprint.
+
+        Returns the names of all devices that can be used, and by their place the function that connects to them.
+        """
+        with self._lock:
+            # Members that still serve the last one do not answer.
+            self._apply(membership.Kept(frozenset()))
+            self._search(fingerprint)
+            usable = [member for member in self._membership.usable() if member.file]
+            self._apply(membership.Planned(tuple(member.name for member in usable)))
+            event(_log, "cluster placement", epoch=self._membership.epoch, members=",".join(m.name for m in usable))
+            devices = [f"{place_of(member.name)}{device}" for member in usable for device in member.devices]
+            return devices, {place_of(member.name): self._dialler(member.name) for member in usable}
+
+    def keep(self, devices: Iterable[str]) -> None:
+        """The placement has these devices of members alone."""
+        names = frozenset(device.removeprefix(MEMBER).partition("/")[0] for device in devices)
+        with self._lock:
+            self._apply(membership.Kept(names))
+
+    def _search(self, fingerprint: str) -> None:
+        """Let the members look for a model file. Releases the lock while it waits."""
+        self._fingerprint = fingerprint
+        for member in self._membership.members.values():
+            member.file = ""
+        asked = self._membership.usable()
+        for member in asked:
+            assert member.session is not None
+            self._links[member.session].post(wire.Find(fingerprint))
+        self._lock.wait_for(lambda: all(m.file or m.session is None for m in asked), _SEARCH_SECONDS)
+        for member in asked:
+            if not member.file and member.session is not None:
+                why = f"it did not say within {_SEARCH_SECONDS:g} s whether it has the model file"
+                self._apply(membership.Searched(member.session, why))
+
+    def _dialler(self, name: str) -> Callable[[str], Peer]:
+        return lambda label: self._dial(name, label)
+
+    def _dial(self, name: str, label: str) -> Peer:
+        """Connect to the devices of a member. Raises DeviceError."""
+        token, call = secrets.token_bytes(tcp.TOKEN_BYTES), _Call(name)
+        with self._lock:
+            self._calls[token] = call
+            self._apply(membership.Dialled(name, token))
+        call.done.wait(tcp.HANDSHAKE_TIMEOUT)
+        with self._lock:
+            self._calls.pop(token, None)
+            if call.error or len(call.sockets) < 2:
+                for sock in call.sockets.values():
+                    sock.close()
+                raise DeviceError(f"{label}: member {name}: {call.error or 'it does not connect'}")
+            requests, heartbeat = call.sockets[REQUESTS], call.sockets[HEARTBEAT]
+            # Descriptors of their own: those of the sockets may be closed, and used again, at any time.
+            self._devices[name] = [socket.socket(fileno=os.dup(sock.fileno())) for sock in (requests, heartbeat)]
+        return MemberPeer(requests, heartbeat)
+
+    # What the gate asks.
+
+    def _is_member(self, certificate: bytes) -> bool:
+        with self._lock:
+            return self._membership.by_certificate(certificate) is not None
+
+    def _admit(self, join: wire.Join, host: str) -> None:
+        """Make a member of a host. Raises TokenRefusedError, and UsageError if that cannot be written to the disk."""
+        with self._lock:
+            record = self._tokens.redeem(join.id, join.secret, join.certificate, time.time())
+            # Before the answer: after a crash the token must not let another host in.
+            self.files.write("tokens.json", self._tokens.records)
+            self._apply(membership.Admitted(member_name(join.hostname), join.certificate, record.label))
+            self._context = self._new_context()
+
+    # Threads.
+
+    def _dispatch(self, arrivals: queue.SimpleQueue[Arrival]) -> None:
+        while not self._closing.is_set():
+            try:
+                arrival = arrivals.get(timeout=_POLL_INTERVAL)
+            except queue.Empty:
+                continue
+            if arrival.role == wire.CONTROL:
+                thread = threading.Thread(target=self._serve, args=(arrival.sock,), name="luce-member", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+            elif arrival.role in (REQUESTS, HEARTBEAT):
+                self._take(arrival)
+            else:
+                arrival.sock.close()
+
+    def _take(self, arrival: Arrival) -> None:
+        """A connection to a member's devices has arrived."""
+        certificate = arrival.sock.getpeercert(binary_form=True) or b""
+        with self._lock:
+            call = self._calls.get(arrival.token)
+            accepted = self._apply(membership.Arrived(certificate, arrival.token))
+            if call is None or not accepted or arrival.role in call.sockets:
+                arrival.sock.close()
+                return
+            call.sockets[arrival.role] = arrival.sock
+            if len(call.sockets) == 2:
+                call.done.set()
+
+    def _serve(self, sock: ssl.SSLSocket) -> None:
+        """One member's control connection, from its first message to its end."""
+        session = next(self._sessions)
+        certificate, address = sock.getpeercert(binary_form=True) or b"", sock.getpeername()[0]
+        link = Link(sock, wire.FromMember)
+        reason = ""
+        with self._lock:
+            self._links[session] = link
+            if self._closing.is_set():
+                link.close()
+        try:
+            hello = link.receive(wire.Hello, tcp.HANDSHAKE_TIMEOUT)
+            if len(hello.devices) > _MOST_DEVICES or not all(map(_DEVICE.fullmatch, hello.devices)):
+                raise ChannelError("it sent devices that are none")
+            with self._lock:
+                self._apply(membership.Connected(certificate, session, hello.luce, hello.devices, address))
+            link.run(lambda message: self._heard(session, message), silence=LOST_AFTER, pings=True)
+        except ChannelError as error:
+            reason = str(error)
+        finally:
+            with self._lock:
+                self._links.pop(session, None)
+                self._apply(membership.Disconnected(session, reason or "its connection has failed"))
+                self._threads.remove(threading.current_thread())
+            link.channel.close()
+
+    def _heard(self, session: int, message: object) -> None:
+        with self._lock:
+            if isinstance(message, wire.Loaded):
+                self._apply(membership.Loaded(session, message.epoch))
+            elif isinstance(message, wire.Leaving):
+                self._apply(membership.Left(session))
+            elif isinstance(message, wire.Found):
+                if message.fingerprint == self._fingerprint:
+                    self._apply(membership.Searched(session, message.problem[:500]))
+            elif isinstance(message, wire.Pinned):
+                self._pinned.add(session)
+                self._lock.notify_all()
+            elif isinstance(message, wire.Unable) and message.token in self._calls:
+                self._fail(message.token, message.reason[:500])
+
+    def _tick(self) -> None:
+        while not self._closing.wait(_TICK_INTERVAL):
+            with self._lock:
+                self._apply(membership.Tick())
+
+    # Under the lock.
+
+    def _apply(self, happened: membership.Event) -> bool:
+        """Do what follows from an event; whether it is accepted."""
+        accepted = False
+        for instruction in self._membership.handle(happened, time.monotonic()):
+            match instruction:
+                case membership.Save():
+                    self._save()
+                case membership.Journal(name, member, reason):
+                    level = logging.WARNING if name in ("lost", "removed") else logging.INFO
+                    event(
+                        _log,
+                        f"member {name}",
+                        level,
+                        member=member,
+                        epoch=self._membership.epoch,
+                        reason=reason or None,
+                    )
+                case membership.Assign(session, epoch, token):
+                    self._links[session].post(wire.Assign(epoch, token, self._fingerprint))
+                case membership.Accept():
+                    accepted = True
+                case membership.Refuse(token, reason):
+                    self._fail(token, reason)
+                case membership.CloseDevices(member, reason, beside):
+                    self._close_devices(member, reason, beside)
+                case membership.Close(session, reason, final):
+                    self._dismiss(session, reason, final)
+        self._lock.notify_all()
+        return accepted
+
+    def _fail(self, token: bytes, reason: str) -> None:
+        if (call := self._calls.get(token)) is not None:
+            call.error = reason
+            call.done.set()
+
+    def _close_devices(self, name: str, reason: str, beside: bytes = b"") -> None:
+        for token, call in self._calls.items():
+            if call.member == name and token != beside:
+                self._fail(token, reason)
+        for sock in self._devices.pop(name, ()):
+            with sock, contextlib.suppress(OSError):
+                # Wakes the threads that use the connection.
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def _dismiss(self, session: int, reason: str, final: bool) -> None:
+        if (link := self._links.get(session)) is not None:
+            link.post(wire.Dismissed(reason, final))
+
+    def _status_of(self, member: Member, now: float) -> wire.MemberStatus:
+        link = None if member.session is None else self._links.get(member.session)
+        trip = None if link is None or link.round_trip is None else round(1000 * link.round_trip, 2)
+        return wire.MemberStatus(
+            name=member.name,
+            label=member.label,
+            state=member.state,
+            seconds=round(now - member.since, 1),
+            address=member.address,
+            round_trip_ms=trip,
+            devices=member.devices,
+            luce=member.luce,
+            file=member.file,
+            losses=member.losses,
+            reason=member.reason,
+        )
+
+    def _new_context(self) -> ssl.SSLContext:
+        return coordinator_context(self._identity, [m.certificate for m in self._membership.members.values()])
+
+    def _restore(self) -> Membership:
+        saved = self.files.read("members.json", _SavedMembers) or _SavedMembers(0, [])
+        now = time.monotonic()
+        members = [Member(s.name, s.certificate, s.label, "joining", now, s.proven) for s in saved.members]
+        return restored(__version__, [m for m in members if is_cluster_name(m.name)], saved.epoch, now)
+
+    def _save(self) -> None:
+        members = [_Saved(m.name, m.certificate, m.label, m.proven) for m in self._membership.members.values()]
+        self.files.write("members.json", _SavedMembers(self._membership.epoch, members))
+        self._context = self._new_context()

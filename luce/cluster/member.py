@@ -1,0 +1,297 @@
+"""A host's side of a cluster: it joins with a token, stays connected, and serves layers on its devices.
+
+One thread keeps the control connection; the main thread serves one placement after another. The member connects, also
+for its devices' connections, so it needs no open port.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import random
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from luce import __version__
+from luce.cluster import wire
+from luce.cluster.cluster_files import ClusterFiles
+from luce.cluster.identity import Identity, join_context, member_context, pin
+from luce.cluster.join_token import JoinToken
+from luce.cluster.link import Link
+from luce.cluster.model_files import find_model
+from luce.errors import DeviceError, UsageError
+from luce.ipc import tcp
+from luce.ipc.channel import Channel, ChannelError
+from luce.ipc.tcp import HEARTBEAT, REQUESTS, SERVER_TIMEOUT
+from luce.log import event
+
+_log = logging.getLogger("luce.cluster")
+#: longest seconds between two attempts to connect, and the share by which they vary
+_LONGEST_DELAY, _JITTER = 30.0, 0.2
+#: seconds that the last message has to be sent when the member ends
+_LEAVE_SECONDS = 2.0
+#: reasons of a TLS error with which a coordinator refuses a certificate that it does not know
+_UNKNOWN = ("TLSV1_ALERT_UNKNOWN_CA", "TLSV13_ALERT_CERTIFICATE_REQUIRED")
+
+
+class _Server(msgspec.Struct):
+    """The content of server.json: a member's coordinator."""
+
+    addresses: tuple[str, ...]
+    #: DER; those that it will have follow the one that it has
+    certificates: list[bytes]
+
+
+class Serve(Protocol):
+    """Serves layers of a file over connections until they end; calls `on_loaded` once it has them."""
+
+    def __call__(
+        self, requests: socket.socket, heartbeat: socket.socket, path: Path, on_loaded: Callable[[], None], /
+    ) -> None: ...
+
+
+@dataclass(frozen=True)
+class PinnedCoordinator:
+    """The TLS settings of a member, as luce.ipc.tcp.PeerCheck."""
+
+    context: ssl.SSLContext
+    #: of the coordinator, DER
+    certificates: tuple[bytes, ...]
+
+    @classmethod
+    def of(cls, identity: Identity, certificates: Sequence[bytes]) -> PinnedCoordinator:
+        """Those with which a member connects to the coordinator with one of these certificates."""
+        return cls(member_context(identity, certificates), tuple(certificates))
+
+    def check_peer(self, sock: ssl.SSLSocket) -> None:
+        """As in PeerCheck."""
+        # The handshake also accepts what the coordinator's key has signed.
+        if sock.getpeercert(binary_form=True) not in self.certificates:
+            raise ConnectionError("its certificate is not that of the coordinator")
+
+
+def join(token: JoinToken, files: ClusterFiles, hostname: str) -> None:
+    """Make this host a member, and keep the coordinator's certificate. Raises DeviceError and UsageError."""
+    identity = files.identity("member.pem")
+    problems = []
+    for address in token.addresses:
+        try:
+            certificate = _ask(address, token, identity, hostname)
+        except (OSError, ValueError, ChannelError) as error:
+            problems.append(f"{address}: {error}")
+            continue
+        files.write("server.json", _Server(token.addresses, [certificate]))
+        return
+    raise DeviceError(f"cannot join cluster {token.cluster}: {'; '.join(problems)}")
+
+
+def _ask(address: str, token: JoinToken, identity: Identity, hostname: str) -> bytes:
+    """The certificate of the coordinator, which has let this host in. Raises DeviceError, OSError and ChannelError."""
+    plain = socket.create_connection(tcp.parse_address(address), timeout=tcp.HANDSHAKE_TIMEOUT)
+    with contextlib.ExitStack() as opened:
+        opened.enter_context(plain)
+        sock = opened.enter_context(join_context().wrap_socket(plain))
+        certificate = sock.getpeercert(binary_form=True) or b""
+        if pin(certificate) != token.pin:
+            theirs, expected = pin(certificate).hex()[:8], token.pin.hex()[:8]
+            raise DeviceError(f"{address}: somebody else answers there: key {theirs}, the token says {expected}")
+        channel: Channel[wire.Joined | wire.Refused] = Channel(sock, wire.Joined | wire.Refused)
+        request = wire.Join(token.id, token.secret, identity.certificate, __version__, hostname)
+        channel.send(0, request, timeout=tcp.HANDSHAKE_TIMEOUT)
+        _, answer = channel.receive(timeout=tcp.HANDSHAKE_TIMEOUT, limit=0)
+        if isinstance(answer, wire.Refused):
+            raise DeviceError(f"{address}: the token is refused; `luce cluster token` on that machine makes a new one")
+    return certificate
+
+
+def delays(vary: Callable[[float, float], float] = random.uniform) -> Iterator[float]:
+    """Seconds before each attempt to connect: 0, 1, 2, 4 ... 30, each varied by 20 %."""
+    yield 0.0
+    delay = 1.0
+    while True:
+        yield delay * vary(1 - _JITTER, 1 + _JITTER)
+        delay = min(2 * delay, _LONGEST_DELAY)
+
+
+class MemberHost:
+    """A member that stays connected and serves layers of the models below `folders`.
+
+    Raises UsageError if this host has not joined the cluster of `files`.
+    """
+
+    def __init__(self, files: ClusterFiles, devices: tuple[str, ...], folders: Sequence[Path], serve: Serve) -> None:
+        server = files.read("server.json", _Server)
+        if server is None or not server.certificates:
+            raise UsageError(f"this machine has not joined cluster {files.name}: give a TOKEN", param="token")
+        self._files = files
+        self._server = server
+        self._identity = files.identity("member.pem")
+        self._devices = devices
+        self._folders = folders
+        self._serve = serve
+        self._link: Link | None = None
+        self._address = server.addresses[0]
+        self._ending = threading.Event()
+        #: those to the devices that the main thread serves
+        self._connections: tuple[ssl.SSLSocket, ...] = ()
+        #: what the main thread has to do, or the error with which it ends; None: to end
+        self._work: queue.SimpleQueue[wire.Find | wire.Assign | DeviceError | None] = queue.SimpleQueue()
+
+    def run(self) -> None:
+        """Serve until `stop`. Raises DeviceError once the coordinator has removed this host."""
+        thread = threading.Thread(target=self._stay_connected, name="luce-control", daemon=True)
+        thread.start()
+        try:
+            while True:
+                work = self._work.get()
+                if work is None:
+                    return
+                if isinstance(work, DeviceError):
+                    raise work
+                if isinstance(work, wire.Find):
+                    _, problem = self._find(work.fingerprint)
+                    self._post(wire.Found(work.fingerprint, problem))
+                else:
+                    self._fulfil(work)
+        finally:
+            self.stop()
+            thread.join(_LEAVE_SECONDS)
+
+    def stop(self) -> None:
+        """Tell the coordinator that this host leaves, and end `run`. Any thread, and a signal handler."""
+        self._ending.set()
+        self._post(wire.Leaving())
+        self._end_connections()
+        self._work.put(None)
+
+    def _end_connections(self) -> None:
+        for sock in self._connections:
+            with contextlib.suppress(OSError):
+                # Not SSLSocket.shutdown, which would let the thread that serves read on without TLS.
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+    def _find(self, fingerprint: str) -> tuple[Path | None, str]:
+        """The model file with a fingerprint, or why there is none."""
+        path = find_model(fingerprint, self._folders)
+        if path is not None:
+            return path, ""
+        looked = ", ".join(map(str, self._folders)) or "where models usually lie"
+        problem = f"no model file with fingerprint {fingerprint} (looked at: {looked})"
+        _log.warning("%s", problem)
+        return None, problem
+
+    def _fulfil(self, assigned: wire.Assign) -> None:
+        """Serve what the coordinator asks for, until that connection ends."""
+        path, problem = self._find(assigned.fingerprint)
+        if path is None:
+            self._post(wire.Unable(assigned.token, problem))
+            return
+        event(_log, "assigned", epoch=assigned.epoch, model=str(path))
+        pinned = PinnedCoordinator.of(self._identity, self._server.certificates)
+        with contextlib.ExitStack() as opened:
+            try:
+                requests, heartbeat = (
+                    opened.enter_context(tcp.connect(self._address, pinned, role + assigned.token))
+                    for role in (REQUESTS, HEARTBEAT)
+                )
+            except OSError as error:
+                self._post(wire.Unable(assigned.token, f"it cannot connect: {error}"))
+                return
+            self._connections = requests, heartbeat
+            if self._ending.is_set():
+                self._end_connections()
+            self._serve(requests, heartbeat, path, lambda: self._post(wire.Loaded(assigned.epoch)))
+        self._connections = ()
+        event(_log, "released", epoch=assigned.epoch)
+
+    def _post(self, message: msgspec.Struct) -> None:
+        if (link := self._link) is not None:
+            link.post(message)
+
+    def _stay_connected(self) -> None:
+        try:
+            self._reconnect()
+        except Exception as error:
+            _log.exception("the control connection stopped")
+            self._work.put(DeviceError(f"the control connection stopped: {type(error).__name__}: {error}"))
+
+    def _reconnect(self) -> None:
+        """One control connection after another, until this member ends."""
+        attempts, said = delays(), ""
+        while not self._ending.wait(next(attempts)):
+            begun = time.monotonic()
+            try:
+                self._connect_once()
+            except (OSError, ValueError, ChannelError, UsageError) as error:
+                if self._ending.is_set():
+                    return
+                if _is_unknown(error):
+                    self._work.put(DeviceError("the coordinator does not know this machine: join with a new token"))
+                    return
+                if str(error) != said:
+                    said = str(error)
+                    event(_log, "coordinator lost", logging.WARNING, address=self._address, reason=said)
+            if self._link is not None:
+                self._link = None
+                if time.monotonic() - begun > _LONGEST_DELAY:
+                    attempts, said = delays(), ""
+
+    def _connect_once(self) -> None:
+        """One control connection, until it ends. Raises OSError, ChannelError and UsageError."""
+        pinned = PinnedCoordinator.of(self._identity, self._server.certificates)
+        sock = self._dial(pinned)
+        certificate = sock.getpeercert(binary_form=True) or b""
+        link = Link(sock, wire.FromCoordinator)
+        try:
+            link.channel.send(0, wire.Hello(__version__, self._devices), timeout=tcp.HANDSHAKE_TIMEOUT)
+            self._link = link
+            event(_log, "connected", cluster=self._files.name, address=self._address)
+            earlier = self._server.certificates.index(certificate)
+            if earlier:
+                # The coordinator has its new key now.
+                self._keep(self._server.certificates[earlier:])
+            link.run(self._handle, silence=SERVER_TIMEOUT, pings=False)
+        finally:
+            link.channel.close()
+
+    def _dial(self, pinned: PinnedCoordinator) -> ssl.SSLSocket:
+        problem: OSError | ValueError = ConnectionError("no address")
+        for address in self._server.addresses:
+            try:
+                sock = tcp.connect(address, pinned, wire.CONTROL + bytes(tcp.TOKEN_BYTES))
+            except (OSError, ValueError) as error:
+                problem = error
+                continue
+            self._address = address
+            return sock
+        raise problem
+
+    def _handle(self, message: object) -> None:
+        if isinstance(message, wire.Find | wire.Assign):
+            self._work.put(message)
+        elif isinstance(message, wire.NewPin):
+            self._keep([*self._server.certificates, message.certificate])
+            self._post(wire.Pinned())
+        elif isinstance(message, wire.Dismissed) and message.final:
+            self._work.put(DeviceError(f"the coordinator has dismissed this machine: {message.reason}"))
+            self._ending.set()
+
+    def _keep(self, certificates: list[bytes]) -> None:
+        """Pin these certificates of the coordinator, also after a restart. Raises UsageError."""
+        self._server = _Server(self._server.addresses, certificates)
+        self._files.write("server.json", self._server)
+
+
+def _is_unknown(error: Exception) -> bool:
+    """Whether the coordinator has refused this host's certificate, after the host has seen the coordinator's."""
+    cause = error.__cause__ or error
+    return isinstance(cause, ssl.SSLError) and cause.reason in _UNKNOWN

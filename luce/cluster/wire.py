@@ -1,0 +1,174 @@
+"""What coordinator, members and the `luce cluster` commands send, in frames of luce.ipc.channel.
+
+A host that joins sends Join and gets Joined or Refused. A member's control connection begins with Hello; then the
+coordinator sends Ping, Find, Assign, NewPin and Dismissed, and the member Pong, Found, Loaded, Unable, Pinned and
+Leaving. The commands send one request over the socket in the cluster's directory and get one response.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+#: roles in the greeting of a connection, beside those of luce.ipc.tcp
+CONTROL = b"C"
+
+
+class Join(msgspec.Struct, tag=True):
+    """A host asks to become a member."""
+
+    id: bytes
+    secret: bytes
+    #: DER
+    certificate: bytes
+    luce: str
+    hostname: str
+
+
+class Joined(msgspec.Struct, tag=True):
+    """The host is a member, once it connects with its key."""
+
+
+class Refused(msgspec.Struct, tag=True):
+    """The token lets nobody in."""
+
+
+class Hello(msgspec.Struct, tag="MemberHello"):
+    """A member's first message on its control connection."""
+
+    luce: str
+    devices: tuple[str, ...]
+
+
+class Ping(msgspec.Struct, tag=True):
+    """Asks for a Pong."""
+
+
+class Pong(msgspec.Struct, tag=True):
+    """The member is there."""
+
+
+class Find(msgspec.Struct, tag=True):
+    """Asks for Found."""
+
+    #: luce.gguf.fingerprint of a model file
+    fingerprint: str
+
+
+class Found(msgspec.Struct, tag=True):
+    """Whether the member has the file."""
+
+    fingerprint: str
+    #: why it has not, "" if it has
+    problem: str
+
+
+class Assign(msgspec.Struct, tag=True):
+    """Connect with this token, and serve layers of a file."""
+
+    epoch: int
+    token: bytes
+    fingerprint: str
+
+
+class Loaded(msgspec.Struct, tag="MemberLoaded"):
+    """The layers of an epoch are loaded."""
+
+    epoch: int
+
+
+class Unable(msgspec.Struct, tag=True):
+    """The member cannot do what Assign asked for."""
+
+    token: bytes
+    reason: str
+
+
+class NewPin(msgspec.Struct, tag=True):
+    """The coordinator will have this certificate (DER)."""
+
+    certificate: bytes
+
+
+class Pinned(msgspec.Struct, tag=True):
+    """The certificate of NewPin is stored."""
+
+
+class Dismissed(msgspec.Struct, tag=True):
+    """The coordinator ends the connection. `final`: the member need not connect again."""
+
+    reason: str
+    final: bool
+
+
+class Leaving(msgspec.Struct, tag=True):
+    """The member ends."""
+
+
+FromMember = Hello | Pong | Found | Loaded | Unable | Pinned | Leaving
+FromCoordinator = Ping | Find | Assign | NewPin | Dismissed
+
+
+class AskStatus(msgspec.Struct, tag=True):
+    """Asks for Status."""
+
+
+class AskToken(msgspec.Struct, tag=True):
+    """Asks for a join token, which holds for so many seconds."""
+
+    seconds: float
+    label: str
+
+
+class AskRemove(msgspec.Struct, tag=True):
+    """Asks that a member be removed."""
+
+    member: str
+
+
+class AskRotate(msgspec.Struct, tag=True):
+    """Asks for a new key of the coordinator."""
+
+
+class MemberStatus(msgspec.Struct):
+    """A member, for `luce cluster status`."""
+
+    name: str
+    label: str
+    state: str
+    #: seconds in this state
+    seconds: float
+    address: str
+    #: of the control connection; None before the first Pong
+    round_trip_ms: float | None
+    devices: tuple[str, ...]
+    luce: str
+    #: whether it has the model file: own, absent, or "" before it was asked
+    file: str
+    losses: int
+    reason: str
+
+
+class Status(msgspec.Struct, tag=True):
+    """A cluster as it is."""
+
+    cluster: str
+    addresses: tuple[str, ...]
+    epoch: int
+    open_tokens: int
+    members: tuple[MemberStatus, ...]
+
+
+class Done(msgspec.Struct, tag=True):
+    """What was asked for is done; `text` is for the user."""
+
+    text: str
+
+
+class Failed(msgspec.Struct, tag="CommandFailed"):
+    """It cannot be done."""
+
+    message: str
+
+
+Command = AskStatus | AskToken | AskRemove | AskRotate
+Result = Status | Done | Failed

@@ -1,0 +1,39 @@
+"""Settings of a server that other machines join."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from luce.config.field import setting
+from luce.config.values import integer, number, text
+
+
+@dataclass(frozen=True)
+class ClusterSettings:
+    """A part of luce.config.settings.Config."""
+
+    cluster: str = setting(
+        "",
+        text,
+        "let other machines join under this name and lend their devices: prints the command that joins one; needs the "
+        "extra cluster",
+        metavar="NAME",
+        group="cluster",
+    )
+    cluster_listen: str = setting(
+        "127.0.0.1:7443",
+        text,
+        "address for the machines that join; 0.0.0.0:7443 for those of all networks",
+        metavar="HOST:PORT",
+        group="cluster",
+    )
+    cluster_min: int = setting(
+        1, integer(0, 64), "machines that the load of the model waits for", metavar="N", group="cluster"
+    )
+    cluster_wait: float = setting(
+        60.0,
+        number(0, 86400),
+        "longest wait for --cluster-min machines; then the model loads on the devices that are there",
+        metavar="SECONDS",
+        group="cluster",
+    )

@@ -1,0 +1,105 @@
+"""Clusters for tests: directories of their own, keys, coordinators and hosts in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from luce.cluster.cluster_files import ClusterFiles
+from luce.cluster.coordinator import Coordinator
+from luce.cluster.identity import Identity, new_key_pair, read_identity
+from luce.cluster.join_token import decode_token
+from luce.cluster.member import MemberHost, join
+from luce.errors import LuceError
+
+
+def needs_keys() -> None:
+    """Skips a test where no keys can be made."""
+    pytest.importorskip("cryptography", reason="makes keys, as the extra cluster does")
+
+
+def identity(path: Path) -> Identity:
+    """A new key and its certificate."""
+    needs_keys()
+    path.write_bytes(new_key_pair())
+    path.chmod(0o600)
+    return read_identity(path)
+
+
+@contextlib.contextmanager
+def coordinator(name: str = "home", port: int = 0) -> Iterator[Coordinator]:
+    """A coordinator that listens on the loopback interface."""
+    needs_keys()
+    with contextlib.closing(Coordinator(name, f"127.0.0.1:{port}")) as made:
+        yield made
+
+
+def port_of(made: Coordinator) -> int:
+    """The port on which a coordinator listens."""
+    return int(made.addresses[0].rpartition(":")[2])
+
+
+@dataclass
+class Host:
+    """A member in a thread. Its daemon sends back what it receives."""
+
+    files: ClusterFiles
+    folder: Path
+    devices: tuple[str, ...] = ("cpu:0",)
+    #: why it has ended
+    error: LuceError | None = None
+    served: list[Path] = field(default_factory=list)
+    thread: threading.Thread | None = None
+    host: MemberHost | None = None
+
+    def start(self) -> Host:
+        """Stay connected until the coordinator dismisses it."""
+        host = self.host = MemberHost(self.files, self.devices, [self.folder], self._echo)
+
+        def run() -> None:
+            try:
+                host.run()
+            except LuceError as error:
+                self.error = error
+
+        self.thread = threading.Thread(target=run, name="test-member", daemon=True)
+        self.thread.start()
+        return self
+
+    def stop(self) -> None:
+        """Leave the cluster, if it is still there."""
+        if self.host is not None:
+            self.host.stop()
+            assert self.end() is self.error
+
+    def end(self) -> LuceError | None:
+        """Wait for its end; the reason."""
+        assert self.thread is not None
+        self.thread.join(30)
+        assert not self.thread.is_alive()
+        return self.error
+
+    def _echo(self, requests: socket.socket, _: socket.socket, path: Path, on_loaded: Callable[[], None]) -> None:
+        self.served.append(path)
+        on_loaded()
+        requests.settimeout(60)
+        with contextlib.suppress(OSError):
+            while data := requests.recv(1):
+                requests.sendall(data)
+
+
+def joined(made: Coordinator, patch: pytest.MonkeyPatch, folder: Path, name: str = "box") -> Host:
+    """A host that has joined a coordinator, with directories and a key of its own, and the name `name`."""
+    with patch.context() as own:
+        own.setenv("XDG_DATA_HOME", str(folder / name))
+        files = ClusterFiles(made.files.name)
+    join(decode_token(made.new_token(60)), files, name)
+    models = folder / name / "models"
+    models.mkdir(exist_ok=True)
+    return Host(files, models)

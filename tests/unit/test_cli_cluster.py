@@ -1,0 +1,89 @@
+"""`luce cluster` with a coordinator in this process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from luce.cli.main import main
+from luce.cluster.admin import answering
+from luce.cluster.coordinator import Coordinator
+from luce.cluster.join_token import decode_token
+from tests.support.clusters import coordinator, joined
+
+Output = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Directories of this test's own."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def home() -> Iterator[Coordinator]:
+    """A coordinator that answers commands."""
+    with coordinator() as made, answering(made):
+        yield made
+
+
+def test_a_cluster_without_members(home: Coordinator, capsys: Output) -> None:
+    assert main(["cluster", "status"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"cluster home at {home.addresses[0]}: epoch 0, 0 open tokens"
+
+
+def test_status_token_remove_and_rotate(
+    home: Coordinator, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    assert main(["cluster", "token", "--expires", "1", "--label", "attic"]) == 0
+    text = capsys.readouterr().out
+    assert decode_token(text.split()[2]).addresses == home.addresses and "within 1 minutes" in text
+    host = joined(home, monkeypatch, folder).start()
+    assert home.wait_for_members(1, 30) == 1
+    assert main(["cluster", "status", "--cluster", "home"]) == 0
+    row = capsys.readouterr().out.splitlines()[1].split()
+    assert row[:2] == ["box", "idle"] and "cpu:0" in row
+    assert main(["cluster", "status", "--json"]) == 0
+    (member,) = json.loads(capsys.readouterr().out)["members"]
+    assert (member["name"], member["state"], member["address"]) == ("box", "idle", "127.0.0.1")
+    assert main(["cluster", "rotate"]) == 0
+    assert capsys.readouterr().out == "the coordinator has a new key, which box has\n"
+    assert main(["cluster", "remove", "box"]) == 0 and capsys.readouterr().out == "box is removed\n"
+    host.end()
+    assert main(["cluster", "remove", "box"]) == 7
+    assert capsys.readouterr().err == "luce: box: no such member; the members: there are none\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["status", "box"], "luce cluster status box: takes no MEMBER"),
+        (["remove"], "luce cluster remove: name a MEMBER; `luce cluster status` lists them"),
+        (["status", "--expires", "5"], "luce cluster status: --expires is for token"),
+        (["rotate", "--label", "x"], "luce cluster rotate: --label is for token"),
+        (["token", "--json"], "luce cluster token: --json is for status"),
+        (["token", "--expires", "0", "--cluster", "home"], "--expires 0: expected a number in [0.1, 10080]"),
+    ],
+)
+def test_what_it_does_not_take(arguments: list[str], message: str, folder: Path, capsys: Output) -> None:
+    (folder / "luce/cluster/home").mkdir(parents=True, mode=0o700)
+    assert main(["cluster", *arguments]) == 2 and capsys.readouterr().err == f"luce: {message}\n"
+
+
+def test_which_cluster(folder: Path, capsys: Output) -> None:
+    assert main(["cluster", "status"]) == 2
+    none = "luce: this machine has no cluster; `luce serve MODEL --cluster NAME` makes one\n"
+    assert capsys.readouterr().err == none
+    for name in ("den", "home"):
+        with coordinator(name):
+            pass
+    assert main(["cluster", "status"]) == 2
+    assert capsys.readouterr().err == "luce: this machine has several clusters: den, home; name one with --cluster\n"
+    assert main(["cluster", "status", "--cluster", "den"]) == 7
+    assert capsys.readouterr().err == "luce: cluster den: no server of it runs on this machine\n"
+    assert main(["cluster", "status", "--cluster", "attic"]) == 2
+    assert not (folder / "luce/cluster/attic").exists()

@@ -1,0 +1,160 @@
+"""What `luce serve --cluster` prints, what the load of its model waits for, and on which devices it is."""
+
+from __future__ import annotations
+
+import io
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from luce.cli import served_cluster as module
+from luce.cli.main import main
+from luce.cli.served_cluster import served_cluster
+from luce.cluster.join_token import decode_token
+from luce.config.resolve import resolve
+from luce.config.settings import Config
+from luce.errors import ListenError, UsageError
+from tests.support.clusters import Host, coordinator, joined, needs_keys, port_of
+from tests.support.reference import Reference
+
+MODEL = Reference("qwen3-a-F32").path
+Patch, Output = pytest.MonkeyPatch, pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
+    """Directories of this test's own."""
+    needs_keys()
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def config(**fields: Any) -> Config:
+    return resolve({"cluster": "home", "cluster_listen": "127.0.0.1:0", "target_devices": "cpu:0", **fields}, env={})
+
+
+def opened(settings: Config, patch: Patch, host: Any = lambda made: None) -> tuple[Config, list[str], list[str]]:
+    """The settings with which a model is opened, the places of members' daemons, and what the load waited for."""
+    seen: list[Any] = []
+
+    def open_model(path: Path, config: Config, progress: Any, connects: Any) -> Any:
+        seen[:] = [config, list(connects)]
+        return SimpleNamespace(placement=[])
+
+    patch.setattr(module, "open_model", open_model)
+    waited: list[str] = []
+    with served_cluster(settings) as cluster:
+        assert cluster is not None
+        host(cluster)
+        cluster.open_model(MODEL, settings, lambda share: None, waited.append)
+    return (*seen, waited)
+
+
+def test_without_the_flag_nothing_is_there(folder: Path, capsys: Output) -> None:
+    before = threading.active_count()
+    with served_cluster(config(cluster="", cluster_listen="127.0.0.1:7443")) as cluster:
+        assert cluster is None and threading.active_count() == before
+    assert list(folder.iterdir()) == [] and capsys.readouterr().out == ""
+
+
+def test_it_prints_a_command_that_joins_one_machine(capsys: Output) -> None:
+    with served_cluster(config()):
+        words = capsys.readouterr().out.split()
+    assert words[:2] == ["luce", "join"] and decode_token(words[2]).cluster == "home"
+
+
+def test_the_journal_gets_no_token(monkeypatch: Patch, capsys: Output, caplog: Any) -> None:
+    monkeypatch.setattr("luce.log.is_journal", lambda stream: True)
+    with caplog.at_level("INFO", "luce.cluster"), served_cluster(config()):
+        pass
+    assert capsys.readouterr().out == "" and "luce1." not in caplog.text
+    assert "`luce cluster token` prints the command" in caplog.text
+
+
+def test_the_load_waits_for_members(folder: Path, monkeypatch: Patch) -> None:
+    made: list[Host] = []
+    real = module.Coordinator
+
+    def kept(*arguments: Any) -> Any:
+        found = real(*arguments)
+        host = joined(found, monkeypatch, folder)
+        (host.folder / "model.gguf").symlink_to(MODEL)
+        made.append(host)
+        return found
+
+    monkeypatch.setattr(module, "Coordinator", kept)
+    # It starts only once the load waits.
+    settings, places, waited = opened(
+        config(cluster_min="1", cluster_wait="300"),
+        monkeypatch,
+        lambda cluster: threading.Timer(0.5, lambda: made[0].start()).start(),
+    )
+    assert settings.target_devices == ("cpu:0", "member://box/cpu:0") and places == ["member://box/"]
+    assert waited[0] == "waiting for members: 0 of 1" and waited[-1] == ""
+    made[0].stop()
+
+
+def test_the_wait_for_members_ends(monkeypatch: Patch, caplog: Any) -> None:
+    settings, places, waited = opened(config(cluster_min="2", cluster_wait="0.2"), monkeypatch)
+    assert settings.target_devices == ("cpu:0",) and places == [] and waited[0] == "waiting for members: 0 of 2"
+    assert "--cluster-min 2: 0 members are there; the model loads without more" in caplog.text
+    settings, _, waited = opened(config(cluster_min="0", target_devices="auto"), monkeypatch)
+    assert settings.target_devices == ("auto",) and waited == [""]
+
+
+def test_the_address_is_named_in_errors() -> None:
+    with (
+        coordinator("other") as other,
+        pytest.raises(ListenError, match=rf"^--cluster-listen 127\.0\.0\.1:{port_of(other)}: "),
+        served_cluster(config(cluster_listen=f"127.0.0.1:{port_of(other)}")),
+    ):
+        pass
+    with (
+        pytest.raises(UsageError, match=r"^--cluster-listen nowhere: expected HOST:PORT$"),
+        served_cluster(config(cluster_listen="nowhere")),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"cluster": "", "cluster_min": "2"}, "--cluster-min: requires --cluster"),
+        ({"cluster": "", "cluster_wait": "2"}, "--cluster-wait: requires --cluster"),
+        ({"cluster": "", "cluster_listen": "0.0.0.0:7443"}, "--cluster-listen: requires --cluster"),
+        (
+            {"cluster_listen": "127.0.0.1:7443", "target_devices": "cpu:0,cpu:1", "target_layer_split": "1,1"},
+            "--layer-split: not with --cluster, whose members' devices are not known yet",
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other(fields: dict[str, str], message: str) -> None:
+    base = {"cluster": "home", "target_devices": "cpu:0"}
+    with pytest.raises(UsageError) as caught:
+        resolve({**base, **fields}, env={})
+    assert message.removeprefix("--layer-split") in str(caught.value)
+
+
+def test_a_cluster_serves_one_model(folder: Path, capsys: Output) -> None:
+    models = folder / "models"
+    models.mkdir()
+    for name in ("one.gguf", "two.gguf"):
+        (models / name).symlink_to(MODEL)
+    assert main(["serve", "--models-dir", str(models), "--cluster", "home"]) == 2
+    assert capsys.readouterr().err == "luce: --cluster home: serves one model, not 2\n"
+    assert not (folder / "luce").exists()
+
+
+def test_a_closed_standard_output_is_said(monkeypatch: Patch, caplog: Any) -> None:
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr("sys.stdout", Closed())
+    with caplog.at_level("INFO", "luce.cluster"), served_cluster(config()):
+        pass
+    assert "`luce cluster token` prints the command" in caplog.text
