@@ -28,22 +28,19 @@ from luce.config.prefill_settings import RESIDENCY
 from luce.config.resolve import resolve
 from luce.config.settings import Config, flag
 from luce.draft.drafter import Drafter
-from luce.draft.feature_tail import FeatureTails
 from luce.draft.open import DraftPlan, PreparedDrafter, branch_pages, open_drafter, plan_drafter, verified_rows
 from luce.draft.remote import RemoteDrafter
 from luce.errors import LuceError, ModelError, OutOfMemoryError, UsageError
 from luce.gguf.reader import GGUFFile, open_gguf
 from luce.hub.lookup import resolve_model
 from luce.hub.variants import DeviceMemory
-from luce.kvcache.disk import fingerprint, manifest
-from luce.kvcache.disk.expansion import SnapshotLimits
-from luce.kvcache.disk.fingerprint import Fingerprint
+from luce.kvcache.disk.open import open_disk_tier
 from luce.kvcache.disk.spans import SpanFiles
-from luce.kvcache.disk.tier import DiskTier
 from luce.kvcache.draft_scorer import SEGMENT, DraftScorer
 from luce.kvcache.paging import KVFlash
 from luce.kvcache.policies import open_policy, ranks_pages
 from luce.layers.features import FeatureRing
+from luce.layers.weight_pool import WeightPool
 from luce.models.keys import Source
 from luce.models.model_card import find_recommended
 from luce.models.registry import read_spec
@@ -144,15 +141,17 @@ def claimed(
 ) -> tuple[ModelOnDevices, DraftPlan | None]:
     """A model on devices for a plan, with the memory that a drafter and a small model for prompts will take, and the
     drafter, if it has weights and can be used. `planning` closes what is opened for it."""
-    draft, claims, captured = None, list[Claim](), tuple[int, ...]()
+    draft, claims, captured, weights = None, list[Claim](), tuple[int, ...](), WeightPool()
     # What cannot be used is reported when it is opened.
     with contextlib.suppress(LuceError):
-        draft = plan_drafter(planning, config, file, spec, devices, context=default_context(spec, config.max_ctx))
+        context = default_context(spec, config.max_ctx)
+        draft = plan_drafter(planning, config, file, spec, devices, context=context, weights=weights)
         if draft is not None:
             claims, captured = [*draft.claims()], draft.spec.layers
     with contextlib.suppress(LuceError):
         if config.prefill_drafter:
-            scorer = plan_scorer(planning, config, config.prefill_drafter, devices, config.prefill_drafter_device)
+            device = config.prefill_drafter_device
+            scorer = plan_scorer(planning, config, config.prefill_drafter, devices, device, weights=weights)
             claims += scorer.claims
     # Without the CPU, steps are longer, and windows keep more positions.
     chunk = default_chunk([device for device in devices if not device.host] or devices, config.chunk)
@@ -217,8 +216,9 @@ def _open_model(
         placed = place(opened, config, file, spec, connects=connects)
         devices, config = placed.devices, placed.config
         with _as_drafter_error(LuceError):
-            prepared = open_drafter(opened, config, file, spec, devices, context=default_context(spec, config.max_ctx))
-        scorers = Scorers(opened, config, devices, lambda: tokenizer)
+            context, weights = default_context(spec, config.max_ctx), WeightPool()
+            prepared = open_drafter(opened, config, file, spec, devices, context=context, weights=weights)
+        scorers = Scorers(opened, config, devices, lambda: tokenizer, weights)
         ring, claims, tails = (None, (), None) if prepared is None else (prepared.ring, prepared.claims, prepared.tails)
         reserved = claims
         if config.prefill_drafter:
@@ -232,13 +232,18 @@ def _open_model(
         drafter = None
         if prepared is not None:
             drafter, no_drafter_reason = _load_drafter(opened, prepared, backend)
+        disk = None
+        if directory is not None:
+            template, features = chat.template.source if chat.template else "", 0 if tails is None else tails.most_bytes
+            disk = open_disk_tier(directory, file, backend, config, template=template, features=features)
+            chat.memory.look_up = disk.reply_tokens
         parts = ModelParts(
             file=file,
             spec=spec,
             tokenizer=tokenizer,
             chat=chat,
             backend=backend,
-            disk=None if directory is None else _disk_tier(directory, file, backend, chat, tails, config),
+            disk=disk,
             kvflash=open_kvflash(opened, backend, config, scorers),
             plan=placed.plan,
             drafter=drafter,
@@ -383,7 +388,7 @@ def _open_chat_format(
 class Scorers:
     """The small models that score texts, each loaded once for all parts of a model that use it.
 
-    `opened` closes their files and devices. `tokenizer` returns the target's.
+    `opened` closes their files and devices. `tokenizer` returns the target's. `weights`: shared with the drafter.
     """
 
     def __init__(
@@ -392,11 +397,13 @@ class Scorers:
         config: Config,
         devices: Sequence[Device],
         tokenizer: Callable[[], Tokenizer],
+        weights: WeightPool | None = None,
     ) -> None:
         self._opened = opened
         self._config = config
         self._devices = devices
         self._tokenizer = tokenizer
+        self._weights = weights
         self._shared: dict[Path, tuple[ScorerPlan, SharedScorer]] = {}
 
     def find(self, path: str, device: str = "auto", longest: int = LONGEST) -> tuple[ScorerPlan, SharedScorer]:
@@ -406,7 +413,8 @@ class Scorers:
         """
         place = Path(path).expanduser().resolve()
         if place not in self._shared:
-            plan = plan_scorer(self._opened, self._config, path, self._devices, device, longest=longest)
+            limits: dict[str, Any] = {"longest": longest, "weights": self._weights}
+            plan = plan_scorer(self._opened, self._config, path, self._devices, device, **limits)
             own = Tokenizer(plan.file.metadata, nfc=plan.spec.nfc, eos_texts=plan.spec.eos)
             target = self._tokenizer()
             retokenize = None if own.alike(target) else Retokenizer(target, own)
@@ -445,56 +453,3 @@ def _compressor(
     compressor = open_compressor(config, plan, shared, plan.identity(target), store)
     opened.callback(compressor.close)
     return compressor
-
-
-def _disk_tier(
-    directory: Path,
-    file: GGUFFile,
-    backend: LayerSplitBackend,
-    chat: ChatFormat,
-    tails: FeatureTails | None,
-    config: Config,
-) -> DiskTier:
-    """The disk tier of the prefix cache. Snapshots of other files and settings have other fingerprints."""
-    resident = backend.capacity.max_resident_pages
-    meaning = {
-        "format": str(manifest.FORMAT),
-        "--cache-type-k": config.cache_type_k,
-        "--cache-type-v": config.cache_type_v,
-        # Values of positions after the first `resident` pages depend on this number.
-        "--kvflash": "off" if resident is None else f"{resident} pages",
-    }
-    if config.shard_activations != "f32":
-        # Keys, values and states of layers in daemons are computed from activations of fewer bits.
-        meaning["--shard-activations"] = config.shard_activations
-    if backend.spec.stretched:
-        meaning["--max-ctx"] = "beyond the original context"
-    if config.kv_cache_placement == "exact":
-        layers = (
-            f"{part.device} {part.layers.start}..{part.layers.stop - 1}"
-            + "".join(f", experts of {layer} on the CPU" for layer in part.offloaded)
-            for part in backend.devices
-        )
-        meaning["--kv-cache-placement exact"] = ", ".join(layers)
-    texts = {"the chat template": "" if chat.template is None else chat.template.source}
-    known = fingerprint.recorded_digest(file.paths, directory) is not None
-
-    def identify() -> Fingerprint:
-        found = fingerprint.recorded_digest(file.paths, directory)
-        found = found or fingerprint.content_digest(file.paths, directory)
-        # The digest is that of the paths: snapshots of this model must not get the digest of a newer file.
-        for part in file.files:
-            part.check_path()
-        return Fingerprint.of(found, meaning, texts, name=config.alias[0] if config.alias else file.name)
-
-    capacity = backend.capacity
-    disk = DiskTier(
-        directory,
-        budget=config.kv_cache_budget << 20,
-        identify=identify,
-        known=known,
-        layers=capacity.layers,
-        limits=SnapshotLimits.of(capacity, features=0 if tails is None else tails.most_bytes),
-    )
-    chat.memory.look_up = disk.reply_tokens
-    return disk

@@ -30,6 +30,7 @@ from luce.config.settings import Config
 from luce.draft.open import DraftPlan, plan_drafter
 from luce.errors import ModelError, UsageError
 from luce.gguf.reader import GGUFFile, open_gguf
+from luce.layers.weight_pool import WeightPool
 from luce.models.keys import Source
 from luce.models.registry import read_spec
 from luce.models.spec import ModelSpec
@@ -86,10 +87,12 @@ def opened(arguments: argparse.Namespace, *, planned: bool = False) -> Iterator[
             for device in devices:
                 stack.callback(device.close)
         context = default_context(spec, config.max_ctx)
-        draft = plan_drafter(stack, config, file, spec, devices, context=context)
+        weights = WeightPool()
+        draft = plan_drafter(stack, config, file, spec, devices, context=context, weights=weights)
         scorer = None
         if config.prefill_drafter:
-            scorer = plan_scorer(stack, config, config.prefill_drafter, devices, config.prefill_drafter_device)
+            chosen = config.prefill_drafter_device
+            scorer = plan_scorer(stack, config, config.prefill_drafter, devices, chosen, weights=weights)
         yield Opened(config, file, spec, devices, draft, scorer, layers)
 
 

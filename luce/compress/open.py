@@ -24,6 +24,7 @@ from luce.config.settings import Config
 from luce.errors import UsageError
 from luce.gguf.fingerprint import fingerprint
 from luce.gguf.reader import GGUFFile, open_gguf
+from luce.layers.weight_pool import WeightPool
 from luce.models.keys import Source
 from luce.models.registry import read_spec
 from luce.models.spec import ModelSpec
@@ -48,11 +49,20 @@ class ScorerPlan:
     reading: Reading
     #: most tokens of a segment
     longest: int
+    #: shares its weights
+    weights: WeightPool
+    #: whether the memory of its weights counts with another small model
+    shares: bool
 
     @cached_property
-    def bytes(self) -> int:
-        """Bytes on its device. Raises ModelError if the model cannot score."""
+    def sizes(self) -> tuple[int, int]:
+        """Bytes of its weights on its device, and of all else. Raises ModelError if the model cannot score."""
         return scorer_bytes(self.file, self.spec, self.device, self.longest, self.reading)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes on its device that count with it."""
+        return sum(self.sizes[self.shares :])
 
     @property
     def claims(self) -> tuple[Claim, ...]:
@@ -67,7 +77,8 @@ class ScorerPlan:
     @property
     def facts(self) -> dict[str, str | int]:
         """Its file, device and size, for users."""
-        return {"file": str(self.path), "device": str(self.device.name), "bytes": self.bytes}
+        shared = {"shared_weights": self.sizes[0]} if self.shares else {}
+        return {"file": str(self.path), "device": str(self.device.name), "bytes": self.bytes, **shared}
 
     def identity(self, target: GGUFFile) -> str:
         """Names all that the kept tokens of a prompt depend on beside the prompt and the keep ratio.
@@ -80,7 +91,15 @@ class ScorerPlan:
         """Load it."""
         if is_remote(self.device):
             return RemoteScorer(self.device, self.file, retokenize, reading=self.reading, longest=self.longest)
-        return TextScorer(self.file, self.spec, self.device, retokenize, reading=self.reading, longest=self.longest)
+        return TextScorer(
+            self.file,
+            self.spec,
+            self.device,
+            retokenize,
+            reading=self.reading,
+            longest=self.longest,
+            weights=self.weights,
+        )
 
 
 def plan_scorer(
@@ -91,13 +110,14 @@ def plan_scorer(
     device: str = "auto",
     *,
     longest: int = LONGEST,
+    weights: WeightPool | None = None,
 ) -> ScorerPlan:
     """The small model of a file beside a target on `devices`. `opened` closes its file and its device.
 
-    `device`: the value of --prefill-drafter-device. `longest`: most tokens of a segment. The small model gets a device
-    object of its own: threads of the server run it beside those of the target's shards. The device is in a daemon
-    where luce.remote.open.open_draft_daemon says so. Raises UsageError, ModelError or DeviceError if the file or the
-    device cannot be used.
+    `device`: the value of --prefill-drafter-device. `longest`: most tokens of a segment. `weights`: those of small
+    models that are planned before. The small model gets a device object of its own: threads of the server run it beside
+    those of the target's shards. The device is in a daemon where luce.remote.open.open_draft_daemon says so. Raises
+    UsageError, ModelError or DeviceError if the file or the device cannot be used.
     """
     place = Path(path).expanduser()
     file = opened.enter_context(open_gguf(place))
@@ -112,7 +132,8 @@ def plan_scorer(
     opened.enter_context(contextlib.closing(found))
     rows = default_chunk([found], config.chunk)
     reading = Reading(rows, config.prefill_alpha, config.prefill_layers, config.prefill_scored_layers)
-    plan = ScorerPlan(place, file, spec, found, reading, longest)
+    weights = weights or WeightPool()
+    plan = ScorerPlan(place, file, spec, found, reading, longest, weights, weights.plan(file, found))
     # Refuses models that cannot score before anything large is loaded.
     assert plan.bytes
     return plan

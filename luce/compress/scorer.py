@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from luce.errors import DeviceError, ModelError
 from luce.gguf.reader import GGUFFile
+from luce.layers.weight_pool import WeightPool
 from luce.models.spec import ModelSpec
 from luce.runtime.device import Device
 from luce.runtime.step import Int32
@@ -77,8 +78,8 @@ class TextScorer:
     """A model on a device that scores texts, one at a time. Thread-safe.
 
     `retokenize`: for a model with another vocabulary. `longest`: most tokens of a segment, for which memory is
-    reserved. A text for which block-sparse attention fails is read again with full attention. Raises ModelError if the
-    model has no full attention or a context that is too short.
+    reserved. `weights`: shares the weights with others. A text for which block-sparse attention fails is read again
+    with full attention. Raises ModelError if the model has no full attention or a context that is too short.
     """
 
     def __init__(
@@ -90,11 +91,12 @@ class TextScorer:
         *,
         reading: Reading = READING,
         longest: int = LONGEST,
+        weights: WeightPool | None = None,
     ) -> None:
         self._retokenize = retokenize
         self._segment = segment_tokens(file, spec, longest)
         self._lock = threading.Lock()
-        self._model = LayerwiseModel(file, spec, device, reading, longest=self._segment + TAIL)
+        self._model = LayerwiseModel(file, spec, device, reading, longest=self._segment + TAIL, weights=weights)
 
     def __call__(
         self,
@@ -156,10 +158,11 @@ def segment_tokens(file: GGUFFile, spec: ModelSpec, longest: int = LONGEST) -> i
 
 def scorer_bytes(
     file: GGUFFile, spec: ModelSpec, device: Device, longest: int = LONGEST, reading: Reading = READING
-) -> int:
-    """Bytes of a TextScorer on its device while it reads its longest segment. Raises as TextScorer."""
+) -> tuple[int, int]:
+    """Bytes of a TextScorer's weights on its device, and of the rest while it reads its longest segment. Raises as
+    TextScorer."""
     longest = segment_tokens(file, spec, longest) + TAIL
-    return sum(layerwise_bytes(file, spec, device, ReadingSize(longest, reading, QUERIES)))
+    return layerwise_bytes(file, spec, device, ReadingSize(longest, reading, QUERIES))
 
 
 def smoothed(scores: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -22,6 +22,7 @@ from luce.errors import UsageError
 from luce.gguf.reader import GGUFFile
 from luce.layers.features import FeatureRing
 from luce.layers.tensors import head_bytes
+from luce.layers.weight_pool import WeightPool
 from luce.models.spec import ModelSpec
 from luce.ops.deltanet import RECURRENT_ROWS
 from luce.remote.device import is_remote
@@ -114,21 +115,25 @@ def plan_drafter(
     devices: Sequence[Device],
     *,
     context: int,
+    weights: WeightPool | None = None,
 ) -> DraftPlan | None:
     """The drafter of --draft for a target of `context` positions on `devices`; None if it has no weights.
 
-    `opened` closes files and devices that only the drafter uses. Raises UsageError, and ModelError or DeviceError
-    naming the file or the device that cannot be used.
+    `opened` closes files and devices that only the drafter uses. `weights`: those of small models.
+    Raises UsageError, and ModelError or DeviceError naming the file or the device that cannot be used.
     """
     if config.draft in ("", "ngram"):
         return None
-    target = Target(file, spec, config.parallel, min(context, config.draft_ctx_max))
+    target = Target(file, spec, config.parallel, min(context, config.draft_ctx_max), weights)
     drafter_spec = read_drafter(opened, target, config.draft, config.draft_swa)
     if config.ddtree and not drafter_spec.trees:
         raise UsageError(f"--ddtree: {drafter_spec.path or config.draft} is not a DFlash draft", param="ddtree")
     if not drafter_spec.layers and config.draft_feature_tail not in (0, FIELDS["draft_feature_tail"].default):
         raise UsageError(f"--draft-feature-tail: {drafter_spec.path} reads no features", param="draft_feature_tail")
-    return DraftPlan(target, drafter_spec, _device(opened, config, devices))
+    device = _device(opened, config, devices)
+    if weights is not None and drafter_spec.shared is not None:
+        weights.plan(drafter_spec.shared, device)
+    return DraftPlan(target, drafter_spec, device)
 
 
 def open_drafter(
@@ -139,13 +144,14 @@ def open_drafter(
     devices: Sequence[Device],
     *,
     context: int,
+    weights: WeightPool | None = None,
 ) -> PreparedDrafter | None:
     """The drafter for a target of `context` positions on `devices`; None without --draft. A daemon loads it while the
     caller continues. Otherwise as plan_drafter."""
     if config.draft == "ngram":
         ngram = NgramDrafter(block=verified_rows(config, spec) - 1 or 1)
         return PreparedDrafter(None, lambda first, last: ngram)
-    plan = plan_drafter(opened, config, file, spec, devices, context=context)
+    plan = plan_drafter(opened, config, file, spec, devices, context=context, weights=weights)
     if plan is None:
         return None
     drafter_spec, device, target = plan.spec, plan.device, plan.target

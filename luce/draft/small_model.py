@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,10 +11,11 @@ from luce.draft.context import CONTEXT_CHUNK, Context, PageRing
 from luce.draft.drafter import Draftable, PendingProposals
 from luce.draft.feature_window import batches
 from luce.draft.probabilities import draft_one_by_one
-from luce.errors import ModelError
+from luce.errors import LuceError, ModelError
 from luce.gguf.metadata import Metadata
 from luce.gguf.reader import GGUFFile
 from luce.layers.tensors import tensor_bytes
+from luce.layers.weight_pool import WeightPool
 from luce.models.spec import ModelSpec
 from luce.runtime.device import Device
 from luce.runtime.step import Int32, Output, Span, Step
@@ -46,18 +48,31 @@ def _rings(spec: ModelSpec, context: int) -> list[PageRing]:
 
 
 class ModelDrafter:
-    """Proposes up to `block` tokens by a model on `device`, which sees the last `context` positions or somewhat
-    more."""
+    """Proposes up to `block` tokens by a model on `device`, which sees the last `context` positions or somewhat more.
+
+    `weights`: shares them with others.
+    """
 
     block = 8
 
-    def __init__(self, file: GGUFFile, spec: ModelSpec, device: Device, *, slots: int, context: int) -> None:
+    def __init__(
+        self,
+        file: GGUFFile,
+        spec: ModelSpec,
+        device: Device,
+        *,
+        slots: int,
+        context: int,
+        weights: WeightPool | None = None,
+    ) -> None:
         self._device = device
         self._longest = spec.context_length
         self._context = Context(_rings(spec, context), slots)
         self._recurrent = spec.recurrent
         layers = range(len(spec.layers))
-        self.shard = LocalShard(file, spec, DeviceLayers(device, layers), ShardOptions(slots), self._context.pages)
+        self.shard = LocalShard(
+            file, spec, DeviceLayers(device, layers, pool=weights), ShardOptions(slots), self._context.pages
+        )
         self._no_pages: list[list[int]] = [[] for _ in spec.page_groups]
         #: the tokens at each slot's cached positions
         self._tokens = [np.empty(0, np.int32)] * slots
@@ -103,6 +118,9 @@ class ModelDrafter:
         return {"kind": "model", "block": self.block, "device": str(self._device.name)}
 
     def close(self) -> None:
+        # Whoever shares the weights may release them next, and the memory goes to work on another stream.
+        with contextlib.suppress(LuceError):
+            self._device.synchronize()
         self.shard.close()
 
     def _rewind(self, one: Draftable) -> None:

@@ -27,6 +27,7 @@ from luce.gguf.quants import dequantize
 from luce.gguf.reader import GGUFFile, open_gguf
 from luce.layers.features import FeatureRing
 from luce.layers.tensors import EMBEDDING
+from luce.layers.weight_pool import WeightPool
 from luce.models.dflash import ARCHITECTURES
 from luce.models.keys import Source
 from luce.models.registry import read_spec
@@ -45,6 +46,8 @@ class Target:
     slots: int
     #: positions that the drafter sees
     context: int
+    #: shares the weights of small models
+    weights: WeightPool | None = None
 
     def ring_bytes(self, layers: Sequence[int]) -> int:
         """Bytes of a ring for the features of these layers."""
@@ -80,6 +83,8 @@ class DrafterSpec:
     bytes: Callable[[Device], tuple[int, int]]
     #: it proposes trees on request
     trees: bool = False
+    #: whose weights small models of the same file share; None if none can
+    shared: GGUFFile | None = None
 
     @property
     def facts(self) -> dict[str, str | int]:
@@ -162,13 +167,13 @@ def _model(target: Target, file: GGUFFile, spec: ModelSpec) -> DrafterSpec:
     check_tokens(file, target.file.metadata)
 
     def make(device: Device, ring: FeatureRing | None, head: TargetHead | None) -> Drafter:
-        return ModelDrafter(file, spec, device, slots=target.slots, context=target.context)
+        return ModelDrafter(file, spec, device, slots=target.slots, context=target.context, weights=target.weights)
 
     def size(device: Device) -> tuple[int, int]:
         return model_bytes(file, spec, device, slots=target.slots, context=target.context)
 
     return DrafterSpec(
-        "model", str(file.paths[0]), ModelDrafter.block, (), False, make, lambda: fingerprint(file), size
+        "model", str(file.paths[0]), ModelDrafter.block, (), False, make, lambda: fingerprint(file), size, shared=file
     )
 
 

@@ -16,6 +16,7 @@ allocates their weights, pages and recurrent states. Not here: page tables and s
     per_layer      per-layer embeddings
     rotary         rotary angles of a step
     state          pages and recurrent states
+    weight_pool    weights that small models of one file share
     weights        tensors of a file on a device
     features       the target's hidden states in a ring on the drafter's device
 """

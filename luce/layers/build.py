@@ -39,6 +39,7 @@ from luce.layers.tensors import (
     table_layers,
     tensor_name,
 )
+from luce.layers.weight_pool import WeightPool
 from luce.layers.weights import WeightLoader
 from luce.models import spec as models
 from luce.models.shapes import fused_gate_up
@@ -71,7 +72,7 @@ _PER_LAYER_PARTS = {
 
 
 class LayerBuilder:
-    """Builds the layers `layers` of one shard."""
+    """Builds the layers `layers` of one shard. `pool`: as for WeightLoader."""
 
     def __init__(
         self,
@@ -81,6 +82,7 @@ class LayerBuilder:
         device: Device,
         states: StateOptions,
         offload: ExpertOffload | None = None,
+        pool: WeightPool | None = None,
     ) -> None:
         self._file = file
         self._spec = spec
@@ -92,7 +94,7 @@ class LayerBuilder:
         self._pools: dict[int, KVPool] = {}
         self._shared_pools: dict[object, KVPool] = {}
         self._numbers: dict[int, Array] = {}
-        self.weights = WeightLoader(file, device)
+        self.weights = WeightLoader(file, device, pool)
         self._offload = offload
         #: the experts on the CPU; None without
         self.offloaded = None if offload is None else WeightLoader(file, offload.device)

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from luce.errors import OutOfMemoryError, UnsupportedError
+from luce.gguf.fingerprint import fingerprint
 from luce.gguf.model_file import FileRows
 from luce.gguf.quants import block_size, dequantize, supported
 from luce.gguf.reader import GGUFFile, TensorInfo
+from luce.layers.weight_pool import WeightPool
 from luce.ops.matmul_prefill import fp16_bytes, store_fp16
 from luce.ops.weight import RawTensor, Weight, WeightPart, upload_experts, upload_weight
 from luce.runtime.device import Array, Device
 
 
 class WeightLoader:
-    """Tensors of one file for one device. Raises UnsupportedError naming file and tensor if one does not fit."""
+    """Tensors of one file for one device. Raises UnsupportedError naming file and tensor if one does not fit.
 
-    def __init__(self, file: GGUFFile, device: Device) -> None:
+    `pool`: shares its matrices with others.
+    """
+
+    def __init__(self, file: GGUFFile, device: Device, pool: WeightPool | None = None) -> None:
         self._file = file
         self._device = device
+        self._pool = pool
+        self._identity = "" if pool is None else fingerprint(file)
         self._matrices: dict[tuple[str, ...], Weight] = {}
         self.used: set[str] = set()
         self.nbytes = 0
@@ -35,16 +43,19 @@ class WeightLoader:
         """
         key = tuple(names)
         if key not in self._matrices:
-            tensors = [self._raw(name, (cols, size)) for name, size in zip(names, rows, strict=True)]
-            weight = upload_weight(self._device, tensors)
-            if biases:
-                whole, at = np.zeros(sum(rows), np.float32), 0
-                for name, size in biases:
-                    whole[at : at + size] = self._host_floats(name, (size,))
-                    at += size
-                weight.bias = self._device.upload(whole)
-            self.nbytes += weight.nbytes
-            self._matrices[key] = weight
+
+            def load() -> Weight:
+                tensors = [self._raw(name, (cols, size)) for name, size in zip(names, rows, strict=True)]
+                weight = upload_weight(self._device, tensors)
+                if biases:
+                    whole, at = np.zeros(sum(rows), np.float32), 0
+                    for name, size in biases:
+                        whole[at : at + size] = self._host_floats(name, (size,))
+                        at += size
+                    weight.bias = self._device.upload(whole)
+                return weight
+
+            self._matrices[key] = self._loaded("matrix", key, load)
         return self._matrices[key]
 
     def reordered(self, parts: Sequence[tuple[str | range, ...]], cols: int) -> Weight:
@@ -58,10 +69,9 @@ class WeightLoader:
             if len(ranges) > 1:
                 raw = np.concatenate([raw[own.start : own.stop] for own in ranges])
             tensors.append(RawTensor(name, raw, tensor.type, tensor.cols))
-        weight = upload_weight(self._device, tensors)
-        self.nbytes += weight.nbytes
-        self._matrices[tuple(tensor.name for tensor in tensors)] = weight
-        return weight
+        key = tuple(tensor.name for tensor in tensors)
+        self._matrices[key] = self._loaded("reordered", key, lambda: upload_weight(self._device, tensors))
+        return self._matrices[key]
 
     def table(self, name: str, cols: int, rows: int, columns: range | None = None) -> Weight:
         """A table GGUF [cols, rows] whose rows are looked up, or whole blocks of its columns.
@@ -75,13 +85,14 @@ class WeightLoader:
             elements, size = block_size(tensor.type)
             raw = np.asarray(tensor.raw)[:, columns.start // elements * size : columns.stop // elements * size]
             tensor = RawTensor(name, np.ascontiguousarray(raw), tensor.type, len(columns))
-        if self._device.host:
-            held = tensor.raw.held() if isinstance(tensor.raw, FileRows) else tensor.raw
-            self.nbytes += held.nbytes
-            return Weight(rows, tensor.cols, (WeightPart(held, tensor.type, 0, rows),))
-        weight = upload_weight(self._device, [tensor])
-        self.nbytes += weight.nbytes
-        return weight
+
+        def load() -> Weight:
+            if self._device.host:
+                held = tensor.raw.held() if isinstance(tensor.raw, FileRows) else tensor.raw
+                return Weight(rows, tensor.cols, (WeightPart(held, tensor.type, 0, rows),))
+            return upload_weight(self._device, [tensor])
+
+        return self._loaded("table", (name, str(columns)), load)
 
     def experts(
         self, names: Sequence[str], cols: int, rows: Sequence[int], experts: int, biases: Sequence[str] = ()
@@ -89,13 +100,26 @@ class WeightLoader:
         """Expert matrices GGUF [cols, rows[i], experts], stacked along the rows within each expert, and their `biases`
         [rows[i], experts]."""
         tensors = [self._raw(name, (cols, size, experts)) for name, size in zip(names, rows, strict=True)]
-        weight = upload_experts(self._device, tensors, experts)
-        if biases:
-            each = [
-                self._host_floats(name, (size, experts)).reshape(experts, size)
-                for name, size in zip(biases, rows, strict=True)
-            ]
-            weight.bias = self._device.upload(np.concatenate(each, axis=1))
+
+        def load() -> Weight:
+            weight = upload_experts(self._device, tensors, experts)
+            if biases:
+                each = [
+                    self._host_floats(name, (size, experts)).reshape(experts, size)
+                    for name, size in zip(biases, rows, strict=True)
+                ]
+                weight.bias = self._device.upload(np.concatenate(each, axis=1))
+            return weight
+
+        return self._loaded("experts", tuple(names), load)
+
+    def _loaded(self, kind: str, names: tuple[str, ...], load: Callable[[], Weight]) -> Weight:
+        if self._pool is None:
+            weight = load()
+        else:
+            device = self._device
+            key: tuple[Any, ...] = (self._identity, str(device.name), device.packed, kind, names)
+            weight = self._pool.weight(key, device, load)
         self.nbytes += weight.nbytes
         return weight
 

@@ -17,6 +17,7 @@ from luce.layers.latent_attention import LatentAttentionLayer
 from luce.layers.rotary import Rotary
 from luce.layers.state import DeltaState, KVPool, StateOptions
 from luce.layers.tensors import tensor_bytes
+from luce.layers.weight_pool import WeightPool
 from luce.models.spec import Attention, GatedDeltaNet, ModelSpec, Rope
 from luce.ops.block_sparse import BLOCK, BlockSparse, block_sparse_bytes, is_dense
 from luce.ops.page_ranking import NEWEST_QUERIES
@@ -48,10 +49,20 @@ class Reading:
 class LayerwiseModel:
     """The layers of a model up to its last one with full attention, for texts of up to `longest` tokens.
 
-    Layers with pages of the same form share one pool. Raises ModelError if no layer that reads has full attention.
+    Layers with pages of the same form share one pool. `weights`: shares the weights with others. Raises ModelError if
+    no layer that reads has full attention.
     """
 
-    def __init__(self, file: GGUFFile, spec: ModelSpec, device: Device, reading: Reading, *, longest: int) -> None:
+    def __init__(
+        self,
+        file: GGUFFile,
+        spec: ModelSpec,
+        device: Device,
+        reading: Reading,
+        *,
+        longest: int,
+        weights: WeightPool | None = None,
+    ) -> None:
         layers = _read_layers(file, spec, reading)
         scored = [index for index in layers if spec.owns_full_pages(index)]
         self._scored = frozenset(scored[-reading.scored :] if reading.scored else scored)
@@ -61,7 +72,7 @@ class LayerwiseModel:
         self._groups = len(spec.page_groups)
         self._pages = -(-longest // PAGE)
         states = StateOptions([self._pages] * self._groups, slots=1, rank_pages=True, one_layer_at_a_time=True)
-        builder = LayerBuilder(file, spec, layers, device, states)
+        builder = LayerBuilder(file, spec, layers, device, states, pool=weights)
         self._embedding = builder.embedding()
         self._per_layer = builder.per_layer() if spec.per_layer else None
         self._layers = [builder.layer(index) for index in layers]

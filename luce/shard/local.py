@@ -60,7 +60,7 @@ class LocalShard:
         self.device = device
         self._hooks = hooks
         states = StateOptions(pages, options.slots, options.kv, options.verify_rows, options.rank_pages)
-        builder = LayerBuilder(file, spec, layers, device, states, own.offload)
+        builder = LayerBuilder(file, spec, layers, device, states, own.offload, own.pool)
         self._graphs = GraphRunner(device, self._run, pages, long=long_graphs)
         self._embedding = builder.embedding() if layers.start == 0 else None
         self._mirrors = {donor: builder.mirror(donor) for donor in mirrored(spec, layers)}

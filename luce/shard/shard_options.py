@@ -9,6 +9,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from luce.layers.routed_experts import ExpertOffload
+from luce.layers.weight_pool import WeightPool
 from luce.models.spec import ModelSpec
 from luce.ops.kvtype import AUTO, KVTypes
 from luce.runtime.device import Array, Device
@@ -47,6 +48,8 @@ class DeviceLayers:
     unpack_bytes: int = 0
     #: where routed experts of some of the layers lie; None: with their layers
     offload: ExpertOffload | None = None
+    #: shares their weights with other models of the same file; None: they are this model's own
+    pool: WeightPool | None = None
 
     @property
     def offloaded(self) -> tuple[int, ...]:

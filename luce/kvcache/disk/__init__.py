@@ -5,6 +5,7 @@ here: which checkpoints are saved, and where restored pages go (luce.kvcache). l
 reads the directory through Store.
 
     tier             DiskTier: what the prefix cache calls
+    open             the DiskTier of a loaded model
     write_thread     the thread that writes, with its pauses after failures
     read_ahead       the threads that read and decode, ahead of the devices
     store            a directory of snapshots: find, add, evict, remove
