@@ -5,7 +5,7 @@
   `--prove` also adds those that now pass to it (tools/proofs.py).
 - `--strict-skips` fails a skipped test whose reason ALLOWED_SKIPS does not name.
 
-It also keeps the collected tests out of the garbage collector's way.
+It also keeps the collected tests out of the garbage collector's way, and loads the plugins that save time only.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import pytest
 
 from luce.runtime.open import found
 from tools import proofs
+
+pytest_plugins = ["tests.support.kept_templates", "tests.support.unsynced"]
 
 #: Part of a test's id and part of its reason, of tests that may be skipped where --strict-skips is given.
 ALLOWED_SKIPS = (
