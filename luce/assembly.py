@@ -30,7 +30,7 @@ from luce.config.settings import Config, flag
 from luce.draft.drafter import Drafter
 from luce.draft.open import DraftPlan, PreparedDrafter, branch_pages, open_drafter, plan_drafter, verified_rows
 from luce.draft.remote import RemoteDrafter
-from luce.errors import LuceError, ModelError, OutOfMemoryError, UsageError
+from luce.errors import LuceError, OutOfMemoryError, UsageError
 from luce.gguf.reader import GGUFFile, open_gguf
 from luce.hub.lookup import resolve_model
 from luce.hub.variants import DeviceMemory
@@ -44,7 +44,7 @@ from luce.layers.weight_pool import WeightPool
 from luce.models.keys import Source
 from luce.models.model_card import find_recommended
 from luce.models.registry import read_spec
-from luce.models.spec import Dialect, ModelSpec
+from luce.models.spec import ModelSpec
 from luce.ops.kvtype import KVTypes
 from luce.remote.device import RemoteDevice, is_remote
 from luce.remote.open import NO_CONNECTS, Connects, open_placement
@@ -52,12 +52,10 @@ from luce.runtime.cores import limit_threads
 from luce.runtime.device import Device
 from luce.runtime.host import host_memory
 from luce.runtime.open import total_memory
-from luce.text.call_check import call_mismatch
 from luce.text.chat import ChatFormat
 from luce.text.collector import COLLECTOR_OFF
-from luce.text.effort import check_default
+from luce.text.open import open_text
 from luce.text.retokenize import Retokenizer
-from luce.text.template import ChatTemplate
 from luce.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -211,8 +209,7 @@ def _open_model(
         recommend = partial(find_recommended, config, file, spec)
         advice = recommend()
         config, spec = advice.config, advice.spec
-        tokenizer = _open_tokenizer(path, file, spec)
-        chat = _open_chat_format(opened, file, tokenizer, spec.dialect, config)
+        tokenizer, chat = open_text(opened, file, spec, config)
         placed = place(opened, config, file, spec, connects=connects)
         devices, config = placed.devices, placed.config
         with _as_drafter_error(LuceError):
@@ -258,14 +255,6 @@ def _open_model(
         model = Model(parts, config, resources)
         resources.enter_context(opened.pop_all())
         return model
-
-
-def _open_tokenizer(path: Path, file: GGUFFile, spec: ModelSpec) -> Tokenizer:
-    """The tokenizer of a target. Raises ModelError if it has more tokens than the embedding has rows."""
-    tokenizer = Tokenizer(file.metadata, nfc=spec.nfc, eos_texts=spec.eos)
-    if tokenizer.vocab > spec.vocab:
-        raise ModelError(f"{path}: {tokenizer.vocab} tokens, but tensor token_embd.weight has {spec.vocab} rows")
-    return tokenizer
 
 
 def _load_drafter(
@@ -351,38 +340,6 @@ def _check_cache_ram(config: Config) -> None:
         raise UsageError(
             f"{flag('cache_ram')} {config.cache_ram}: this machine has {total} MiB of memory", param="cache_ram"
         )
-
-
-def _open_chat_format(
-    opened: contextlib.ExitStack, file: GGUFFile, tokenizer: Tokenizer, dialect: Dialect, config: Config
-) -> ChatFormat:
-    """The chat format of --chat-template or of the file; `opened` closes the template.
-
-    Raises UsageError for the flag's template, an unknown --tool-format or a --reasoning that the template cannot do,
-    and ModelError for the file's template.
-    """
-    source: str | None = file.metadata.string("tokenizer.chat_template", default=None)
-    origin = f"{file.paths[0]}: tokenizer.chat_template"
-    error: type[LuceError] = ModelError
-    if config.chat_template is not None:
-        origin, error = f"--chat-template {config.chat_template}", UsageError
-        try:
-            source = config.chat_template.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as problem:
-            raise UsageError(f"{origin}: {problem}", param="chat_template") from None
-    template: ChatTemplate | None = None
-    bos, eos = ("" if i is None else tokenizer.token_text(i) for i in (tokenizer.bos_id, tokenizer.eos_id))
-    if source is not None:
-        template = ChatTemplate(source, bos=bos, eos=eos, origin=origin, error=error)
-        opened.callback(template.close)
-    try:
-        chat = ChatFormat(template, tokenizer, dialect, config.tool_format)
-    except ValueError as problem:
-        raise UsageError(f"{flag('tool_format')} {config.tool_format}: {problem}", param="tool_format") from None
-    check_default(config.reasoning, chat)
-    if (mismatch := call_mismatch(chat)) is not None:
-        _log.warning("tool calls in the format %s (from %s): %s", chat.calls.format, chat.calls_why, mismatch)
-    return chat
 
 
 class Scorers:

@@ -15,8 +15,8 @@ from rich.text import Text
 
 from luce.cli.arguments import add_json, add_settings, settings
 from luce.cli.console import output
-from luce.cli.markdown import printable
 from luce.cli.options import raise_together
+from luce.cli.plain_writer import printable
 from luce.config.directories import cache_directory
 from luce.errors import UsageError
 from luce.kvcache.disk.files import open_directory

@@ -15,8 +15,8 @@ from rich.console import Console
 from luce.assembly import open_model
 from luce.cli import progress
 from luce.cli.arguments import LOADED, MODEL_HELP, add_reply, add_settings, settings
-from luce.cli.markdown import printable
 from luce.cli.options import parse_flags
+from luce.cli.plain_writer import printable
 from luce.cli.pull import fetch
 from luce.cli.repl import conversation as files
 from luce.cli.repl.commands import completer, resume, set_think

@@ -9,7 +9,7 @@ import sys
 
 from luce.cli.clients.programs import PROGRAMS, Setup
 from luce.cli.clients.served import ask
-from luce.cli.markdown import printable
+from luce.cli.plain_writer import printable
 from luce.cli.repl.server_client import ServerClient
 from luce.config.environment import environment
 

@@ -1,8 +1,7 @@
-"""Writes a reply to the terminal while it is generated: plain, or as Markdown.
+"""Writes a reply to the terminal as Markdown while it is generated.
 
-As Markdown, finished Markdown blocks are printed once and the open one is redrawn, with the speed below it. Reasoning
-is dim, and folded into one line when the reply begins. The model's text is untrusted: control characters are removed
-before anything else, so that it cannot move the cursor, change the title or write the clipboard.
+Finished Markdown blocks are printed once and the open one is redrawn, with the speed below it. Reasoning is dim, and
+folded into one line when the reply begins. Control characters are removed before anything else (plain_writer.py).
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import ClassVar, Protocol, TextIO
+from typing import ClassVar
 
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
@@ -20,7 +19,8 @@ from rich.markdown import CodeBlock, Markdown
 from rich.syntax import Syntax
 from rich.text import Text
 
-_CONTROL = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+from luce.cli.plain_writer import printable
+
 _STYLE = re.compile(r"\x1b\[[0-9;]*m")
 _TAIL = re.compile(r"(?: |\x1b\[[0-9;]*m)+$")
 # Drawing takes at most this share of the time: long open blocks are drawn less often.
@@ -29,98 +29,6 @@ _SECONDS = 0.03
 #: lines of the reasoning that show before it is folded
 _THOUGHT_LINES = 3
 _FENCE = re.compile(r"\s*(?:```[^`\n]*\n|~~~)")
-
-
-def printable(text: str) -> str:
-    """The text without control characters (C0, DEL, C1) other than newline and tab."""
-    return text.translate(_CONTROL)
-
-
-class ThoughtWriter(Protocol):
-    """Writes the reasoning, which comes before the reply."""
-
-    def reason(self, text: str) -> None:
-        """Show more of the reasoning."""
-
-    def end_reasoning(self) -> None:
-        """Leave an empty line below the reasoning, if there is some, for what another writer writes. Idempotent."""
-
-
-class ReplyWriter(Protocol):
-    """Writes the text of one reply."""
-
-    #: shown below a reply that is being written, where that is possible
-    status: str
-
-    def reason(self, text: str) -> None:
-        """Show more of the reasoning, which comes before the reply."""
-
-    def write(self, text: str) -> None:
-        """Show more text."""
-
-    def end(self) -> None:
-        """Show the rest and begin a new line."""
-
-
-class PlainThoughts:
-    """Writes the reasoning unchanged, except for control characters."""
-
-    def __init__(self, file: TextIO) -> None:
-        self._file = file
-        self._begun = False
-
-    def reason(self, text: str) -> None:
-        """Show more of the reasoning."""
-        text = printable(text)
-        if text:
-            self._begun = True
-            self._file.write(text)
-            self._file.flush()
-
-    def end_reasoning(self) -> None:
-        """Leave an empty line below the reasoning."""
-        if self._begun:
-            self._file.write("\n\n")
-            self._file.flush()
-            self._begun = False
-
-
-class PlainWriter:
-    """Writes the text unchanged, except for control characters unless it is `raw`; the reasoning to `thoughts`, None:
-    nowhere."""
-
-    status = ""
-
-    def __init__(self, file: TextIO, thoughts: ThoughtWriter | None = None, *, raw: bool = False) -> None:
-        self._file = file
-        self._thoughts = thoughts
-        self._shown = str if raw else printable
-        self._last = "\n"
-
-    def reason(self, text: str) -> None:
-        """Show more of the reasoning."""
-        if self._thoughts is not None:
-            self._thoughts.reason(text)
-
-    def write(self, text: str) -> None:
-        """Show more text."""
-        text = self._shown(text)
-        if text:
-            self._end_thought()
-            self._last = text[-1]  # before the text shows: Ctrl+C may end luce run at once
-            self._file.write(text)
-            self._file.flush()
-
-    def end(self) -> None:
-        """Begin a new line unless one has begun."""
-        self._end_thought()
-        if self._last != "\n":
-            self._file.write("\n")
-            self._file.flush()
-
-    def _end_thought(self) -> None:
-        if self._thoughts is not None:
-            self._thoughts.end_reasoning()
 
 
 class _Code(CodeBlock):

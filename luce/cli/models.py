@@ -12,7 +12,7 @@ from rich.text import Text
 
 from luce.cli.arguments import add_json
 from luce.cli.console import output
-from luce.cli.markdown import printable
+from luce.cli.plain_writer import printable
 from luce.hub.installed import InstalledModel, installed
 from luce.hub.removal import incomplete
 from luce.hub.reporting import size_text

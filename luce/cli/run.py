@@ -14,7 +14,7 @@ from luce.api import Model
 from luce.assembly import open_model
 from luce.cli import options, progress
 from luce.cli.arguments import LOADED, add_json, add_model, add_reply, add_settings, settings
-from luce.cli.markdown import MarkdownWriter, PlainThoughts, PlainWriter, ThoughtWriter
+from luce.cli.plain_writer import PlainThoughts, PlainWriter, ThoughtWriter
 from luce.cli.pull import fetch
 from luce.cli.repl.attachments import path_of, schema_format
 from luce.cli.repl.model_replier import ModelReply, reasoning_request, template_variables
@@ -180,5 +180,26 @@ def _thought_writer(*, fold: bool) -> ThoughtWriter | None:
     """Writes the reasoning on standard error, as in luce chat; None: nowhere."""
     console = Console(stderr=True, highlight=False, markup=False)
     if console.is_terminal and not console.is_dumb_terminal and environment("NO_COLOR") is None:
-        return MarkdownWriter(console, fold=fold)
+        return _LateThoughts(console, fold=fold)
     return None if fold else PlainThoughts(sys.stderr)
+
+
+class _LateThoughts:
+    """A MarkdownWriter from the first reasoning on: its libraries take 30 ms, and many replies have none."""
+
+    def __init__(self, console: Console, *, fold: bool) -> None:
+        self._console, self._fold = console, fold
+        self._writer: ThoughtWriter | None = None
+
+    def reason(self, text: str) -> None:
+        """Show more of the reasoning."""
+        if self._writer is None:
+            from luce.cli.markdown import MarkdownWriter
+
+            self._writer = MarkdownWriter(self._console, fold=self._fold)
+        self._writer.reason(text)
+
+    def end_reasoning(self) -> None:
+        """As that of the writer."""
+        if self._writer is not None:
+            self._writer.end_reasoning()

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from luce.cli.arguments import add_json
 from luce.cli.console import output
-from luce.cli.markdown import printable
+from luce.cli.plain_writer import printable
 from luce.cli.repl.server_client import ServerClient
 from luce.cli.server_status import Json, Reading, read, summary
 from luce.config.environment import environment

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import threading
 import time
@@ -132,6 +131,9 @@ class GrammarCompiler:
 
         Raises RequestError that names the field of the request.
         """
+        # Only an event loop runs this; `luce run` has none.
+        import asyncio
+
         ticket, asked = self._ticket(wanted, reasoning), time.monotonic()
         while not ticket.future.done():
             await asyncio.wait([asyncio.wrap_future(ticket.future)], timeout=ticket.seconds_left(asked))

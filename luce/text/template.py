@@ -53,7 +53,9 @@ class ChatTemplate:
         error: type[LuceError] = ModelError,
         seconds: float = _SECONDS,
         patience: float = _PATIENCE,
+        child: TemplateChild | None = None,
     ) -> None:
+        """`child`: one that has been asked nothing yet, instead of a new one."""
         self.source = source
         self._tokens = {"bos_token": bos, "eos_token": eos, "unk_token": "", "pad_token": ""}
         self._seconds = seconds
@@ -62,7 +64,7 @@ class ChatTemplate:
         self._child: TemplateChild | None = None
         self._failure = ""
         try:
-            self._start()
+            self._start(child)
         except _ChildError as problem:
             raise error(f"{origin}: {problem}") from None
         except _DownError as problem:
@@ -139,12 +141,12 @@ class ChatTemplate:
             self._start()
             raise _DownError("its process does not answer") from None
 
-    def _start(self) -> None:
-        """A new child in the place of the last one. Raises _ChildError and _DownError."""
+    def _start(self, child: TemplateChild | None = None) -> None:
+        """Another child in the place of the last one, a new one if None. Raises _ChildError and _DownError."""
         self.close()
         self._child = None
         try:
-            self._child = TemplateChild()
+            self._child = TemplateChild() if child is None else child
             self._ask(pack({"source": self.source, "seconds": self._seconds}))
         except _ChildError:
             self.close()

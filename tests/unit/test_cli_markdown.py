@@ -11,7 +11,8 @@ import pyte
 import pytest
 from rich.console import Console
 
-from luce.cli.markdown import MarkdownWriter, PlainWriter, printable
+from luce.cli.markdown import MarkdownWriter
+from luce.cli.plain_writer import PlainWriter, printable
 
 TEXT = """# A heading
 

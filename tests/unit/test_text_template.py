@@ -18,6 +18,7 @@ import pytest
 
 from luce.errors import LuceError, ModelError, RequestError, UnavailableError, UsageError
 from luce.text.template import ChatTemplate
+from luce.text.template_child import TemplateChild
 from tests.support.daemons import within
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -53,6 +54,15 @@ def test_fixed_variables_cannot_be_replaced_and_other_names_are_free() -> None:
     template = ChatTemplate("{{ messages|length }}{{ strftime_now('%%') }}")
     assert template.render(HELLO, self=1, messages=[], strftime_now=3) == "1%"
     template.close()
+
+
+def test_a_child_that_runs_already_is_asked() -> None:
+    child = TemplateChild()
+    template = ChatTemplate("{{ messages|length }}", child=child)
+    assert template.process is child.process
+    assert template.render(HELLO) == "1"
+    template.close()
+    assert child.process.returncode == -signal.SIGKILL
 
 
 def test_white_space_is_as_templates_expect() -> None:

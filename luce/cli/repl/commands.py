@@ -13,7 +13,7 @@ from typing import Any
 from rich.table import Table
 
 from luce.cli import options
-from luce.cli.markdown import printable
+from luce.cli.plain_writer import printable
 from luce.cli.repl import conversation as files
 from luce.cli.repl import show
 from luce.cli.repl.attachments import (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from luce.cli.markdown import printable
+from luce.cli.plain_writer import printable
 from luce.cli.repl.commands import COMMANDS, LEAVE, shell
 from luce.cli.repl.session import Session
 from luce.errors import LuceError, UsageError

@@ -10,7 +10,8 @@ from typing import Any
 
 from rich.console import Console
 
-from luce.cli.markdown import MarkdownWriter, PlainThoughts, PlainWriter, ReplyWriter, printable
+from luce.cli.markdown import MarkdownWriter
+from luce.cli.plain_writer import PlainThoughts, PlainWriter, ReplyWriter, printable
 from luce.cli.repl import conversation as files
 from luce.cli.repl.attachments import Attachment
 from luce.cli.repl.conversation import Conversation, Message

@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from luce.cli import options
-from luce.cli.markdown import printable
+from luce.cli.plain_writer import printable
 from luce.cli.repl.session import Session
 from luce.errors import UsageError
 

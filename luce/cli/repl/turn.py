@@ -12,7 +12,7 @@ from typing import TypeVar
 from rich.console import Console
 
 from luce.cli import progress
-from luce.cli.markdown import ReplyWriter
+from luce.cli.plain_writer import ReplyWriter
 from luce.cli.repl.replier import Ending, Messages, Replier, Reply, Request
 from luce.text.reasoning import Delta
 
