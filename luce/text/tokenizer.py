@@ -13,6 +13,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import repeat
 from typing import Any
 
 import tokenizers
@@ -20,8 +22,9 @@ from tokenizers import models, normalizers, pre_tokenizers
 
 from luce.errors import FormatError, UnsupportedError
 from luce.gguf.metadata import shown
+from luce.text.cutter import STEP, Cutter
 from luce.text.fim import fim_tokens
-from luce.text.pieces import WINDOW, encode, encode_whole
+from luce.text.pieces import WINDOW, encode
 from luce.text.prompt_limit import NO_LIMIT, PromptLimit
 
 # tokenizer.ggml.token_type
@@ -73,10 +76,6 @@ _DEEPSEEK_LLM = (
     _HAN_HANGUL,
     r"\p{N}+",
 )
-
-
-# Characters of one step over a whole text.
-_STEP = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -163,7 +162,6 @@ _KINDS: Mapping[str, _Kind] = {
     "llama": _Kind(None, scored=True, space_prefix=True),
 }
 
-_SURROGATE = re.compile("[\ud800-\udfff]")
 _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 _NEWLINES = re.compile(r"\n+")
 _SPACE = "\u2581"
@@ -179,50 +177,6 @@ def _unspelled() -> dict[str, int]:
 _UNSPELLED = _unspelled()
 # For str.translate: each character as the one of its byte in Latin-1. Latin-1 has none for U+FFFF.
 _UNSPELL = dict.fromkeys(range(256), "\uffff") | {ord(c): chr(byte) for c, byte in _UNSPELLED.items()}
-
-
-class Cutter:
-    """Finds fixed texts: leftmost first, and the longest of those that start together. Linear in the text's length."""
-
-    def __init__(self, ids: Mapping[str, int], window: int = WINDOW) -> None:
-        self._ids = ids
-        self._longest = max(map(len, ids), default=0)
-        self._window = max(window, 2 * self._longest)
-        # The library's added tokens are an Aho-Corasick search; a model without words returns the rest as it is.
-        self._search = tokenizers.Tokenizer(models.WordLevel({"": 0}, unk_token=""))
-        self._search.add_tokens([tokenizers.AddedToken(text, normalized=False) for text in ids if text])
-
-    def cut(self, text: str) -> Iterator[tuple[int | None, str]]:
-        """The text in pieces, in order: (id, text) for a text that was found, (None, text) for the text between.
-
-        Lone surrogates, which no token can spell, become U+FFFD.
-        """
-        text = _without_surrogates(text)
-        plain = at = 0
-        while at < len(text):
-            part = text[at : at + self._window]
-            # A longer text than one that begins later could reach past the window.
-            sure = len(part) if at + len(part) == len(text) else self._window - self._longest
-            following = at + sure
-            for start, end in encode_whole(self._search, part).offsets:
-                token = self._ids.get(part[start:end])
-                if token is None or start >= sure:
-                    continue
-                if plain < at + start:
-                    yield None, text[plain : at + start]
-                yield token, part[start:end]
-                plain = at + end
-                following = max(following, plain)
-            at = following
-        if plain < len(text):
-            yield None, text[plain:]
-
-
-def _without_surrogates(text: str) -> str:
-    if text.isascii():
-        return text
-    # In steps: one call on the whole text would stop all other threads.
-    return "".join(_SURROGATE.sub("\ufffd", text[at : at + _STEP]) for at in range(0, len(text), _STEP))
 
 
 class Tokenizer:
@@ -257,17 +211,20 @@ class Tokenizer:
         ids = {text: i for i, text in enumerate(self._texts)}
         #: the file's own ids, None where it names none
         self.bos_id, self.eos_id = (_named_id(metadata, name, self.vocab) for name in ("bos", "eos"))
-        others = (_named_id(metadata, name, self.vocab) for name in ("eot", "eom"))
-        ends = (self.eos_id, *others, *(ids.get(text) for text in eos_texts))
+        named = (_named_id(metadata, name, self.vocab) for name in ("eot", "eom"))
+        ends = (self.eos_id, *named, *(ids.get(text) for text in eos_texts))
         #: all ids that end a reply
         self.eos_ids = frozenset(i for i in ends if i is not None)
         wanted = kind.always_bos or _value(metadata, "add_bos_token", bool, default=pre.add_bos)
         #: a prompt begins with `bos_id`; `encode` does not add it, `with_bos` does
         self.add_bos = wanted and self.bos_id is not None
 
-        self._control = frozenset(i for i, type in enumerate(self._types) if type == CONTROL) | self.eos_ids
-        control = {text: i for text, i in ids.items() if i in self._control}
-        visible = {text: i for text, i in ids.items() if self._types[i] == USER_DEFINED and i not in self._control}
+        # Few tokens are anything but normal. Of those with the same text, the last one counts.
+        special = [i for i, type in enumerate(self._types) if type != NORMAL]
+        self._control = frozenset(i for i in special if self._types[i] == CONTROL) | self.eos_ids
+        control = {text: i for i in sorted(self._control) if ids[text := self._texts[i]] == i}
+        others = [(self._texts[i], i) for i in special if i not in self._control and ids[self._texts[i]] == i]
+        visible = {text: i for text, i in others if self._types[i] == USER_DEFINED}
         #: finds control tokens in text
         self.control = Cutter(control, window)
         #: finds control and user-defined tokens in text
@@ -277,14 +234,11 @@ class Tokenizer:
         self.fim = fim_tokens(lambda name: _named_id(metadata, name, self.vocab), control | visible)
 
         # Control tokens stay out of the merges' vocabulary: no spelling of ordinary text can then end in one.
-        words = {text: i for text, i in ids.items() if i not in self._control and self._types[i] != UNUSED}
+        out = control.keys() | {text for text, i in others if self._types[i] == UNUSED}
+        words = {text: i for text, i in ids.items() if text not in out}
         merges = _scored_merges(metadata, self._types, words) if kind.scored else _merges(metadata, words)
-        unknown = next((text for text, i in words.items() if self._types[i] == UNKNOWN), None)
+        unknown = next((text for text, i in others if self._types[i] == UNKNOWN), None)
         self._bpe = _bpe(words, merges, unknown, kind, pre)
-        # Bytes of the longest token, and digits of that with the most
-        texts = [self.token_bytes(i) or text.encode(errors="surrogatepass") for i, text in enumerate(self._texts)]
-        self._longest = max(map(len, texts), default=1) or 1
-        self._most_digits = max([len(t) - len(t.translate(None, b"0123456789")) for t in texts], default=1) or 1
         self._composes = nfc
         if nfc:
             self._bpe.normalizer = normalizers.NFC()
@@ -332,12 +286,21 @@ class Tokenizer:
         """Raises ContextError for a text that cannot have few enough tokens: its bytes by the longest token, or its
         digits by the most digits of a token. Needs no memory and a hundredth of the time that `encode` takes."""
         size = digits = 0
-        for at in range(0, len(text), _STEP):
-            part = text[at : at + _STEP].encode(errors="surrogatepass")
+        for at in range(0, len(text), STEP):
+            part = text[at : at + STEP].encode(errors="surrogatepass")
             # Composed characters have fewer bytes, by 8 to 3 at most.
             size += len(part) if not self._composes or part.isascii() else len(part) // 4
             digits += len(part) - len(part.translate(None, b"0123456789"))
-            limit.check(max(size // self._longest, digits // self._most_digits))
+            # What has no more bytes has no more tokens.
+            longest, most_digits = (1, 1) if limit.tokens is None or max(size, digits) <= limit.tokens else self._most
+            limit.check(max(size // longest, digits // most_digits))
+
+    @cached_property
+    def _most(self) -> tuple[int, int]:
+        """Bytes of the longest token, and digits of that with the most."""
+        texts = [self.token_bytes(i) or text.encode(errors="surrogatepass") for i, text in enumerate(self._texts)]
+        digits = max([len(t) - len(t.translate(None, b"0123456789")) for t in texts], default=1)
+        return max(map(len, texts), default=1) or 1, digits or 1
 
     def _merge(self, piece: str, limit: PromptLimit = NO_LIMIT, before: int = 0) -> list[int]:
         return encode(self._bpe, piece, limit, before, self._window)
@@ -395,8 +358,8 @@ def _tokens(metadata: Mapping[str, object]) -> tuple[list[str], list[int]]:
     types: list[int] = _list(metadata, "token_type", int, default=[NORMAL] * len(texts))
     if len(types) != len(texts):
         raise FormatError(f"tokenizer.ggml.token_type has {len(types)} entries, tokenizer.ggml.tokens has {len(texts)}")
-    for text, type in zip(texts, types, strict=True):
-        if type == BYTE and not _BYTE_TOKEN.fullmatch(text):
+    for text in [texts[i] for i, type in enumerate(types) if type == BYTE]:
+        if not _BYTE_TOKEN.fullmatch(text):
             raise FormatError(f"tokenizer.ggml.tokens: byte token {shown(text)} is not of the form <0xNN>")
     return texts, types
 
@@ -468,14 +431,14 @@ def _list(metadata: Mapping[str, object], name: str, kind: type, default: Any = 
     if value is _MISSING:
         raise FormatError(f"{key} is missing")
     values = value.tolist() if hasattr(value, "tolist") else value
-    if not isinstance(values, Sequence) or not all(isinstance(v, kind) for v in values):
+    if not isinstance(values, Sequence) or not all(issubclass(each, kind) for each in set(map(type, values))):
         raise FormatError(f"{key}: expected a list of {kind.__name__}")
     return list(values)
 
 
 def _merges(metadata: Mapping[str, object], words: Mapping[str, int]) -> list[tuple[str, str]]:
     """`tokenizer.ggml.merges` as pairs, without those that touch a token outside `words`: they could never apply."""
-    pairs = (merge.partition(" ") for merge in _list(metadata, "merges", str))
+    pairs = map(str.partition, _list(metadata, "merges", str), repeat(" "))
     return [(left, right) for left, _, right in pairs if left in words and right in words and left + right in words]
 
 
