@@ -11,8 +11,8 @@ from rich.table import Table
 
 from luce.cli.arguments import add_json
 from luce.cli.console import output
-from luce.cli.markdown import printable
 from luce.cli.options import raise_together
+from luce.cli.plain_writer import printable
 from luce.cluster import wire
 from luce.cluster.admin import ask
 from luce.cluster.cluster_files import ClusterFiles, clusters
