@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import subprocess
 import sys
@@ -10,6 +11,32 @@ from pathlib import Path
 import pytest
 
 CHECK = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "check"))
+
+
+def step(code: str) -> list[str]:
+    """A step that runs a line of Python."""
+    return ["timeit", "-n", "1", "-r", "1", code]
+
+
+def test_static_steps_run_at_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    # Each opens its end when the other one does.
+    os.mkfifo(tmp_path / "meeting")
+    ends = [step(f"open({str(tmp_path / 'meeting')!r}, {mode!r}).close(); print({mode!r})") for mode in "rw"]
+    assert CHECK["together"](ends) == 0
+    lines = [line for line in capfd.readouterr().out.splitlines() if not line.startswith("1 loop")]
+    assert lines == [f"== {' '.join(ends[0])}", "r", f"== {' '.join(ends[1])}", "w"]
+
+
+def test_the_first_static_step_that_fails_ends_the_others(capfd: pytest.CaptureFixture[str]) -> None:
+    absent, waiting = ["json.tool", "/nowhere/absent"], step("import signal; signal.pause()")
+    assert CHECK["together"]([step("print('yes')"), absent, step("1 / 0"), waiting]) not in (0, None)
+    out = capfd.readouterr().out
+    assert "\nyes\n" in out and "/nowhere/absent" in out and out.endswith("\n== json.tool failed\n")
+
+
+def test_without_the_real_model_the_other_tests_run(capfd: pytest.CaptureFixture[str]) -> None:
+    assert CHECK["together"]([["luce", "pull", "nowhere"], step("pass")]) == 0
+    assert "could not be downloaded: its tests are skipped\n== timeit" in capfd.readouterr().out
 
 
 def test_interpreters_keep_bytecode(monkeypatch: pytest.MonkeyPatch) -> None:
