@@ -40,6 +40,8 @@ KEEPALIVE_SECONDS = 75.0
 _HEADER_BYTES = 64 << 10
 #: time that running handlers have when the server ends
 _SHUTDOWN_SECONDS = 2.0
+#: time that new connections have for their first request then
+_FIRST_REQUEST_SECONDS = 1.0
 _CLIENT_CLOSED = 499
 _LONGEST_ID = 128
 _NOT_SERVED = (
@@ -108,10 +110,23 @@ class Listener:
         self._servers = tuple(servers)
 
     async def cleanup(self) -> None:
-        """Stop listening, give running handlers a moment, and close the connections."""
+        """Stop listening, give new connections a moment for their request and running handlers another, and close the
+        connections."""
         for server in self._servers:
             server.close()
+        await self._first_requests()
         await self._runner.cleanup()
+
+    async def _first_requests(self) -> None:
+        """Wait for the first requests of connections that were accepted before the end. They are refused with a time to
+        try again; a connection that closes without a response looks like a failure to its client."""
+        # asyncio makes a connection of an accepted socket in two further turns of the loop.
+        for _ in range(3):
+            await asyncio.sleep(0)
+        manager = self._runner.server
+        assert manager is not None
+        if new := [each.first_request for each in manager.connections if isinstance(each, Connection)]:
+            await asyncio.wait(new, timeout=_FIRST_REQUEST_SECONDS)
 
 
 async def start(server: Server, sockets: Iterable[socket.socket], *, keepalive: float = KEEPALIVE_SECONDS) -> Listener:

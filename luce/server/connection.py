@@ -49,6 +49,8 @@ class Connection(web.RequestHandler):
         self._half_closed = False
         self._watches = 0
         self._probe: asyncio.Task[None] | None = None
+        #: done once the connection has had a request, or has ended without one
+        self.first_request: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         #: the connection's first line as far as it has come; None once it is whole
         self._first_line: bytes | None = b""
 
@@ -66,10 +68,20 @@ class Connection(web.RequestHandler):
     def begin(self, request: web.BaseRequest) -> None:
         """The handler of a request starts."""
         self._served = request
+        self._had_request()
 
     def end(self) -> None:
         """The handler of the request has returned."""
         self._served = None
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """The connection has ended."""
+        self._had_request()
+        super().connection_lost(exc)
+
+    def _had_request(self) -> None:
+        if not self.first_request.done():
+            self.first_request.set_result(None)
 
     def handle_error(
         self,

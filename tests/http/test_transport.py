@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import logging
+import socket
 import zlib
 from typing import Any
 
@@ -14,7 +15,10 @@ import pytest
 import zstandard
 
 from luce import __version__, log
+from luce.config.settings import Config
 from luce.errors import DeviceError
+from luce.server.app import start
+from luce.server.state import Server
 from tests.support.http_server import Running, running
 from tests.support.scripted_model import REPLY, saying
 
@@ -266,3 +270,31 @@ async def test_an_encoding_is_no_secret_of_the_log(caplog: pytest.LogCaptureFixt
 
 def _fails(step: Any) -> None:
     raise DeviceError("cuda:0: launch failed")
+
+
+async def test_a_connection_that_came_before_the_end_is_answered() -> None:
+    """A client that connects while the server ends is told when to try again; it would not repeat a request whose
+    connection just closes."""
+    server = await asyncio.to_thread(Server, Config())
+    sock = socket.create_server(("127.0.0.1", 0))
+    sock.setblocking(False)
+    listener = await start(server, [sock])
+    connections = [await asyncio.open_connection(*sock.getsockname()) for _ in range(3)]
+    # The server accepts them.
+    await asyncio.sleep(0.05)
+    server.draining = True
+    ended = asyncio.create_task(listener.cleanup())
+    while sock.fileno() >= 0:
+        await asyncio.sleep(0)
+    await asyncio.sleep(0.05)
+    for _, writer in connections[:2]:
+        writer.write(request())
+    for reader, _ in connections[:2]:
+        status, headers, body = one_response(await reader.read())
+        assert (status, headers["retry-after"], body["error"]["code"]) == (503, "1", "draining")
+    # One that asks nothing does not keep the server.
+    await ended
+    assert await connections[2][0].read() == b""
+    for _, writer in connections:
+        writer.close()
+    server.close()
