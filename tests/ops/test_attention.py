@@ -19,6 +19,7 @@ from luce.ops.qkv import Destination, write_kv
 from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
 from luce.runtime.step import PAGE, PageView, SpanArrays
+from tests.support import attention_inputs as inputs
 from tests.support import op_checks_attention as checks
 from tests.support.devices import ATTENTION_EMULATED, ATTENTION_GPU, COMPILED
 from tests.support.devices import on_devices as on_plain_devices
@@ -163,16 +164,16 @@ def test_large_scores(device: Device) -> None:
 def test_rows_behind_the_end_are_not_read(
     device: Device, heads: int, kv_heads: int, d: int, rows: int, stale: float
 ) -> None:
-    chunks = [checks.Chunk(checks.History.random(p + n, heads, kv_heads, d, 1), p, n) for p, n in ((70, rows), (0, 1))]
+    chunks = [inputs.Chunk(inputs.History.random(p + n, heads, kv_heads, d, 1), p, n) for p, n in ((70, rows), (0, 1))]
     checks.check(device, chunks, stale=stale)
 
 
 @on_devices("position, rows", host=[], emulated=[], gpu=[(0, 512), (8000, 64), (130_000, 1)])
 def test_agrees_with_the_reference(device: Device, position: int, rows: int) -> None:
-    chunks = [checks.Chunk(checks.History.random(position + rows, 8, 2, 64, 2), position, rows)]
-    actual = checks.run(device, chunks, scale=0.125, window=None)
-    rounded = checks.rounded_queries(device, chunks, 0.125)
-    want = checks.run(HostDevice(), rounded, scale=0.125, window=None)
+    chunks = [inputs.Chunk(inputs.History.random(position + rows, 8, 2, 64, 2), position, rows)]
+    actual = inputs.run(device, chunks, scale=0.125, window=None)
+    rounded = inputs.rounded_queries(device, chunks, 0.125)
+    want = inputs.run(HostDevice(), rounded, scale=0.125, window=None)
     np.testing.assert_allclose(actual, want, rtol=0, atol=1e-3 if device.products else 2e-5)
 
 

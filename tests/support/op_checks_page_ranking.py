@@ -7,7 +7,7 @@ import numpy as np
 from luce.ops.page_ranking import GROUP, NEWEST_QUERIES, page_moments, store_queries
 from luce.runtime.device import Device
 from luce.runtime.step import PAGE, SpanArrays
-from tests.support.op_checks_attention import loaded, spread_out, stored
+from tests.support.attention_inputs import loaded, spread_out, stored
 
 
 def check_moments(device: Device, type: str, kv_heads: int, d: int) -> None:

@@ -12,7 +12,7 @@ from luce.ops.kvtype import AUTO, KVTypes
 from luce.ops.qkv import Destination, HeadNorms, Rotation, copy_rows, prepare_heads, write_kv
 from luce.runtime.device import Array, Device
 from luce.runtime.step import PAGE
-from tests.support.op_checks_attention import spread_out
+from tests.support.attention_inputs import spread_out
 
 EPS = 1e-5
 F32 = NDArray[np.float32]

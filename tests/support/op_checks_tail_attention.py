@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from luce.ops.qkv import Rotation
 from luce.ops.tail_attention import TailAttention
 from luce.runtime.device import Device
-from tests.support.op_checks_attention import loaded, stored
+from tests.support.attention_inputs import loaded, stored
 
 F64 = NDArray[np.float64]
 #: of each rotation of the tests, the part of a head that it turns, and whether its pairs are adjacent

@@ -17,7 +17,8 @@ from luce.cli import plan
 from luce.cli.main import main
 from luce.models.registry import FAMILIES
 from luce.runtime.device import DeviceName, Memory
-from tests.support.published import PUBLISHED, Published
+from tests.support.published import PUBLISHED
+from tests.support.published_header import Published
 
 
 @dataclass(eq=False)

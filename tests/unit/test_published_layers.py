@@ -19,7 +19,8 @@ from luce.models.keys import Source
 from luce.models.registry import FAMILIES, read_spec
 from luce.ops.weight import RawTensor, Weight, WeightPart
 from luce.runtime.host import HostDevice
-from tests.support.published import PUBLISHED, Published
+from tests.support.published import PUBLISHED
+from tests.support.published_header import Published
 
 
 @pytest.fixture(autouse=True)

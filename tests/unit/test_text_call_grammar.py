@@ -3,94 +3,31 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 
-from luce.engine.sequence import Constraint
 from luce.errors import RequestError
-from luce.models.calls import Json
-from luce.text.call_format import CallableTool, CallFormat
-from luce.text.grammar import CompiledGrammar, GrammarCompiler, WantedReply
+from luce.text.call_format import CallableTool
 from luce.text.reply_format import ReplyFormat
-from luce.text.tokenizer import Tokenizer
-from tests.support.call_parts import printed, read
-from tests.support.call_walks import ends, spelled, walk
-from tests.support.masks import allowed_ids
-from tests.support.tool_templates import TEMPLATES, byte_tokenizer, format_named
+from tests.support.call_grammars import (
+    CALLS,
+    KNOWN,
+    NAMES,
+    TOOLS,
+    VALIDATORS,
+    accepts,
+    compiled,
+    text_of,
+    walked,
+    wanted,
+)
+from tests.support.call_parts import read
+from tests.support.tool_templates import byte_tokenizer, format_named
 
 ROOT = Path(__file__).parents[2]
-PLACE: dict[str, Any] = {
-    "type": "object",
-    "properties": {"x": {"type": "integer"}, "inner": {"$ref": "#/$defs/place"}},
-    "required": ["x"],
-    "additionalProperties": False,
-}
-PARAMETERS: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "city": {"type": "string"},
-        "unit": {"enum": ["celsius", "kelvin"]},
-        "days": {"type": "integer", "minimum": 1, "maximum": 20},
-        "hourly": {"type": "boolean"},
-        "near": {"type": "array", "items": {"type": "number"}, "maxItems": 2},
-        "place": {"$ref": "#/$defs/place"},
-        "either": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
-    },
-    "required": ["city", "days"],
-    "$defs": {"place": PLACE},
-}
-TOOLS = (CallableTool("weather", PARAMETERS), CallableTool("stop", None), CallableTool("weather_now", PARAMETERS))
-KNOWN = {tool.name: tool.parameters for tool in TOOLS}
-#: made once: jsonschema.validate looks at the schema each time
-VALIDATORS = {name: jsonschema.Draft202012Validator(schema or {"type": "object"}) for name, schema in KNOWN.items()}
-CALLS: list[tuple[str, Any]] = [
-    ("weather", {"city": "Oslo\n\nä<b>", "unit": "kelvin", "days": 3, "hourly": True}),
-    ("weather_now", {"city": "x", "days": 20, "near": [1.5, -2], "place": {"x": 1, "inner": {"x": 2}}, "either": None}),
-]
-NAMES = sorted(TEMPLATES)
-
-
-def compiled(name: str, form: CallFormat, *, special: bool = True, body: ReplyFormat | None = None) -> CompiledGrammar:
-    tokenizer = byte_tokenizer(name, special=special)
-    compiler = GrammarCompiler(tokenizer, tokenizer.vocab)
-    try:
-        return compiler.wait(WantedReply(body, form))
-    finally:
-        compiler.close()
-
-
-def wanted(name: str, *tools: CallableTool, **options: bool) -> CallFormat:
-    return CallFormat(format_named(name), tools or TOOLS, **options)
-
-
-def text_of(name: str, calls: Sequence[tuple[str, Any]]) -> str:
-    """Calls as the dialect's template prints them, without what stands before the first."""
-    dialect = format_named(name)
-    if dialect.section != ("", ""):
-        # Jinja's trim_blocks takes the line feed in front of the bracket.
-        return printed(name, "", calls).lstrip("\n").replace("}]</tool_call>", "}\n]</tool_call>")
-    return dialect.between.join(printed(name, "", [call]).lstrip("\n") for call in calls)
-
-
-def accepts(tokenizer: Tokenizer, constraint: Constraint, text: str) -> bool:
-    """Whether the reply may be this text: every token may come, and the reply may end."""
-    for token in tokenizer.encode(text, specials=True):
-        if constraint.over or token not in allowed_ids(constraint):
-            return False
-        constraint.push(token)
-    return ends(constraint)
-
-
-def walked(name: str, constraint: Constraint, seed: int, *, special: bool = True) -> str | None:
-    """The text of a random reply; None if it has no end."""
-    ids = walk(name, constraint, seed, special=special)
-    return None if ids is None else spelled(name, ids, special=special)
 
 
 @pytest.mark.parametrize("special", [True, False])
@@ -461,112 +398,3 @@ def test_a_strict_choice_of_strings_is_one_of_its_arms(name: str) -> None:
     for value, fits in (("red", True), ("green", True), ("ab", True), ("blue", False)):
         text = text_of(name, [("f", {"x": value})])
         assert accepts(byte_tokenizer(name), grammar.constraint(), text) is fits, value
-
-
-#: dialects and vocabularies in which a grammar allows what the templates print
-PRINTED = [(name, special) for name in NAMES for special in (True, False) if special or name != "harmony"]
-#: one text parameter, as a custom tool of the Responses API is shown to the model
-TEXT = {
-    "type": "object",
-    "properties": {"input": {"type": "string"}},
-    "required": ["input"],
-    "additionalProperties": False,
-}
-#: with an alias and an import, as agents' grammars of patches have them
-PATCH = r"""
-start: "*** Begin" LF hunk+ "*** End" LF?
-hunk: "@@ " NAME LF line+
-line: ("+" | "-" | " ") /[^\n]*/ LF -> line
-NAME: /[a-z"<>\/.]+/
-%import common.LF
-"""
-PATCHES = ('*** Begin\n@@ a"</b>.py\n+x = "1\\n"\n-\n @@\n*** End', "*** Begin\n@@ a\n+\n@@ b\n-\n*** End\n")
-NO_PATCHES = ("", "*** Begin\n*** End", "*** Begin\n@@ a\nx\n*** End", PATCHES[0] + "!")
-
-
-def custom(kind: Any, value: str, *, strict: bool = False) -> CallableTool:
-    form = ReplyFormat(kind, value, param="tools[4].format.definition")
-    return CallableTool("patch", TEXT, strict=strict, param="tools[4].parameters", input=form)
-
-
-@pytest.mark.parametrize(("name", "special"), PRINTED)
-def test_the_text_of_a_custom_tool_is_one_of_its_grammar_where_calls_are_not_json(name: str, special: bool) -> None:
-    other = replace(custom("grammar", 'start: "other"'), name="other")
-    form = wanted(name, TOOLS[1], other, custom("grammar", PATCH), required=True)
-    grammar = compiled(name, form, special=special)
-    in_json = isinstance(format_named(name).arguments, Json)
-    assert grammar.relaxed == (("tools[4].format.definition",) if in_json else ())
-    tokenizer = byte_tokenizer(name, special=special)
-    for text in (*PATCHES, *NO_PATCHES):
-        written = text_of(name, [("patch", {"input": text})])
-        assert accepts(tokenizer, grammar.constraint(), written) is (in_json or text in PATCHES), text
-    # The grammar of one tool is that of no other.
-    for text, fits in (("other", True), (PATCHES[0], in_json)):
-        assert accepts(tokenizer, grammar.constraint(), text_of(name, [("other", {"input": text})])) is fits
-    assert accepts(tokenizer, grammar.constraint(), text_of(name, [("stop", {})]))
-
-
-@pytest.mark.parametrize(("name", "special"), PRINTED)
-def test_the_text_of_a_custom_tool_matches_its_regular_expression(name: str, special: bool) -> None:
-    pattern = '(a|"\\n|<b>)+\\\\?'
-    grammar = compiled(name, wanted(name, custom("regex", pattern), required=True, parallel=False), special=special)
-    assert grammar.relaxed == ()
-    tokenizer, found = byte_tokenizer(name, special=special), set()
-    for text in ("a", 'a"\n<b>a', "a\\", "", "b", 'a"', "a\\\\"):
-        fits = re.fullmatch(pattern, text) is not None
-        assert accepts(tokenizer, grammar.constraint(), text_of(name, [("patch", {"input": text})])) is fits, text
-    for seed in range(6):
-        ids = walk(name, grammar.constraint(), seed, special=special)
-        text = spelled(name, ids or [], special=special)
-        for _, arguments in read(name, text, {"patch": TEXT}, special=special).calls:
-            assert re.fullmatch(pattern, arguments["input"])
-            found.add(arguments["input"])
-    assert len(found) >= 3
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_regular_expression_that_matches_any_text_lets_the_call_end(name: str) -> None:
-    grammar = compiled(name, wanted(name, custom("regex", "(.|\\n)*"), required=True, parallel=False))
-    for text in ("", "any\n</p>\n\ntext"):
-        written = text_of(name, [("patch", {"input": text})])
-        assert accepts(byte_tokenizer(name), grammar.constraint(), written)
-
-
-@pytest.mark.parametrize("name", ["qwen_xml", "gemma4", "hermes"])
-@pytest.mark.parametrize(
-    ("kind", "value", "code", "why"),
-    [
-        ("grammar", 'start: "a" other\nother: missing', "invalid_value", 'line 2, column 8: unknown name: "missing"'),
-        ("grammar", "no rule", "invalid_value", "line 1, column "),
-        ("regex", "a(", "invalid_value", "unclosed group"),
-        ("regex", "(?=a)b", "invalid_value", "look-around"),
-        ("regex", "a{1,99999}", "schema_too_complex", "repeats 99,999 times"),
-    ],
-)
-def test_what_is_no_grammar_of_a_custom_tool_is_refused(name: str, kind: str, value: str, code: str, why: str) -> None:
-    with pytest.raises(RequestError) as caught:
-        compiled(name, wanted(name, TOOLS[0], custom(kind, value)))
-    assert (caught.value.param, caught.value.code) == ("tools[4].format.definition", code)
-    assert str(caught.value).startswith("tools[4].format.definition: ") and why in str(caught.value)
-
-
-def test_strict_grammars_of_custom_tools_are_refused_where_calls_are_json() -> None:
-    for name, tool in (
-        ("qwen_xml", custom("grammar", PATCH, strict=True)),
-        ("hermes", custom("regex", "a", strict=True)),
-    ):
-        assert compiled(name, wanted(name, tool)).relaxed == ()
-    with pytest.raises(RequestError) as caught:
-        compiled("hermes", wanted("hermes", custom("grammar", PATCH, strict=True)))
-    assert (caught.value.param, caught.value.code) == ("tools[4].format.definition", "unsupported_schema")
-
-
-def test_grammars_of_a_custom_tool_and_of_the_reply_stand_beside_each_other() -> None:
-    body = ReplyFormat("grammar", 'start: "plain " /[0-9]+/')
-    grammar = compiled("qwen_xml", wanted("qwen_xml", custom("grammar", PATCH)), body=body)
-    tokenizer = byte_tokenizer("qwen_xml")
-    for text, fits in (("plain 12", True), ("plain x", False)):
-        assert accepts(tokenizer, grammar.constraint(), text) is fits
-    for text in (*PATCHES, *NO_PATCHES):
-        written = text_of("qwen_xml", [("patch", {"input": text})])
-        assert accepts(tokenizer, grammar.constraint(), written) is (text in PATCHES)
