@@ -52,6 +52,12 @@ class Bare:
 
 
 @dataclass(frozen=True)
+class Keywords:
+    """The arguments are Python's keyword arguments, `NAME=VALUE, NAME=VALUE`. VALUE is a literal of Python; JSON's is
+    read too. A name that is no identifier stands in a dictionary: `**{"NAME": VALUE}`."""
+
+
+@dataclass(frozen=True)
 class Calls:
     """The format of a model's tool calls."""
 
@@ -59,7 +65,7 @@ class Calls:
     format: str
     #: text that begins the first call of a reply; parsers and grammars wait for it
     trigger: str
-    arguments: Json | Tagged | Bare
+    arguments: Json | Tagged | Bare | Keywords
     #: around all calls of a reply
     section: tuple[str, str] = ("", "")
     #: around one call

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from luce.models.keys import Source, model, read_mlp, read_rope_of
 from luce.models.spec import CHATML, Attention, Dialect, GatedMLP, Layer, ModelSpec, MoE, ShortConv
+from luce.models.tool_formats import LFM2
 
 
 def spec(source: Source) -> ModelSpec:
@@ -31,8 +32,5 @@ def lfm2(source: Source, family: str, parts: list[GatedMLP | MoE] | list[GatedML
         model(source, family, layers),
         final_norm="token_embd_norm",
         eos=("<|im_end|>",),
-        dialect=Dialect(
-            notes=("tool calls stand between <|tool_call_start|> and <|tool_call_end|>, in Python's syntax",),
-            message=CHATML,
-        ),
+        dialect=Dialect(message=CHATML, calls=LFM2),
     )

@@ -9,7 +9,7 @@ import re
 from dataclasses import replace
 from typing import NamedTuple
 
-from luce.models.calls import Bare, Calls, Json, Tagged
+from luce.models.calls import Bare, Calls, Json, Keywords, Tagged
 
 QWEN_XML = Calls(
     format="qwen_xml",
@@ -248,6 +248,31 @@ HARMONY = Calls(
     template=("<|channel|>commentary", "functions"),
 )
 
+# The models were trained with JSON too, which their makers' guide offers.
+LFM2 = Calls(
+    format="lfm2",
+    trigger="<|tool_call_start|>",
+    section=("<|tool_call_start|>[", "]<|tool_call_end|>"),
+    call=("", ")"),
+    between=", ",
+    name=("", "("),
+    arguments=Keywords(),
+    accepts=tuple(
+        Calls(
+            format="lfm2",
+            trigger="<|tool_call_start|>",
+            section=section,
+            between=", ",
+            arguments=Json(fields=("name", "arguments")),
+        )
+        for section in (
+            ("<|tool_call_start|>[", "]<|tool_call_end|>"),
+            ("<|tool_call_start|>", "<|tool_call_end|>"),
+        )
+    ),
+    template=("<|tool_list_start|>",),
+)
+
 #: the dialects in the order in which a template is asked for their texts: the most specific first
 TOOL_FORMATS = (
     HARMONY,
@@ -261,6 +286,7 @@ TOOL_FORMATS = (
     MINIMAX_M2,
     SEED_OSS,
     COHERE2,
+    LFM2,
     QWEN_XML,
     GLM47,
     GLM45,

@@ -120,6 +120,28 @@ class Cursor:
         self.at += len(found or "")
         return found or ""
 
+    def read_with(self, reader: JsonReader, out: Callable[[str], None] | None) -> Reads[str]:
+        """What a reader makes of the text, given to `out` piece by piece, if there is one; what a reader that does not
+        end lacks is given to `out` too. Raises MalformedCallError and EndOfReplyError then."""
+        pieces: list[str] = []
+        while True:
+            text, self.at = reader.read(self.text, self.at)
+            if text:
+                pieces.append(text)
+                if out is not None:
+                    out(text)
+                    self.commit()
+            if reader.done:
+                return "".join(pieces)
+            try:
+                if reader.failed:
+                    raise MalformedCallError
+                yield from self.more()
+            except (MalformedCallError, EndOfReplyError):
+                if out is not None:
+                    out(reader.closing)
+                raise
+
     def json_value(self, out: Callable[[str], None] | None = None) -> Reads[str]:
         """A JSON value as text. An object or a list is given to `out` piece by piece, if there is one.
 
@@ -127,27 +149,7 @@ class Cursor:
         """
         first = yield from self.peek()
         if first in "{[":
-            reader, pieces = JsonReader(), []
-            while True:
-                text, self.at = reader.read(self.text, self.at)
-                if text:
-                    pieces.append(text)
-                    if out is not None:
-                        out(text)
-                        self.commit()
-                if reader.done:
-                    return "".join(pieces)
-                if reader.failed:
-                    break
-                try:
-                    yield from self.more()
-                except EndOfReplyError:
-                    if out is not None:
-                        out(reader.closing)
-                    raise
-            if out is not None:
-                out(reader.closing)
-            raise MalformedCallError
+            return (yield from self.read_with(JsonReader(), out))
         pattern = _STRING if first == '"' else _SCALAR
         while True:
             found = pattern.match(self.text, self.at)

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from luce.models.calls import Calls, Json, Tagged
+from luce.models.calls import Bare, Calls, Json, Tagged
 from luce.text.call_format import CallableTool, CallFormat
-from luce.text.call_values import ArgumentRules, BareRules, TaggedRules
+from luce.text.call_values import ArgumentRules, BareRules, KeywordRules, TaggedRules
 from luce.text.channel_grammar import ChannelRules
 from luce.text.grammar_library import EMPTY, INVALID, GrammarError
 from luce.text.grammar_options import GrammarOptions
@@ -84,7 +84,7 @@ class CallRules:
             rule = reply_grammar(form, compiled, blank="", options=self._options).rule
         except SchemaError as error:
             raise SchemaError(form.param + error.path, str(error), str(error.code)) from None
-        if not isinstance(self._calls.arguments, Json):
+        if isinstance(self._calls.arguments, Tagged | Bare):
             if form.kind == "grammar":
                 name = f"input{len(self.grammars)}"
                 self.grammars[name], rule = form.value, f"@{name}"
@@ -219,8 +219,10 @@ class CallRules:
         values: ArgumentRules
         if isinstance(kind, Tagged):
             values = TaggedRules(rules, kind, tool.plain, strict=tool.tool.strict, string=tool.text)
-        else:
+        elif isinstance(kind, Bare):
             values = BareRules(rules, kind, tool.plain, strict=tool.tool.strict, string=tool.text)
+        else:
+            values = KeywordRules(rules, tool.plain, strict=tool.tool.strict)
         try:
             return _joined(head, values.arguments(), self._end(rules))
         except SchemaError as error:

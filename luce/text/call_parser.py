@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from luce.models.calls import Bare, Calls, Json, Tagged
+from luce.models.calls import Bare, Calls, Json, Keywords, Tagged
 from luce.text.call_arguments import ArgumentsWriter, BareReader, TaggedReader
 from luce.text.call_cursor import Cursor, EndOfReplyError, MalformedCallError, Reads
 from luce.text.json_reader import json_text, string_of
+from luce.text.keyword_reader import KeywordReader
 from luce.text.marks import Marks
 from luce.text.parameter_types import ParameterOf, Schema, parameter_of
 from luce.text.reasoning import overlap
@@ -271,6 +272,10 @@ class CallParser:
         self._start(name, id)
         if isinstance(arguments, Json):
             yield from self._json_arguments()
+            return
+        if isinstance(arguments, Keywords):
+            self._finish = lambda: None
+            yield from cursor.read_with(KeywordReader(), self._give)
             return
         writer = ArgumentsWriter(self._give)
         self._finish = writer.finish

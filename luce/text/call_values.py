@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from luce.models.calls import Bare, Tagged
+from luce.text.keyword_reader import is_keyword
 from luce.text.lark import ANY, Rules, text_rule
 from luce.text.parameter_types import kind_of, named_values, written
 from luce.text.plain_schema import PlainSchema
@@ -60,6 +61,11 @@ class ArgumentRules(ABC):
         if schema is False:
             return {"enum": []}
         return schema if isinstance(schema, dict) else {}
+
+    def _whole(self, schema: Any) -> _Json:
+        """The schema with the definitions that it may refer to."""
+        schema = self._target(schema)
+        return {**schema, "$defs": dict(self._defs)} if self._defs else schema
 
     def _check_object(self, schema: _Json, path: str) -> None:
         """Refuse a strict object with keywords that rules of its properties do not enforce."""
@@ -200,9 +206,34 @@ class TaggedRules(ArgumentRules):
             return f"({' | '.join(arms)})"
         return self._string_up_to(end, target, path)
 
-    def _whole(self, schema: Any) -> _Json:
-        schema = self._target(schema)
-        return {**schema, "$defs": dict(self._defs)} if self._defs else schema
+
+class KeywordRules(ArgumentRules):
+    """Python's keyword arguments in any order. Values are JSON, with Python's words where a whole value is one."""
+
+    def arguments(self) -> str:
+        """As in ArgumentRules."""
+        self._check_object(self._schema, "")
+        known, required = self._properties(self._schema)
+        items = [self._rules.rule(self._argument(name, inner)) for name, inner in known]
+        extra = self._schema.get("additionalProperties", True)
+        if extra is False or items:
+            if self._strict and extra is not False:
+                raise _unenforced("", "an open object")
+            return self._rules.any_order(items, required, '", "')
+        value = self._value(extra, ".additionalProperties")
+        pair = self._rules.rule(f"{self._rules.terminal(r'/[A-Za-z_][A-Za-z0-9_]{0,63}=/')} {value}")
+        return self._rules.rule(f'({pair} (", " {pair})*)?')
+
+    def _argument(self, name: str, schema: Any) -> str:
+        value = self._value(schema, f".properties.{name}")
+        if is_keyword(name):
+            return f"{text_rule(name + '=')} {value}"
+        return f"{text_rule('**{' + json.dumps(name, ensure_ascii=False) + ': ')} {value} {text_rule('}')}"
+
+    def _value(self, schema: Any, path: str) -> str:
+        kinds = self._checked_kinds(schema, path)
+        words = [word for kind, word in _PYTHON if kind in kinds and named_values(self._target(schema)) is None]
+        return f"({' | '.join([self._rules.json(self._whole(schema)), *map(text_rule, words)])})"
 
 
 class BareRules(ArgumentRules):

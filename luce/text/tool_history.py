@@ -10,8 +10,9 @@ import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from luce.models.calls import Bare, Calls, Json, Tagged
+from luce.models.calls import Bare, Calls, Json, Keywords, Tagged
 from luce.models.tool_formats import shows_tools
+from luce.text.keyword_reader import is_keyword
 
 Message = dict[str, Any]
 
@@ -69,6 +70,8 @@ def call_text(calls: Calls, name: str, arguments: Any, number: int = 0) -> str:
         written = "".join(_tagged(kind, key, value) for key, value in arguments.items())
     elif isinstance(kind, Bare):
         written = _bare(kind, arguments)
+    elif isinstance(kind, Keywords):
+        written = ", ".join(_keyword(key, value) for key, value in arguments.items())
     else:
         written = _json(arguments)
     return f"{calls.call[0]}{calls.name[0]}{name}{calls.name[1]}{written}{calls.call[1]}"
@@ -88,6 +91,19 @@ def _bare(kind: Bare, value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ",".join(_bare(kind, item) for item in value) + "]"
     return _json(value)
+
+
+def _keyword(name: str, value: Any) -> str:
+    return f"{name}={_python(value)}" if is_keyword(name) else f"**{{{_json(name)}: {_python(value)}}}"
+
+
+def _python(value: Any) -> str:
+    """A value as a literal of Python, strings as JSON has them: these are Python's too."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_json(key)}: {_python(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_python, value)) + "]"
+    return repr(value) if value is None or isinstance(value, bool) else _json(value)
 
 
 def _json(value: Any) -> str:
@@ -246,7 +262,7 @@ def _with_results_as_text(messages: Sequence[Message]) -> list[Message]:
 
 def _introduced(messages: list[Message], tools: Sequence[Mapping[str, Any]], calls: Calls) -> list[Message]:
     """The messages with the tools at the end of the system message, which begins them."""
-    if isinstance(calls.arguments, Tagged | Bare):
+    if isinstance(calls.arguments, Tagged | Bare | Keywords):
         example = call_text(calls, "function-name", {"parameter-name": "value"})
     else:
         example = call_text(calls, "<name>", "<arguments>").replace('"<name>"', "<function-name>")

@@ -146,6 +146,25 @@ _V3_CALLS = "{% if m.tool_calls %}<｜tool▁calls▁begin｜>" + _EACH
 _V3_END = "{% endfor %}<｜tool▁calls▁end｜>{% endif %}"
 _BEFORE = "{% if (loop.first and m.content) or not loop.first %}\n{% endif %}"
 
+# LFM2's own prints no calls: Luce writes past ones into the text.
+_LFM2 = (
+    "{% macro python(v) %}{% if v is none %}None{% elif v is boolean %}{{ 'True' if v else 'False' }}"
+    "{% elif v is mapping %}{{ '{' }}{% for k, i in v.items() %}{{ ', ' if not loop.first else '' }}{{ k | tojson }}: "
+    "{{ python(i) }}{% endfor %}{{ '}' }}"
+    "{% elif v is iterable and v is not string %}[{% for i in v %}{{ ', ' if not loop.first else '' }}{{ python(i) }}"
+    "{% endfor %}]{% else %}{{ v | tojson }}{% endif %}{% endmacro %}"
+) + _chatml(
+    "<|tool_list_start|>[]<|tool_list_end|>",
+    "{% if m.tool_calls %}<|tool_call_start|>["
+    + _EACH
+    + "{{ ', ' if not loop.first else '' }}{{ c.function.name }}("
+    + _ITEMS
+    + "{{ ', ' if not loop.first else '' }}{% if k.isascii() and k.isidentifier() %}{{ k }}={{ python(v) }}"
+    "{% else %}**{{ '{' }}{{ k | tojson }}: {{ python(v) }}{{ '}' }}{% endif %}{% endfor %}){% endfor %}"
+    "]<|tool_call_end|>"
+    "{% endif %}",
+)
+
 #: chat templates by the dialect that they print
 TEMPLATES: Mapping[str, str] = {
     "qwen_xml": _chatml(
@@ -161,6 +180,7 @@ TEMPLATES: Mapping[str, str] = {
         _EACH + _BEFORE + "<tool_call>\n" + _JSON_CALL + "\n</tool_call>{% endfor %}",
     ),
     "gemma4": _GEMMA4,
+    "lfm2": _LFM2,
     "harmony": _HARMONY,
     "cohere2": _COHERE2,
     "glm45": _chatml(
@@ -244,6 +264,7 @@ SPECIALS: Mapping[str, Sequence[str]] = {
     "harmony": ("<|start|>", "<|end|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|call|>", "<|return|>"),
     "hermes": (*_MESSAGES, *_TOOL_CALL),
     "gemma4": ("<|turn>", "<turn|>", "<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_response>", "<tool_response|>"),
+    "lfm2": (*_MESSAGES, "<|tool_call_start|>", "<|tool_call_end|>"),
     "glm45": (*_MESSAGES, *_TOOL_CALL, *_ARGUMENT_TAGS),
     "glm47": (*_MESSAGES, *_TOOL_CALL, *_ARGUMENT_TAGS),
     "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>", "<|python_tag|>"),

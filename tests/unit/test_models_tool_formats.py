@@ -22,6 +22,7 @@ TEMPLATES = {
     "minimax_m2": "{% if tools %}<minimax:tool_call>\n{{ '<invoke name=\"' + n + '\">' }}{% endif %}",
     "seed_oss": "{% if tools %}<seed:tool_call>\n<function=f>\n<parameter=k>v</parameter>\n{% endif %}",
     "cohere2": """{% if tools %}<|START_ACTION|>[\n{"tool_call_id": "{{ i }}", "tool_name": "{{ n }}"{% endif %}""",
+    "lfm2": "{% if tools %}List of tools: <|tool_list_start|>[{{ tools | tojson }}]<|tool_list_end|>{% endif %}",
     "deepseek_v3": "{% if tools %}{{ 'function<｜tool▁sep｜>' + n + '\n```json\n' }}{% endif %}",
     "deepseek_v31": "{% if tools %}{{ n + '<｜tool▁sep｜>' + a }}{% endif %}",
     "deepseek_v32": '{% if tools %}<｜DSML｜function_calls><｜DSML｜invoke name="n">{% endif %}',

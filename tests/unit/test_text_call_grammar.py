@@ -113,7 +113,7 @@ def test_a_number_stands_in_front_of_the_name() -> None:
         assert accepts(tokenizer, grammar.constraint(), text) is allowed, text
 
 
-@pytest.mark.parametrize("name", ["qwen_xml", "glm45", "minimax_m2", "seed_oss", "deepseek_v32", "gemma4"])
+@pytest.mark.parametrize("name", ["qwen_xml", "glm45", "minimax_m2", "seed_oss", "deepseek_v32", "gemma4", "lfm2"])
 def test_parameters_come_in_any_order_once_and_the_required_ones_come(name: str) -> None:
     grammar = compiled(name, wanted(name, required=True))
     tokenizer = byte_tokenizer(name)
@@ -194,7 +194,7 @@ def test_strict_tools_are_refused_by_their_path(name: str, inner: Any, path: str
     assert (caught.value.param, caught.value.code) == (f"tools[3].function.parameters.properties.x{path}", code)
 
 
-@pytest.mark.parametrize("name", ["qwen_xml", "gemma4"])
+@pytest.mark.parametrize("name", ["qwen_xml", "gemma4", "lfm2"])
 @pytest.mark.parametrize(
     ("inner", "fits", "refused"),
     [
@@ -202,7 +202,7 @@ def test_strict_tools_are_refused_by_their_path(name: str, inner: Any, path: str
         ({"type": "string", "minLength": 2}, "ab", "a"),
     ],
 )
-def test_strict_strings_without_quotes_keep_their_length(name: str, inner: Any, fits: str, refused: str) -> None:
+def test_strict_strings_keep_their_length(name: str, inner: Any, fits: str, refused: str) -> None:
     parameters = {"type": "object", "properties": {"x": inner}, "required": ["x"], "additionalProperties": False}
     grammar = compiled(name, wanted(name, CallableTool("f", parameters, strict=True), required=True))
     for value, ok in ((fits, True), (refused, False)):
@@ -248,7 +248,7 @@ def test_an_attribute_of_the_type_goes_with_the_value() -> None:
     assert not accepts(tokenizer, grammar.constraint(), text.replace("null", "x"))
 
 
-@pytest.mark.parametrize("name", ["qwen_xml", "gemma4"])
+@pytest.mark.parametrize("name", ["qwen_xml", "gemma4", "lfm2"])
 def test_a_strict_object_with_more_than_properties_is_refused(name: str) -> None:
     more = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": False}
     for keyword, value in (("allOf", [{"required": ["a"]}]), ("minProperties", 1), ("anyOf", [{"required": ["a"]}])):
@@ -258,7 +258,15 @@ def test_a_strict_object_with_more_than_properties_is_refused(name: str) -> None
         assert caught.value.param == f"tools[0].parameters.{keyword}"
 
 
-@pytest.mark.parametrize("name", ["qwen_xml", "gemma4"])
+@pytest.mark.parametrize("name", ["gemma4", "lfm2"])
+def test_a_strict_object_that_is_open_is_refused_where_no_rule_writes_it(name: str) -> None:
+    parameters = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    with pytest.raises(RequestError, match="an open object cannot be enforced") as caught:
+        compiled(name, wanted(name, CallableTool("t", parameters, strict=True, param="tools[0].parameters")))
+    assert caught.value.param == "tools[0].parameters"
+
+
+@pytest.mark.parametrize("name", ["qwen_xml", "gemma4", "lfm2"])
 def test_values_of_an_enum_have_its_type(name: str) -> None:
     parameters = {"type": "object", "properties": {"v": {"type": "string", "enum": ["a", 1]}}, "required": ["v"]}
     grammar = compiled(name, wanted(name, CallableTool("t", parameters), required=True))
@@ -276,7 +284,7 @@ NOTHING: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("name", ["qwen_xml", "gemma4"])
+@pytest.mark.parametrize("name", ["qwen_xml", "gemma4", "lfm2"])
 @pytest.mark.parametrize("inner", NOTHING)
 def test_a_parameter_that_allows_no_value_is_refused_by_its_path(name: str, inner: Any) -> None:
     parameters = {
@@ -297,7 +305,7 @@ def test_a_parameter_that_allows_no_value_is_refused_by_its_path(name: str, inne
     assert accepts(byte_tokenizer(name), grammar.constraint(), text_of(name, [("f", {"y": "free"})]))
 
 
-@pytest.mark.parametrize("name", ["qwen_xml", "gemma4"])
+@pytest.mark.parametrize("name", ["qwen_xml", "gemma4", "lfm2"])
 def test_an_arm_that_allows_no_value_is_left_out(name: str) -> None:
     parameters = {
         "type": "object",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from luce.errors import RequestError
-from luce.models.calls import Json
+from luce.models.calls import Json, Keywords
 from luce.text.call_format import CallableTool
 from luce.text.reply_format import ReplyFormat
 from tests.support.call_grammars import (
@@ -55,7 +55,7 @@ def test_the_text_of_a_custom_tool_is_one_of_its_grammar_where_calls_are_not_jso
     other = replace(custom("grammar", 'start: "other"'), name="other")
     form = wanted(name, TOOLS[1], other, custom("grammar", PATCH), required=True)
     grammar = compiled(name, form, special=special)
-    in_json = isinstance(format_named(name).arguments, Json)
+    in_json = isinstance(format_named(name).arguments, Json | Keywords)
     assert grammar.relaxed == (("tools[4].format.definition",) if in_json else ())
     tokenizer = byte_tokenizer(name, special=special)
     for text in (*PATCHES, *NO_PATCHES):
@@ -117,9 +117,10 @@ def test_strict_grammars_of_custom_tools_are_refused_where_calls_are_json() -> N
         ("hermes", custom("regex", "a", strict=True)),
     ):
         assert compiled(name, wanted(name, tool)).relaxed == ()
-    with pytest.raises(RequestError) as caught:
-        compiled("hermes", wanted("hermes", custom("grammar", PATCH, strict=True)))
-    assert (caught.value.param, caught.value.code) == ("tools[4].format.definition", "unsupported_schema")
+    for name in ("hermes", "lfm2"):
+        with pytest.raises(RequestError) as caught:
+            compiled(name, wanted(name, custom("grammar", PATCH, strict=True)))
+        assert (caught.value.param, caught.value.code) == ("tools[4].format.definition", "unsupported_schema")
 
 
 def test_grammars_of_a_custom_tool_and_of_the_reply_stand_beside_each_other() -> None:

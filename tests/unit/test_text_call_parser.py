@@ -87,6 +87,7 @@ _ARGUMENTS = st.fixed_dictionaries(
 _BEHIND_NAME = {
     "qwen_xml": ">",
     "gemma4": "{",
+    "lfm2": "(",
     # The spelling of the template in the file's tokens.
     "harmony": "<|channel|>commentary json<|message|>",
     "glm45": "\n",

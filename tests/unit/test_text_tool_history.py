@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from luce.models.tool_formats import TOOL_FORMATS
+from luce.models.tool_formats import HERMES, TOOL_FORMATS, choose_calls
 from luce.text.tool_history import call_text, for_template
 from tests.support.call_parts import Found, read
 from tests.support.tool_templates import TEMPLATES, format_named, rendered
@@ -35,6 +35,18 @@ def test_a_written_call_is_read_back(name: str) -> None:
     calls = format_named(name)
     text = calls.section[0] + call_text(calls, "f", ARGUMENTS) + calls.section[1]
     assert read(name, text, TOOLS) == Found("", [("f", ARGUMENTS)])
+
+
+def test_calls_of_lfm2_go_into_the_text_that_its_template_prints() -> None:
+    template = (
+        "{% if tools %}List of tools: <|tool_list_start|>{{ tools | tojson }}<|tool_list_end|>{% endif %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    )
+    calls = choose_calls(template, HERMES).calls
+    history = [calling(("1", '{"n": 5, "a-b": null}'), ("2", "{}"), content="Let me see."), result("1", "6")]
+    found, tools = for_template(history, [{"name": "f"}], calls, template)
+    text = 'Let me see.<|tool_call_start|>[f(n=5, **{"a-b": None}), f()]<|tool_call_end|>'
+    assert found == [{"role": "assistant", "content": text}, result("1", "6")] and tools == [{"name": "f"}]
 
 
 def test_arguments_become_objects_and_keep_their_order() -> None:
