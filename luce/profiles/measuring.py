@@ -151,8 +151,7 @@ class _Timer:
         return self.repeated(lambda: self.once(work))
 
     def once(self, work: Callable[[], object]) -> float:
-        """Seconds of `work`; on a GPU behind the same work, untimed: it computes that while Python queues what is timed,
-        which may take longer than the work itself."""
+        """Seconds of `work`; on a GPU behind the same work, untimed: it computes while Python queues what is timed."""
         if not self.device.host:
             work()
         start = self.device.record(timing=True)
