@@ -24,6 +24,7 @@ from luce.cpu_kernels.vectors import (
     first_lane,
     fma,
     load_floats,
+    prefetch,
     put_float,
     read_float,
     splat_float,
@@ -90,8 +91,9 @@ def _capped(scores, cap):
 
 
 @compiled
-def _put_scores(arguments, row, query, keys, row_bytes, first, scratch):
-    """Write the scores of a page's keys, _NEVER for those that the row does not see. Returns the largest."""
+def _put_scores(arguments, row, query, keys, row_bytes, ahead, head, group, first, scratch):
+    """Write the scores of a page's keys, _NEVER for those that the row does not see. Returns the largest. `ahead`: the
+    address of keys to ask for meanwhile (0: none), all at once would stop the products."""
     size, cap = word(arguments, _SIZE) * 4, read_float(arguments + _CAP * 8)
     scale, products = splat_float(read_float(arguments + _SCALE * 8)), scratch + _OF_PRODUCTS
     for key in range(0, PAGE, LANES):
@@ -100,6 +102,10 @@ def _put_scores(arguments, row, query, keys, row_bytes, first, scratch):
             for i in range(0, size, 64):
                 sums = add_products(sums, load_floats(query + i) * scale, at + i, row_bytes)
             store_rows(sums, products + half * 64)
+            if ahead != 0:
+                for own in range(key + half + (head - key - half) % group, key + half + 8, group):
+                    for i in range(0, size, 64):
+                        prefetch(ahead + own * row_bytes + i)
         scores = totals(products)
         if cap != np.float32(0.0):
             scores = _capped(scores, cap)
@@ -114,9 +120,9 @@ def _put_scores(arguments, row, query, keys, row_bytes, first, scratch):
 
 
 @compiled
-def _add_page(arguments, values, row_bytes, largest, before, state, sums, scores):
+def _add_page(arguments, values, row_bytes, ahead, head, group, largest, before, state, sums, scores):
     """Add a page's values by their scores to the sums of a head, which are relative to `before`, the largest score so
-    far; afterwards they are relative to `largest`."""
+    far; afterwards they are relative to `largest`. `ahead`: as of _put_scores."""
     size = word(arguments, _SIZE) * 4
     weight, shift = splat_float(0.0), splat_float(largest)
     for i in range(0, PAGE * 4, 64):
@@ -134,6 +140,9 @@ def _add_page(arguments, values, row_bytes, largest, before, state, sums, scores
         mixed = load_rows(4, sums + i)
         for key in range(PAGE):
             share = read_float(scores + key * 4)
+            if ahead != 0 and key % group == head:
+                for own in range(ahead + key * row_bytes + i, ahead + key * row_bytes + i + 256, 64):
+                    prefetch(own)
             if share != np.float32(0.0):
                 mixed = add_products(mixed, splat_float(share), values + key * row_bytes + i, 64)
         store_rows(mixed, sums + i)
@@ -167,6 +176,22 @@ def _page(arguments, pool, kind, place, to):
 
 
 @compiled
+def _ahead(arguments, pool, kind, place):
+    """The address of the first row of the page after the one at hand, if it is in float32, else 0. `place` of its head,
+    -1 if there is none. Of other types, it asks for the page: the CPU's own prefetching loses rows that lie apart."""
+    if place < 0:
+        return 0
+    size = word(arguments, kind + 1)
+    rows, stride = word(arguments, pool) + place * size, word(arguments, _KV_HEADS) * size
+    if word(arguments, kind) == F32:
+        return rows
+    for row in range(PAGE):
+        for i in range(0, size, 64):
+            prefetch(rows + row * stride + i)
+    return 0
+
+
+@compiled
 def _attend_span(arguments, begin, end, kv_head, scratch):
     """Rows [begin, end), which are of one span, and a KV head."""
     size, group = word(arguments, _SIZE) * 4, word(arguments, _HEADS) // word(arguments, _KV_HEADS)
@@ -178,25 +203,34 @@ def _attend_span(arguments, begin, end, kv_head, scratch):
             store(sums + number * size + i, splat_float(0.0))
     span, width = element(arguments, _ROW_SPAN, begin), word(arguments, _WIDTH)
     key_bytes, value_bytes = _row_bytes(arguments, _KEY_TYPE), _row_bytes(arguments, _VALUE_TYPE)
-    for page in range(element(arguments, _COUNT, span)):
+    count = element(arguments, _COUNT, span)
+    for page in range(count):
         first = element(arguments, _FIRST, span * width + page)
         place = element(arguments, _TABLE, span * width + page) * PAGE * word(arguments, _KV_HEADS) + kv_head
-        keys = values = 0
+        keys = values = next_keys = next_values = 0
         for row in range(begin, end):
             if _share(arguments, row, first) == 0:
                 continue
             if keys == 0:
                 keys = _page(arguments, _KEYS, _KEY_TYPE, place, scratch + _OF_KEYS)
                 values = _page(arguments, _VALUES, _VALUE_TYPE, place, scratch + _OF_VALUES)
+                following = -1
+                if page + 1 < count:
+                    following = element(arguments, _TABLE, span * width + page + 1)
+                    following = following * PAGE * word(arguments, _KV_HEADS) + kv_head
+                next_keys = _ahead(arguments, _KEYS, _KEY_TYPE, following)
+                next_values = _ahead(arguments, _VALUES, _VALUE_TYPE, following)
             queries = word(arguments, _Q) + row * word(arguments, _ROW_STRIDE)
             for head in range(group):
+                # Each head asks for a share of the next page: all at once would hold up the products.
                 query = queries + (kv_head * group + head) * word(arguments, _HEAD_STRIDE)
                 number = (row - begin) * group + head
-                most = _put_scores(arguments, row, query, keys, key_bytes, first, scratch)
+                most = _put_scores(arguments, row, query, keys, key_bytes, next_keys, head, group, first, scratch)
                 if most != _NEVER:
                     state, before = states + number * 8, read_float(states + number * 8)
                     top, to = max(most, before), sums + number * size
-                    _add_page(arguments, values, value_bytes, top, before, state, to, scratch)
+                    _add_page(arguments, values, value_bytes, next_values, head, group, top, before, state, to, scratch)
+            next_keys = next_values = 0
     for row in range(begin, end):
         out = word(arguments, _OUT) + (row * word(arguments, _HEADS) + kv_head * group) * size
         for head in range(group):
