@@ -3,9 +3,10 @@
 Pages of other types than float32 become floats first, once for all rows of a part.
 
 A part is some rows and one KV head. Each row goes through its pages in order, 64 keys at a time: their scores, the
-largest so far, and the sums rescaled to it. Keys that the row does not see add exact zeros. So a row's bits depend on
-its pages alone, not on the rows or threads beside it. The rows of a part that have the same pages go through them
-together, so that a page is read from memory once for all of them.
+largest so far, and the sums rescaled to it. Keys that the row does not see add exact zeros. A run of pages is summed by
+itself, and then added to those before it. So a row's bits depend on its pages alone, not on the rows or threads beside
+it. The rows of a part that have the same pages go through them together, so that a page is read from memory once for all
+of them; of few rows, each run is a part.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from luce.cpu_kernels.dimensions import LANES, MOST_GROUP, MOST_HEAD, PAGE
 from luce.cpu_kernels.jit import compiled, compiled_as, inlined
 from luce.cpu_kernels.jobs import run_job
 from luce.cpu_kernels.kv_page import F32, page_floats
-from luce.cpu_kernels.memory import stack_words
+from luce.cpu_kernels.memory import allocate, release, stack_words
 from luce.cpu_kernels.vector_rows import add_products, load_rows, store_rows, zero_rows
 from luce.cpu_kernels.vectors import (
     element,
@@ -27,6 +28,7 @@ from luce.cpu_kernels.vectors import (
     prefetch,
     put_float,
     read_float,
+    read_int,
     splat_float,
     store,
     total,
@@ -37,22 +39,27 @@ from luce.cpu_kernels.vectors import (
 # int64 arguments: addresses of q, keys, values, out, positions, the rows' spans, spans, page table, first positions,
 # counts, seen rows (0: none), sinks (0: none); strides of q's rows and heads; heads, KV heads, elements of a head,
 # width of the table, window (0: none), bits of the scale and of the cap (0: none) as float32, rows, rows of a part; of
-# keys and of values the type and the bytes of a head in the pool
+# keys and of values the type and the bytes of a head in the pool; runs of each row, and the addresses of the states and
+# sums of each row's KV heads' runs' heads
 _Q, _KEYS, _VALUES, _OUT, _POSITIONS, _ROW_SPAN, _SPANS, _TABLE, _FIRST, _COUNT, _SEEN, _SINKS = range(12)
 _ROW_STRIDE, _HEAD_STRIDE, _HEADS, _KV_HEADS, _SIZE, _WIDTH, _WINDOW, _SCALE, _CAP, _ROWS, _PART = range(12, 23)
-_KEY_TYPE, _KEY_BYTES, _VALUE_TYPE, _VALUE_BYTES, _WORDS = range(23, 28)
+_KEY_TYPE, _KEY_BYTES, _VALUE_TYPE, _VALUE_BYTES, _RUNS, _RUN_STATES, _RUN_SUMS, _WORDS = range(23, 31)
 # The thread's memory: a page's scores of a head, its products of 16 keys lane by lane, then for each row of a part and
-# each head of the group the largest score, the sum of the weights, and the sums of the values; a page's keys and values
-# of other types than float32.
+# each head of the group the largest score, the sum of the weights, and the sums of the values, and the same of a run; a
+# page's keys and values of other types than float32.
 _OF_PRODUCTS = 4 * PAGE
 _OF_STATES = _OF_PRODUCTS + 64 * LANES
 _OF_SUMS = _OF_STATES + 8 * MOST_GROUP
-_OF_KEYS = _OF_SUMS + 4 * MOST_HEAD * MOST_GROUP
+_OF_RUN_STATES = _OF_SUMS + 4 * MOST_HEAD * MOST_GROUP
+_OF_RUN_SUMS = _OF_RUN_STATES + 8 * MOST_GROUP
+_OF_KEYS = _OF_RUN_SUMS + 4 * MOST_HEAD * MOST_GROUP
 _OF_VALUES = _OF_KEYS + 4 * MOST_HEAD * PAGE
 #: bytes of memory that a thread needs
 SCRATCH = _OF_VALUES + 4 * MOST_HEAD * PAGE
 #: most rows of a part, of spans with many
 _MOST_ROWS = 8
+# Positions of a run of pages, and the most rows and KV heads whose runs are parts.
+_RUN, _FEW = 16 * PAGE, 64
 _NEVER = np.float32(-3e38)
 
 
@@ -192,19 +199,49 @@ def _ahead(arguments, pool, kind, place):
 
 
 @compiled
-def _attend_span(arguments, begin, end, kv_head, scratch):
-    """Rows [begin, end), which are of one span, and a KV head."""
-    size, group = word(arguments, _SIZE) * 4, word(arguments, _HEADS) // word(arguments, _KV_HEADS)
-    states, sums = scratch + _OF_STATES, scratch + _OF_SUMS
-    for number in range((end - begin) * group):
+def _clear(states, sums, count, size):
+    """The states and sums of `count` heads that have seen nothing."""
+    for number in range(count):
         put_float(states + number * 8, _NEVER)
         put_float(states + number * 8 + 4, np.float32(0.0))
         for i in range(0, size, 64):
             store(sums + number * size + i, splat_float(0.0))
+
+
+@compiled
+def _fold(state, sums, later, later_sums, size):
+    """Add what a head has seen in a later run of pages."""
+    before, own = read_float(state), read_float(later)
+    if own == _NEVER:
+        return
+    top = max(before, own)
+    # What has seen nothing counts e^-3e38 = 0, and what is alone e^0 = 1: its bits stay.
+    shrink, share = exp(splat_float(before) - splat_float(top)), exp(splat_float(own) - splat_float(top))
+    put_float(state, top)
+    weight = read_float(state + 4) * first_lane(shrink) + read_float(later + 4) * first_lane(share)
+    put_float(state + 4, weight)
+    for i in range(0, size, 64):
+        store(sums + i, fma(load_floats(later_sums + i), share, load_floats(sums + i) * shrink))
+
+
+@compiled
+def _run_end(arguments, span, page):
+    """The first page of a span behind the run that has `page`."""
+    first = word(arguments, _FIRST) + span * word(arguments, _WIDTH) * 4
+    run, end = read_int(first + page * 4) // _RUN, page + 1
+    while end < element(arguments, _COUNT, span) and read_int(first + end * 4) // _RUN == run:
+        end += 1
+    return end
+
+
+@compiled
+def _attend_run(arguments, begin, end, kv_head, pages, states, sums, scratch):
+    """What rows [begin, end) of one span see in the pages from pages[0] to before pages[1], by the heads of a KV head:
+    to states and sums, which have seen nothing."""
+    size, group = word(arguments, _SIZE) * 4, word(arguments, _HEADS) // word(arguments, _KV_HEADS)
     span, width = element(arguments, _ROW_SPAN, begin), word(arguments, _WIDTH)
     key_bytes, value_bytes = _row_bytes(arguments, _KEY_TYPE), _row_bytes(arguments, _VALUE_TYPE)
-    count = element(arguments, _COUNT, span)
-    for page in range(count):
+    for page in range(pages[0], pages[1]):
         first = element(arguments, _FIRST, span * width + page)
         place = element(arguments, _TABLE, span * width + page) * PAGE * word(arguments, _KV_HEADS) + kv_head
         keys = values = next_keys = next_values = 0
@@ -215,7 +252,7 @@ def _attend_span(arguments, begin, end, kv_head, scratch):
                 keys = _page(arguments, _KEYS, _KEY_TYPE, place, scratch + _OF_KEYS)
                 values = _page(arguments, _VALUES, _VALUE_TYPE, place, scratch + _OF_VALUES)
                 following = -1
-                if page + 1 < count:
+                if page + 1 < element(arguments, _COUNT, span):
                     following = element(arguments, _TABLE, span * width + page + 1)
                     following = following * PAGE * word(arguments, _KV_HEADS) + kv_head
                 next_keys = _ahead(arguments, _KEYS, _KEY_TYPE, following)
@@ -231,17 +268,41 @@ def _attend_span(arguments, begin, end, kv_head, scratch):
                     top, to = max(most, before), sums + number * size
                     _add_page(arguments, values, value_bytes, next_values, head, group, top, before, state, to, scratch)
             next_keys = next_values = 0
+
+
+@compiled
+def _put_result(arguments, row, head, state, sums):
+    """Write a head's result from its sums."""
+    size, whole = word(arguments, _SIZE) * 4, splat_float(read_float(state + 4))
+    if word(arguments, _SINKS) != 0:
+        # A sink far above all scores makes the sum infinite, and the result the right 0.
+        sink = read_float(word(arguments, _SINKS) + head * 4)
+        whole = whole + exp(splat_float(sink) - splat_float(read_float(state)))
+    out = word(arguments, _OUT) + (row * word(arguments, _HEADS) + head) * size
+    for i in range(0, size, 64):
+        store(out + i, load_floats(sums + i) / whole)
+
+
+@compiled
+def _attend_span(arguments, begin, end, kv_head, scratch):
+    """Rows [begin, end), which are of one span, and a KV head."""
+    size, group = word(arguments, _SIZE) * 4, word(arguments, _HEADS) // word(arguments, _KV_HEADS)
+    states, sums, heads = scratch + _OF_STATES, scratch + _OF_SUMS, (end - begin) * group
+    run_states, run_sums = scratch + _OF_RUN_STATES, scratch + _OF_RUN_SUMS
+    _clear(states, sums, heads, size)
+    span, page = element(arguments, _ROW_SPAN, begin), 0
+    while page < element(arguments, _COUNT, span):
+        stop = _run_end(arguments, span, page)
+        _clear(run_states, run_sums, heads, size)
+        _attend_run(arguments, begin, end, kv_head, (page, stop), run_states, run_sums, scratch)
+        for number in range(heads):
+            own = sums + number * size
+            _fold(states + number * 8, own, run_states + number * 8, run_sums + number * size, size)
+        page = stop
     for row in range(begin, end):
-        out = word(arguments, _OUT) + (row * word(arguments, _HEADS) + kv_head * group) * size
         for head in range(group):
             number = (row - begin) * group + head
-            whole = splat_float(read_float(states + number * 8 + 4))
-            if word(arguments, _SINKS) != 0:
-                # A sink far above all scores makes the sum infinite, and the result the right 0.
-                sink = read_float(word(arguments, _SINKS) + (kv_head * group + head) * 4)
-                whole = whole + exp(splat_float(sink) - splat_float(read_float(states + number * 8)))
-            for i in range(0, size, 64):
-                store(out + head * size + i, load_floats(sums + number * size + i) / whole)
+            _put_result(arguments, row, kv_head * group + head, states + number * 8, sums + number * size)
 
 
 @compiled
@@ -258,6 +319,53 @@ def attend(arguments, part, scratch):
         row = end
 
 
+@compiled
+def attend_run(arguments, part, scratch):
+    """Part `part` = (row * KV heads + KV head) * runs + run: what the row sees in a run, to the memory of runs."""
+    kv_heads, runs = word(arguments, _KV_HEADS), word(arguments, _RUNS)
+    row, kv_head = part // runs // kv_heads, part // runs % kv_heads
+    size, group = word(arguments, _SIZE) * 4, word(arguments, _HEADS) // kv_heads
+    states = word(arguments, _RUN_STATES) + part * group * 8
+    sums = word(arguments, _RUN_SUMS) + part * group * size
+    _clear(states, sums, group, size)
+    span, page = element(arguments, _ROW_SPAN, row), 0
+    for _ in range(part % runs):
+        if page < element(arguments, _COUNT, span):
+            page = _run_end(arguments, span, page)
+    if page < element(arguments, _COUNT, span):
+        stop = _run_end(arguments, span, page)
+        _attend_run(arguments, row, row + 1, kv_head, (page, stop), states, sums, scratch)
+
+
+@compiled
+def fold_runs(arguments, part, scratch):
+    """Part `part` = row * KV heads + KV head: its runs, in their order, to the results."""
+    kv_heads, runs = word(arguments, _KV_HEADS), word(arguments, _RUNS)
+    size, group = word(arguments, _SIZE) * 4, word(arguments, _HEADS) // kv_heads
+    states, sums = scratch + _OF_STATES, scratch + _OF_SUMS
+    _clear(states, sums, group, size)
+    for run in range(part * runs, (part + 1) * runs):
+        for head in range(group):
+            number = run * group + head
+            later, later_sums = word(arguments, _RUN_STATES) + number * 8, word(arguments, _RUN_SUMS) + number * size
+            _fold(states + head * 8, sums + head * size, later, later_sums, size)
+    for head in range(group):
+        own = part % kv_heads * group + head
+        _put_result(arguments, part // kv_heads, own, states + head * 8, sums + head * size)
+
+
+@compiled
+def _most_runs(arguments, spans):
+    """Of the spans."""
+    most = 1
+    for span in range(spans):
+        runs, page = 0, 0
+        while page < element(arguments, _COUNT, span):
+            page, runs = _run_end(arguments, span, page), runs + 1
+        most = max(most, runs)
+    return most
+
+
 _ARRAYS = "float32[:, :, :], uint8[:, :, ::1], uint8[:, :, ::1], float32[:, :, ::1], int32[::1], int32[::1]"
 _PAGES = "int32[:, ::1], int32[:, ::1], int32[:, ::1], int32[::1], int32[:, ::1]"
 
@@ -265,7 +373,7 @@ _PAGES = "int32[:, ::1], int32[:, ::1], int32[:, ::1], int32[::1], int32[:, ::1]
 _FACTS = "int64, float32, float32, float32[::1], int64, int64, boolean"
 
 
-@compiled_as(f"void(int64, UniTuple(int64, 1), {_ARRAYS}, {_PAGES}, {_FACTS})")
+@compiled_as(f"void(int64, UniTuple(int64, 3), {_ARRAYS}, {_PAGES}, {_FACTS})")
 def attention(
     slot,
     kernels,
@@ -307,4 +415,14 @@ def attention(
     arguments[_ROWS], arguments[_PART] = n, part
     put_float(arguments.ctypes.data + _SCALE * 8, scale)
     put_float(arguments.ctypes.data + _CAP * 8, cap)
-    run_job(slot, kernels[0], arguments, (n + part - 1) // part * kv_heads)
+    runs = 1 if many or n * kv_heads > _FEW else _most_runs(arguments.ctypes.data, len(count))
+    if runs == 1:
+        run_job(slot, kernels[0], arguments, (n + part - 1) // part * kv_heads)
+        return
+    # A row alone has no more parts than KV heads; its runs are parts as well.
+    memory = allocate((n * heads * runs * (d + 2) * 4 + 64,))
+    arguments[_RUNS], arguments[_RUN_SUMS] = runs, (memory + 63) // 64 * 64
+    arguments[_RUN_STATES] = arguments[_RUN_SUMS] + n * heads * runs * d * 4
+    run_job(slot, kernels[1], arguments, n * kv_heads * runs)
+    run_job(slot, kernels[2], arguments, n * kv_heads)
+    release((memory,))

@@ -106,6 +106,8 @@ def _base_members() -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         "quantise_part": quantised_rows.quantise_part,
         "attention": attention.attention,
         "attend": attention.attend,
+        "attend_run": attention.attend_run,
+        "fold_runs": attention.fold_runs,
         "rms_norm": elementwise.rms_norm,
         "rms_norm_rows": elementwise.rms_norm_rows,
         "gated_activation": elementwise.gated_activation,
@@ -130,7 +132,7 @@ def _kernels() -> Kernels:
 
     return Kernels(
         multiply=job("multiply", "product", "quantise_part"),
-        attention=job("attention", "attend"),
+        attention=job("attention", "attend", "attend_run", "fold_runs"),
         rms_norm=job("rms_norm", "rms_norm_rows"),
         gated_activation=job("gated_activation", "gated_activation_rows"),
         scratch=int(group.facts["scratch"]),

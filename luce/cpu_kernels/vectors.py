@@ -472,6 +472,16 @@ def read_float(typing: Any, address: Any) -> Any:
 
 
 @intrinsic
+def read_int(typing: Any, address: Any) -> Any:
+    """An int32, as int64."""
+
+    def make(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.sext(load(builder, args[0], I32, align=4), I64)
+
+    return types.int64(types.int64), make
+
+
+@intrinsic
 def put_float(typing: Any, address: Any, value: Any) -> Any:
     """Write a float32."""
 

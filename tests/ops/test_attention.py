@@ -57,6 +57,7 @@ def test_heads_of_all_sizes(device: Device, heads: int, kv_heads: int, d: int, l
         ([(0, 65)], 16),
         ([(63, 1), (64, 1), (127, 1), (31, 1)], 16),
         ([(500, 1), (0, 20), (257, 3), (600, 1)], 16),
+        ([(2100, 1), (1023, 3), (40, 1)], 16),
     ],
     emulated=[
         ([(0, 1)], 16),
@@ -92,6 +93,7 @@ def test_window(device: Device, window: int, position: int, rows: int) -> None:
 @on_devices(
     "heads, kv_heads, d, position, window",
     [(6, 2, 16, 130, None), (4, 4, 64, 63, 20), (8, 1, 128, 300, 70)],
+    host=[(6, 2, 16, 130, None), (4, 4, 64, 63, 20), (8, 1, 128, 300, 70), (6, 2, 16, 1015, None)],
     gpu=[
         (6, 2, 16, 130, None),
         (4, 4, 64, 63, 20),
@@ -179,7 +181,15 @@ def test_agrees_with_the_reference(device: Device, position: int, rows: int) -> 
 
 @on_devices(
     "heads, kv_heads, d, position, window",
-    host=[(6, 2, 16, 130, None), (9, 3, 64, 250, 100), (64, 1, 80, 60, None), (2, 2, 512, 30, None)],
+    # From 1024 positions on, pages are in several runs.
+    host=[
+        (6, 2, 16, 130, None),
+        (9, 3, 64, 250, 100),
+        (64, 1, 80, 60, None),
+        (2, 2, 512, 30, None),
+        (6, 2, 16, 2010, None),
+        (3, 1, 48, 2200, 1150),
+    ],
     host_devices=COMPILED,
     emulated=[],
     gpu=[],
@@ -192,7 +202,7 @@ def test_rows_of_a_prompt_do_not_depend_on_their_neighbours(
 
 @on_devices(
     "heads, kv_heads, d, position, window",
-    host=[(6, 2, 16, 520, None), (8, 1, 32, 300, 200)],
+    host=[(6, 2, 16, 520, None), (8, 1, 32, 300, 200), (6, 2, 16, 1020, None), (8, 1, 32, 3000, 1900)],
     host_devices=COMPILED,
     emulated=[
         (6, 2, 16, 520, None),
