@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import sys
 from collections.abc import Sequence
@@ -206,11 +207,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; the exit status of a LuceError is its class's, after one line on standard error."""
+    alone = argv is None
     argv = sys.argv[1:] if argv is None else argv
     with streams.checked(needed=_verb(argv) not in _WITHOUT_OUTPUT) as check_output:
         try:
             check_output()
-            status = _run(argv)
+            status = _run(argv, alone=alone)
             check_output()
         except LuceError as error:
             print(f"luce: {error}", file=sys.stderr)
@@ -224,7 +226,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _run(argv: Sequence[str]) -> int:
+def _run(argv: Sequence[str], *, alone: bool) -> int:
+    """`alone`: the process is there for this command."""
     # Imports leave no cycles to collect. Without the collector `luce run` took 1.9 s where it took 2.1.
     with COLLECTOR_OFF:
         try:
@@ -233,6 +236,9 @@ def _run(argv: Sequence[str]) -> int:
             return int(ended.code or 0)
         verb = "plan" if getattr(arguments, "dry_run", False) else arguments.verb
         module = importlib.import_module(f"luce.cli.{verb}")
+        if alone:
+            # It would be looked through as soon as the collector is on again: 35 ms.
+            gc.freeze()
     status: int = module.run(arguments)
     return status
 
