@@ -7,6 +7,7 @@ kept in `broken`, as the engine turns errors into events.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,6 +27,8 @@ Script = Callable[[Sequence[int]], int | None]
 
 _MIX = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
+#: tokens that are hashed at once: each step hashes its whole history, most of which the last one has hashed
+_RUN = 16
 
 
 def after(marker: Sequence[int], reply: Sequence[int]) -> Script:
@@ -155,9 +158,9 @@ class ScriptedBackend:
 
     def logits(self, history: Sequence[int], missing: Sequence[int] = ()) -> NDArray[np.float32]:
         """Logits behind a history of which some pages are not seen: float32 [vocab]."""
-        state = 0
-        for token in (*missing, *history):
-            state = ((state ^ (token + 1)) * _MIX + (state >> 29)) & _MASK
+        text, state = (*missing, *history), 0
+        for at in range(0, len(text), _RUN):
+            state = _after(state, text[at : at + _RUN])
         mixed = (np.arange(1, self.capacity.vocab + 1, dtype=np.uint64) * np.uint64(state | 1)) >> np.uint64(40)
         row = (mixed % np.uint64(4096)).astype(np.float32) / np.float32(1024)
         if self.script is not None and (token := self.script(history)) is not None:
@@ -425,3 +428,10 @@ class _Lagging:
 
 def _rows_of(pages: Sequence[int]) -> NDArray[np.int64]:
     return (np.asarray(pages, np.int64)[:, None] * PAGE + np.arange(PAGE)).ravel()
+
+
+@functools.lru_cache(1 << 16)
+def _after(state: int, tokens: tuple[int, ...]) -> int:
+    for token in tokens:
+        state = ((state ^ (token + 1)) * _MIX + (state >> 29)) & _MASK
+    return state
