@@ -7,6 +7,7 @@
     selection            scores to kept tokens
     anchors              places where n-grams of a text's end occur before
     compression_options  mode, threshold, and the keep ratio of each length
+    session_ratio        the keep ratio of each conversation
     span_cache           the kept tokens of earlier prompts
     reading_time         predicts how long the small model and the target read a prompt
     compressor           compresses prompts, and gives up after failures

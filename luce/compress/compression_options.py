@@ -51,6 +51,8 @@ class CompressionOptions:
     freeze_threshold: int = 1024
     #: rebased: positions of kept tokens are counted anew; original: they are those in the whole prompt
     positions: str = "rebased"
+    #: whether each conversation that has a name has a keep ratio of its own
+    by_session: bool = False
 
     @classmethod
     def of(cls, config: Config) -> CompressionOptions:
@@ -59,11 +61,12 @@ class CompressionOptions:
             config.prefill_compression,
             config.prefill_threshold,
             config.prefill_keep_ratio,
-            float(config.prefill_keep.removeprefix("mass:")) if config.prefill_keep != "ratio" else 0.0,
+            float(config.prefill_keep.removeprefix("mass:")) if config.prefill_keep.startswith("mass:") else 0.0,
             config.prefill_curve,
             config.prefill_freeze,
             config.prefill_freeze_threshold,
             config.prefill_positions,
+            config.prefill_keep == "session",
         )
 
     def keep_for(self, tokens: int, keep_ratio: float | None = None) -> Keep:

@@ -24,6 +24,7 @@ from luce.compress.selection import (
     gather,
     spans_of,
 )
+from luce.compress.session_ratio import MOST, SessionRatios
 from luce.compress.span_cache import SpanCache, SpanStore
 from luce.errors import ContextError, LuceError, ModelError, RequestError, UnavailableError
 
@@ -37,6 +38,7 @@ MOST_FAILURES = 3
 #: model may be out of date
 RETRY = 16
 _CACHE_BYTES = 64 << 20
+_LARGEST = Keep(MOST)
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,10 @@ class CompressedPrompt:
     spans: Spans = ()
     #: seconds of the small model
     seconds: float = 0.0
+    #: the share of the sum of all scores that the kept tokens have; None if the small model has not read the prompt
+    covered: float | None = None
+    #: `covered` as a share of what the largest keep ratio of a session would cover
+    reached: float | None = None
     #: whether the spans come from the cache, so that the small model did not read the prompt again
     reused: bool = False
     #: why the compression failed
@@ -118,6 +124,8 @@ class Compressor:
     ) -> None:
         self.options = options
         self.facts = dict(facts or {})
+        #: None unless conversations have keep ratios of their own
+        self.sessions = SessionRatios() if options.by_session else None
         self._load = load
         self._keep_loaded = keep_loaded
         self._scorer: Scorer | None = None
@@ -178,7 +186,7 @@ class Compressor:
             return CompressedPrompt.whole(tokens.tolist(), Verdict.UNCHANGED)
         with self._lock:
             try:
-                spans, seconds = self._spans(prompt, keep, bounds.most, check)
+                spans, seconds, (covered, reached) = self._spans(prompt, keep, bounds.most, check)
             except RequestError:
                 raise
             except Exception as error:
@@ -193,7 +201,7 @@ class Compressor:
             )
         kept = gather(tokens, spans)
         verdict = Verdict.COMPRESS if len(kept) < len(tokens) else Verdict.UNCHANGED
-        return CompressedPrompt(kept, len(tokens), verdict, spans, seconds, reused=not seconds)
+        return CompressedPrompt(kept, len(tokens), verdict, spans, seconds, covered, reached, reused=not seconds)
 
     def freeze(
         self,
@@ -214,7 +222,7 @@ class Compressor:
             keep = self.options.keep_for(len(part), keep_ratio)
             with self._lock:
                 try:
-                    spans, took = self._spans(part, keep, len(part), check)
+                    spans, took, _ = self._spans(part, keep, len(part), check)
                 except RequestError:
                     raise
                 except Exception as error:
@@ -273,26 +281,35 @@ class Compressor:
             self._slower_verdicts = (self._slower_verdicts + 1) % RETRY
             return self._slower_verdicts != 0
 
-    def _spans(self, prompt: PromptTokens, keep: Keep, most: int, check: Callable[[], None]) -> tuple[Spans, float]:
-        """The kept tokens of a prompt, and the seconds that they took: 0 for cached ones. The lock is held."""
+    def _spans(
+        self, prompt: PromptTokens, keep: Keep, most: int, check: Callable[[], None]
+    ) -> tuple[Spans, float, tuple[float, float] | tuple[None, None]]:
+        """The kept tokens of a prompt, the seconds that they took, and `covered` and `reached`: for cached ones 0 and
+        None. The lock is held."""
         check()
         key = self._cache.key(prompt, keep, most)
         began, spans = time.monotonic(), self._cache.get(key)
         if spans is not None:
-            return spans, 0.0
-        spans = self._select(prompt, keep, most, check)
+            return spans, 0.0, (None, None)
+        spans, covered = self._select(prompt, keep, most, check)
         self._cache.put(key, spans)
         with self._times_lock:
             self._kept_share = count_tokens(spans) / len(prompt)
         self._failures = 0
-        return spans, max(time.monotonic() - began, 1e-9)
+        return spans, max(time.monotonic() - began, 1e-9), covered
 
-    def _select(self, prompt: PromptTokens, keep: Keep, most: int, check: Callable[[], None]) -> Spans:
+    def _select(
+        self, prompt: PromptTokens, keep: Keep, most: int, check: Callable[[], None]
+    ) -> tuple[Spans, tuple[float, float]]:
         if self._failures >= MOST_FAILURES:
             raise ModelError(self._stats.state)
         selection = Selection(prompt, self._scores(prompt.ids, check))
         spans = selection.spans(selection.count(keep))
-        return spans if count_tokens(spans) <= most else selection.largest(most)
+        spans = spans if count_tokens(spans) <= most else selection.largest(most)
+        covered, most_covered = (
+            selection.covered(each) for each in (spans, selection.spans(selection.count(_LARGEST)))
+        )
+        return spans, (covered, min(1.0, covered / most_covered) if most_covered else 1.0)
 
     def _scores(self, tokens: NDArray[np.int32], check: Callable[[], None]) -> NDArray[np.float64]:
         began = time.monotonic()

@@ -86,6 +86,7 @@ class Selection:
 
     def __init__(self, prompt: PromptTokens, scores: NDArray[np.float64]) -> None:
         self._prompt = prompt
+        self._scores = scores
         self._n = len(prompt)
         self.chunks = -(-self._n // CHUNK)
         self._anchors = anchored(prompt.ids, CHUNK)
@@ -116,6 +117,11 @@ class Selection:
             return ((0, self._n),) if self._n else ()
         kept = self._kept(count, anchors=anchors)
         return self._cut(np.repeat(kept, CHUNK)[: self._n] | self._prompt.protected)
+
+    def covered(self, spans: Spans) -> float:
+        """The share of the sum of all scores that the tokens in spans have; 1 without any score."""
+        total = self._scores.sum()
+        return float(sum(self._scores[begin:end].sum() for begin, end in spans) / total) if total else 1.0
 
     def _kept(self, count: int, *, anchors: bool) -> NDArray[np.bool_]:
         """Whether each chunk is kept: head, tail, anchors, and the best ones up to `count`."""

@@ -153,7 +153,7 @@ def _compression_problems(
     mode = values.get("prefill_compression", "off")
     if values.get("prefill_curve", ()) and "prefill_keep_ratio" in values:
         yield "prefill_keep_ratio", f"{spelled['prefill_keep_ratio']}: not with {flag('prefill_curve')}"
-    if values.get("prefill_keep", "ratio") != "ratio":
+    if values.get("prefill_keep", "ratio").startswith("mass"):
         for name in ("prefill_keep_ratio", "prefill_curve"):
             if name in values and values[name] != FIELDS[name].default:
                 yield name, f"{spelled[name]}: not with {flag('prefill_keep')} {values['prefill_keep']}"

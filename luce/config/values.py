@@ -61,12 +61,12 @@ def number(low: float, high: float, *, above: bool = False) -> Parser:
 
 
 def ratio_or_mass(text: str) -> str:
-    """A value of --prefill-keep: `ratio`, or `mass:SHARE` with a share in (0, 1]."""
+    """A value of --prefill-keep: `ratio`, `session`, or `mass:SHARE` with a share in (0, 1]."""
     kind, colon, share = text.partition(":")
     if kind == "mass" and colon:
         return f"mass:{number(0, 1, above=True)(share)}"
-    if text != "ratio":
-        raise ValueError("expected ratio or mass:SHARE")
+    if text not in ("ratio", "session"):
+        raise ValueError("expected ratio, mass:SHARE or session")
     return text
 
 

@@ -17,7 +17,7 @@ from luce.server.answer import answer
 from luce.server.errors import invalid
 from luce.server.native_request import InfillRequest, NativeRequest
 from luce.server.native_response import NativeDetails, NativeResponse
-from luce.server.prepare import Job, ended_by_fim, gap_ids, request_job, text_ids, token_texts
+from luce.server.prepare import Job, ended_by_fim, gap_ids, request_job, session_key, text_ids, token_texts
 from luce.server.prompt_reader import PromptReader
 from luce.server.schema import decode
 from luce.server.state import SERVER
@@ -52,7 +52,8 @@ def native_job(
     request, unknown = decode(body, NativeRequest)
     if request.prompt is None:
         raise invalid("prompt", "is required")
-    reader = PromptReader(request, model, stopped, max_tokens=_longest(request))
+    session = session_key(request, headers)
+    reader = PromptReader(request, model, stopped, max_tokens=_longest(request), session=session)
     sent, listed = _prompts(request.prompt, model)
     prompts = tuple(_prompt(item, model, reader.limit) for item in sent)
     return _job(request, unknown, headers, model, tuple(map(reader.read, prompts)), listed=listed)

@@ -130,7 +130,10 @@ def chat_request_job(
         raise unsupported("modalities", 'only ["text"] is supported')
     limits = (request.max_completion_tokens, request.max_tokens, request.max_output_tokens)
     max_tokens = next((given for given in limits if given is not None), limit)
-    reader = PromptReader(request, model, stopped, messages=request.messages or (), max_tokens=max_tokens)
+    session = session_key(request, headers)
+    reader = PromptReader(
+        request, model, stopped, messages=request.messages or (), max_tokens=max_tokens, session=session
+    )
     read = reader.read(chat_prompt(request, model, reader.limit))
     prompt = read.ids
     room = model.compression.room(read)
@@ -206,7 +209,12 @@ def completion_job(
     sent = _prompt_list(request.prompt, model)
     # A reply that fills a gap needs the text around it, and an echo all log probabilities.
     reader = PromptReader(
-        request, model, stopped, max_tokens=request.max_tokens, whole=bool(request.suffix or request.echo)
+        request,
+        model,
+        stopped,
+        max_tokens=request.max_tokens,
+        session=session_key(request, headers),
+        whole=bool(request.suffix or request.echo),
     )
     limit = reader.limit
     if request.suffix:
@@ -286,7 +294,7 @@ def request_job(
         params=_sampling(request, model, max_tokens, logprobs, scored=bool(echoes)),
         stops=(stop,) if isinstance(stop, str) else tuple(stop),
         model=name,
-        session=_session(request, headers),
+        session=session_key(request, headers),
         max_cached_tokens=_max_cached_tokens(request),
         timeout=request.timeout_s or 0.0,
         unknown_fields=unknown,
@@ -347,8 +355,8 @@ def _max_cached_tokens(request: Common) -> int | None:
     return None if found[1] else int(found[2])
 
 
-def _session(request: Common, headers: Mapping[str, str]) -> str:
-    """The key of fair queueing, from the first header or field that names a session."""
+def session_key(request: Common, headers: Mapping[str, str]) -> str:
+    """The session of a request, from the first header or field that names one; empty without a name."""
     fields = (
         request.session_id,
         (request.extra_body or {}).get("session_id"),

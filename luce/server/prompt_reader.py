@@ -24,8 +24,8 @@ _LONGEST = 1 << 20
 class PromptReader:
     """Reads the prompts of one request.
 
-    `whole`: none of them is compressed. Raises RequestError if the request asks for compression, or for a keep ratio,
-    that it cannot have.
+    `session` names the conversation. `whole`: none of the prompts is compressed. Raises RequestError if the request
+    asks for compression, or for a keep ratio, that it cannot have.
     """
 
     def __init__(
@@ -36,12 +36,14 @@ class PromptReader:
         *,
         messages: Sequence[Message] = (),
         max_tokens: int | None = None,
+        session: str = "",
         whole: bool = False,
     ) -> None:
         self._compression = model.compression
         self._request = CompressionRequest(request.prefill_compression, request.keep_ratio)
         self._messages = [msgspec.structs.asdict(message) for message in messages]
         self._room = int(max_tokens != 0)
+        self._session = session
         self._whole = whole
         try:
             self._mode = self._compression.mode(self._request)
@@ -60,7 +62,12 @@ class PromptReader:
         if self._whole:
             return CompressedPrompt.whole(ids, Verdict.OFF if self._mode == "off" else Verdict.WHOLE)
         return self._compression.read(
-            ids, self._messages, self._request, room=self._room, check=lambda: self.limit.check(0)
+            ids,
+            self._messages,
+            self._request,
+            room=self._room,
+            session=self._session,
+            check=lambda: self.limit.check(0),
         )
 
 
@@ -77,4 +84,6 @@ def compression_facts(prompt: CompressedPrompt) -> dict[str, Any] | None:
         "reused": prompt.reused,
         "positions": "rebased" if prompt.position_ids is None else "original",
     }
+    if prompt.covered is not None:
+        facts["covered"] = round(prompt.covered, 4)
     return facts | ({"reason": prompt.reason} if prompt.reason else {})

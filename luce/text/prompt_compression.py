@@ -59,19 +59,23 @@ class PromptCompression:
         request: CompressionRequest = _NO_REQUEST,
         *,
         room: int = 1,
+        session: str = "",
         check: Callable[[], None] = no_check,
     ) -> CompressedPrompt:
         """A prompt as the target reads it: compressed, or whole.
 
         `messages`: the conversation from which a chat template made the prompt. `room`: tokens of the context that stay
-        free. `check`: as in Compressor.compress. Raises the errors of `mode` and of Compressor.compress.
+        free. `session` names the conversation, for its keep ratio. `check`: as in Compressor.compress. Raises the
+        errors of `mode` and of Compressor.compress.
         """
         mode, most = self.mode(request), self.context - room
         if self.compressor is None or mode == "off" or not self._known(ids):
             # The engine refuses unknown ids.
             return CompressedPrompt.whole(ids, Verdict.OFF)
         ratio, fits = request.keep_ratio, len(ids) <= most
-        verdict = self.compressor.verdict(len(ids), mode, ratio, continues=continues(messages), fits=fits)
+        sessions = self.compressor.sessions if session and ratio is None else None
+        own = ratio if sessions is None else sessions.ratio(session)
+        verdict = self.compressor.verdict(len(ids), mode, own, continues=continues(messages), fits=fits)
         old: tuple[tuple[int, int], ...] = ()
         if verdict is Verdict.FREEZE:
             old = old_messages(self.tokenizer, ids, messages, self.compressor.options.freeze_threshold)
@@ -85,7 +89,9 @@ class PromptCompression:
                 result = self.compressor.freeze(prompt, old, keep_ratio=ratio, check=check)
             else:
                 bounds = Bounds(self.context, most)
-                result = self.compressor.compress(prompt, bounds, keep_ratio=ratio, check=check)
+                result = self.compressor.compress(prompt, bounds, keep_ratio=own, check=check)
+                if sessions is not None and result.reached is not None:
+                    sessions.observe(session, result.reached)
             # Beyond the trained length the target knows no positions.
             if result.shortened and self.compressor.options.positions == ORIGINAL and len(ids) + room <= self.positions:
                 result = replace(result, position_ids=positions_in(result.spans))

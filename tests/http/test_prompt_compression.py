@@ -75,6 +75,26 @@ async def test_which_requests_are_compressed(fields: dict[str, Any], expected: s
     assert (facts and facts["result"]) == expected
 
 
+@pytest.mark.parametrize("spread", [True, False])
+async def test_a_session_has_a_keep_ratio_of_its_own(spread: bool) -> None:
+    """Where the scores are spread, a larger share covers more; where one chunk has nearly all of them, it does not."""
+    scores = ScriptedScorer(weight=lambda tokens: np.ones(len(tokens)) if spread else 1e-6 + (tokens == ord("Z")))
+    made = compressor(scores, by_session=True, keep_ratio=1)
+    # So long, and of so many letters, that no anchor takes the place of the best chunk.
+    letters = "".join(np.random.default_rng(1).choice(list("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQ"), 6000))
+    document = f"{letters[:2000]}ZZZZ{letters[2000:]}"
+    async with server(made) as here:
+        found = []
+        for number in range(3):
+            messages = [{"role": "user", "content": document}, {"role": "user", "content": f"{QUESTION} {number}"}]
+            facts = [result(await here.chat(messages=messages, **more)) for more in ({"session_id": "a"}, {})]
+            assert facts[1]["result"] == "unchanged" and 0 < facts[0]["covered"] < 1
+            found.append(facts[0]["effective_tokens"])
+        fixed = result(await here.chat(messages=messages, session_id="a", keep_ratio=0.5))
+    assert (found == sorted(found)) is spread and found[0] != found[2] < fixed["effective_tokens"]
+    assert made.sessions is not None and made.sessions.ratio("a") == (0.13 if spread else 0.07)
+
+
 async def test_older_messages_of_a_conversation_are_compressed_once() -> None:
     scorer = ScriptedScorer()
     answer = {"role": "assistant", "content": "Yes. " * 60}

@@ -12,10 +12,15 @@ from luce.errors import LuceError
 
 
 class ScriptedScorer:
-    """Gives token t the score t; counts the texts that it reads, and calls `check` once for each of two layers."""
+    """Gives token t the score t, or that of `weight`; counts the texts that it reads, and calls `check` once for each
+    of two layers."""
 
-    def __init__(self, fails: Callable[[int], LuceError | Exception | None] = lambda text: None) -> None:
-        self._fails = fails
+    def __init__(
+        self,
+        fails: Callable[[int], LuceError | Exception | None] = lambda text: None,
+        weight: Callable[[NDArray[np.int32]], NDArray[np.float64]] = lambda tokens: tokens.astype(np.float64),
+    ) -> None:
+        self._fails, self._weight = fails, weight
         #: numbers of tokens of the texts that were read
         self.read: list[int] = []
         self.closed = 0
@@ -34,7 +39,7 @@ class ScriptedScorer:
         if error is not None:
             raise error
         check()
-        return tokens.astype(np.float64)
+        return self._weight(tokens)
 
     def close(self) -> None:
         self.closed += 1

@@ -24,6 +24,16 @@ def test_a_curve_is_linear_between_its_points(tokens: int, share: float) -> None
     assert CompressionOptions.of(resolve(curve, env={})).ratio_for(tokens) == pytest.approx(share)
 
 
+def test_sessions_have_ratios_of_their_own_if_asked_for() -> None:
+    options = [
+        CompressionOptions.of(resolve({"prefill_drafter": "a.gguf", "prefill_keep": keep}, env={}))
+        for keep in ("ratio", "mass:0.9", "session")
+    ]
+    assert [each.by_session for each in options] == [False, False, True] and not options[2].keep_mass
+    both = {"prefill_drafter": "a.gguf", "prefill_keep": "session", "prefill_keep_ratio": "0.2"}
+    assert CompressionOptions.of(resolve(both, env={})).ratio_for(9) == 0.2
+
+
 def test_a_share_of_the_scores_gives_way_to_a_requests_ratio() -> None:
     options = CompressionOptions.of(resolve({"prefill_drafter": "a.gguf", "prefill_keep": "mass:0.95"}, env={}))
     assert options.keep_for(1000) == Keep(0.95, mass=True) and options.keep_for(1000, 0.3) == Keep(0.3)
@@ -64,8 +74,8 @@ def test_a_share_of_the_scores_gives_way_to_a_requests_ratio() -> None:
         ({"prefill_keep": "mass:0"}, r"prefill-keep: expected a number in \(0, 1\]"),
         ({"prefill_keep": "mass:1.5"}, r"prefill-keep: expected a number in \(0, 1\]"),
         ({"prefill_keep": "mass:nan"}, r"prefill-keep: expected a number in \(0, 1\]"),
-        ({"prefill_keep": "mass"}, "prefill-keep: expected ratio or mass:SHARE"),
-        ({"prefill_keep": "0.5"}, "prefill-keep: expected ratio or mass:SHARE"),
+        ({"prefill_keep": "mass"}, "prefill-keep: expected ratio, mass:SHARE or session"),
+        ({"prefill_keep": "0.5"}, "prefill-keep: expected ratio, mass:SHARE or session"),
         ({"prefill_keep": "mass:0.9", "prefill_keep_ratio": "0.2"}, "keep-ratio: not with --prefill-keep mass:0.9"),
         ({"prefill_keep": "mass:0.9", "prefill_curve": "9:0.2"}, "prefill-curve: not with --prefill-keep mass:0.9"),
         ({"prefill_compression": "on"}, "prefill-compression: expected off or auto or always"),

@@ -202,3 +202,13 @@ def test_few_tokens_with_all_of_the_attention_are_enough() -> None:
 
 def test_no_attention_at_all_keeps_one_chunk() -> None:
     assert Selection(PromptTokens.plain(text(640)[0]), np.zeros(640)).count(Keep(0.9, mass=True)) == 1
+
+
+def test_the_covered_share_is_that_of_the_kept_tokens() -> None:
+    tokens, scores = text(1000)
+    selection = Selection(PromptTokens.plain(tokens), scores)
+    spans = selection.spans(6)
+    inside = [position for begin, end in spans for position in range(begin, end)]
+    assert selection.covered(spans) == pytest.approx(scores[inside].sum() / scores.sum(), rel=1e-12)
+    assert selection.covered(((0, 1000),)) == pytest.approx(1)
+    assert Selection(PromptTokens.plain(tokens), np.zeros(1000)).covered(spans) == 1
