@@ -52,7 +52,6 @@ from luce.runtime.cores import limit_threads
 from luce.runtime.device import Device
 from luce.runtime.host import host_memory
 from luce.runtime.open import total_memory
-from luce.text.chat import ChatFormat
 from luce.text.collector import COLLECTOR_OFF
 from luce.text.open import open_text
 from luce.text.retokenize import Retokenizer
@@ -164,7 +163,7 @@ class _DrafterError(Exception):
 def open_model(
     path: Path, config: Config, on_progress: Callable[[float], None] = lambda _: None, connects: Connects = NO_CONNECTS
 ) -> Model:
-    """A Model from a file and a checked Config. `on_progress` gets the share of the layers read; `connects`: their hosts.
+    """A Model from a file and a checked Config. `on_progress` gets the share of layers read; `connects`: their hosts.
 
     The model has no drafter if the file of --draft is missing or refused, or if there is no memory for it;
     EngineStats.draft has the reason.

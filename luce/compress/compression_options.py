@@ -44,6 +44,8 @@ class CompressionOptions:
     keep_ratio: float = 0.05
     #: share of the sum of all scores that is kept, in (0, 1], instead of a share of the chunks; 0: off
     keep_mass: float = 0.0
+    #: of the chunks the largest share that `keep_mass` keeps, in (0, 1]
+    keep_most: float = 1.0
     #: tokens and keep ratios, ascending: linear in between, constant outside; empty: `keep_ratio` for every length
     curve: tuple[tuple[int, float], ...] = ()
     #: whether older messages of a conversation are compressed, and fewest tokens of such a message
@@ -57,22 +59,25 @@ class CompressionOptions:
     @classmethod
     def of(cls, config: Config) -> CompressionOptions:
         """The options of a Config."""
+        kind, *shares = config.prefill_keep.split(":")
+        mass, most = [*map(float, shares), 1.0][:2] if shares else (0.0, 1.0)
         return cls(
             config.prefill_compression,
             config.prefill_threshold,
             config.prefill_keep_ratio,
-            float(config.prefill_keep.removeprefix("mass:")) if config.prefill_keep.startswith("mass:") else 0.0,
-            config.prefill_curve,
-            config.prefill_freeze,
-            config.prefill_freeze_threshold,
-            config.prefill_positions,
-            config.prefill_keep == "session",
+            mass,
+            most,
+            curve=config.prefill_curve,
+            freeze=config.prefill_freeze,
+            freeze_threshold=config.prefill_freeze_threshold,
+            positions=config.prefill_positions,
+            by_session=kind == "session",
         )
 
     def keep_for(self, tokens: int, keep_ratio: float | None = None) -> Keep:
         """How much of a prompt of so many tokens is kept. `keep_ratio`: a request's, which comes first."""
         if keep_ratio is None and self.keep_mass:
-            return Keep(self.keep_mass, mass=True)
+            return Keep(self.keep_mass, mass=True, most=self.keep_most)
         return Keep(self.ratio_for(tokens) if keep_ratio is None else keep_ratio)
 
     def ratio_for(self, tokens: int) -> float:

@@ -182,7 +182,7 @@ class Compressor:
         """
         tokens = prompt.ids
         keep = self.options.keep_for(len(tokens), keep_ratio)
-        if len(tokens) < SHORTEST or (keep.share == 1 and len(tokens) <= bounds.most):
+        if len(tokens) < SHORTEST or (keep.share == keep.most == 1 and len(tokens) <= bounds.most):
             return CompressedPrompt.whole(tokens.tolist(), Verdict.UNCHANGED)
         with self._lock:
             try:

@@ -33,6 +33,8 @@ class Keep:
     share: float
     #: whether it is a share of the sum of all scores, instead of a share of the chunks
     mass: bool = False
+    #: with `mass` the most chunks, as a share of all, in (0, 1]
+    most: float = 1.0
 
 
 def chunks_to_keep(chunks: int, keep_ratio: float) -> int:
@@ -97,14 +99,15 @@ class Selection:
         self._mass = means * np.minimum(CHUNK, self._n - CHUNK * np.arange(self.chunks))
 
     def count(self, keep: Keep) -> int:
-        """The number of chunks for `spans`: with `mass` the smallest one whose chunks have that share of the scores.
+        """The number of chunks for `spans`: with `mass` the smallest one whose chunks have that share of the scores, at
+        most that of `most`.
 
         Head, tail and anchors count as well. If head and tail still grow with the number, a smaller one may do.
         """
         if not keep.mass:
             return chunks_to_keep(self.chunks, keep.share)
         wanted = keep.share * self._mass.sum()
-        low, high = 1, max(1, self.chunks)
+        low, high = 1, max(1, chunks_to_keep(self.chunks, keep.most))
         while low < high:
             middle = (low + high) // 2
             covers = self._mass[self._kept(middle, anchors=True)].sum() >= wanted

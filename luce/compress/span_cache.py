@@ -42,7 +42,8 @@ class SpanCache:
     def key(self, prompt: PromptTokens, keep: Keep, most: int) -> bytes:
         """The key of a prompt of which so much is kept, with at most `most` kept tokens."""
         digest = hashlib.blake2b(self._identity, digest_size=16)
-        digest.update(np.array([len(prompt), round(keep.share * RATIO_UNIT), keep.mass, most], np.int64).tobytes())
+        share, largest = round(keep.share * RATIO_UNIT), round(keep.most * RATIO_UNIT)
+        digest.update(np.array([len(prompt), share, keep.mass, largest, most], np.int64).tobytes())
         digest.update(prompt.ids.tobytes())
         digest.update(np.packbits(prompt.protected).tobytes())
         digest.update(prompt.cut_ranks.tobytes())

@@ -62,9 +62,10 @@ class PrefillSettings(SamplingDefaults):
         "ratio",
         ratio_or_mass,
         "ratio: keep a share of a prompt, as --prefill-keep-ratio or --prefill-curve says. mass:SHARE: keep the parts "
-        "that have together this share of the small model's attention, above 0 and at most 1. session: for each "
-        "session_id a share of a prompt between 0.025 and 0.2, by how much of the attention earlier prompts kept",
-        metavar="ratio|mass:SHARE|session",
+        "that have together this share of the small model's attention, above 0 and at most 1; mass:SHARE:MOST: but no "
+        "larger share of the prompt than MOST. session: for each session_id a share of a prompt between 0.025 and 0.2, "
+        "by how much of the attention earlier prompts kept",
+        metavar="ratio|mass:SHARE[:MOST]|session",
         group="prompt compression",
     )
     prefill_freeze: bool = setting(

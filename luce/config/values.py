@@ -61,12 +61,12 @@ def number(low: float, high: float, *, above: bool = False) -> Parser:
 
 
 def ratio_or_mass(text: str) -> str:
-    """A value of --prefill-keep: `ratio`, `session`, or `mass:SHARE` with a share in (0, 1]."""
-    kind, colon, share = text.partition(":")
-    if kind == "mass" and colon:
-        return f"mass:{number(0, 1, above=True)(share)}"
+    """A value of --prefill-keep: `ratio`, `session`, or `mass:SHARE` or `mass:SHARE:MOST` with shares in (0, 1]."""
+    kind, *shares = text.split(":")
+    if kind == "mass" and 0 < len(shares) <= 2:
+        return ":".join([kind, *(str(number(0, 1, above=True)(share)) for share in shares)])
     if text not in ("ratio", "session"):
-        raise ValueError("expected ratio, mass:SHARE or session")
+        raise ValueError("expected ratio, mass:SHARE, mass:SHARE:MOST or session")
     return text
 
 

@@ -140,6 +140,7 @@ def compression_props(compressor: Compressor | None, *, paths: bool) -> dict[str
         "threshold": options.threshold,
         "keep_ratio": options.keep_ratio,
         "keep_mass": options.keep_mass,
+        "keep_most": options.keep_most,
         "positions": options.positions,
         "freeze": options.freeze,
         "freeze_threshold": options.freeze_threshold,

@@ -38,6 +38,8 @@ def test_a_share_of_the_scores_gives_way_to_a_requests_ratio() -> None:
     options = CompressionOptions.of(resolve({"prefill_drafter": "a.gguf", "prefill_keep": "mass:0.95"}, env={}))
     assert options.keep_for(1000) == Keep(0.95, mass=True) and options.keep_for(1000, 0.3) == Keep(0.3)
     assert CompressionOptions(keep_ratio=0.2).keep_for(1000) == Keep(0.2)
+    bounded = CompressionOptions.of(resolve({"prefill_drafter": "a.gguf", "prefill_keep": "mass:0.95:0.2"}, env={}))
+    assert bounded.keep_for(1000) == Keep(0.95, mass=True, most=0.2)
 
 
 @pytest.mark.parametrize(
@@ -74,8 +76,10 @@ def test_a_share_of_the_scores_gives_way_to_a_requests_ratio() -> None:
         ({"prefill_keep": "mass:0"}, r"prefill-keep: expected a number in \(0, 1\]"),
         ({"prefill_keep": "mass:1.5"}, r"prefill-keep: expected a number in \(0, 1\]"),
         ({"prefill_keep": "mass:nan"}, r"prefill-keep: expected a number in \(0, 1\]"),
-        ({"prefill_keep": "mass"}, "prefill-keep: expected ratio, mass:SHARE or session"),
-        ({"prefill_keep": "0.5"}, "prefill-keep: expected ratio, mass:SHARE or session"),
+        ({"prefill_keep": "mass:0.5:0"}, r"prefill-keep: expected a number in \(0, 1\]"),
+        ({"prefill_keep": "mass:1:1:1"}, "prefill-keep: expected ratio"),
+        ({"prefill_keep": "mass"}, "prefill-keep: expected ratio, mass:SHARE, mass:SHARE:MOST or session"),
+        ({"prefill_keep": "0.5"}, "prefill-keep: expected ratio, mass:SHARE, mass:SHARE:MOST or session"),
         ({"prefill_keep": "mass:0.9", "prefill_keep_ratio": "0.2"}, "keep-ratio: not with --prefill-keep mass:0.9"),
         ({"prefill_keep": "mass:0.9", "prefill_curve": "9:0.2"}, "prefill-curve: not with --prefill-keep mass:0.9"),
         ({"prefill_compression": "on"}, "prefill-compression: expected off or auto or always"),

@@ -54,6 +54,8 @@ def test_a_share_of_the_scores_decides() -> None:
     assert len(compressed(compressor, ordered, keep_ratio=0.5).ids) == N // 2
     frozen = compressor.freeze(PromptTokens.plain(ordered), ((0, N),))
     assert frozen.ids == found.ids
+    bounded = compressed(made(keep_mass=1, keep_most=0.1), ordered)
+    assert len(bounded.ids) < 0.12 * N and bounded.covered is not None and bounded.covered < 0.5
 
 
 def test_auto_predicts_by_what_a_share_of_the_scores_left(monkeypatch: pytest.MonkeyPatch) -> None:

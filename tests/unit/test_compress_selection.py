@@ -188,6 +188,8 @@ def test_a_share_of_the_scores_takes_the_fewest_chunks(n: int, share: float) -> 
     found = selection.count(Keep(share, mass=True))
     assert covered(found) >= share - 1e-12
     assert all(covered(count) < share for count in range(1, found))
+    for most in (0.01, 0.3, 1.0):
+        assert selection.count(Keep(share, mass=True, most=most)) == min(found, chunks_to_keep(selection.chunks, most))
 
 
 def test_few_tokens_with_all_of_the_attention_are_enough() -> None:

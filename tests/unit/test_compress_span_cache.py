@@ -19,6 +19,7 @@ def test_a_key_changes_with_all_that_what_is_kept_depends_on() -> None:
         cache.key(prompt, Keep(0.05), 1000),
         cache.key(prompt, Keep(0.050001), 1000),
         cache.key(prompt, Keep(0.05, mass=True), 1000),
+        cache.key(prompt, Keep(0.05, mass=True, most=0.5), 1000),
         cache.key(prompt, Keep(0.05), 1001),
         cache.key(some, Keep(0.05), 1000),
         cache.key(other, Keep(0.05), 1000),
