@@ -98,6 +98,8 @@ OUT = np.zeros(24, np.int64)
         (X.astype(np.float64), OUT, "argument 4 is no array of its type: float64 (4, 6)"),
         (X.astype(np.int32), OUT, "argument 4 is no array of its type: int32 (4, 6)"),
         (X[0], OUT, "argument 4 is no array of its type: float32 (6,)"),
+        # Its memory is that of an array, but its operations may be others.
+        (X.view(np.matrix), OUT, "argument 4 is no array of its type: float32 (4, 6)"),
         (X.tolist(), OUT, "argument 4 is no array of its type: list"),
         (X, OUT.reshape(4, 6), "argument 7 is no array of its type: int64 (4, 6)"),
         (X, np.zeros(48, np.int64)[::2], "argument 7 is no array of its type: int64 (24,)"),
