@@ -15,8 +15,12 @@ QUERY_TOKENS, NGRAM = 96, 4
 TIERS = ((2048, 8, 32), (1024, 4, 16), (0, 2, 8))
 
 
-def anchored(tokens: NDArray[np.int32], chunk: int) -> NDArray[np.bool_]:
-    """Which chunks of `chunk` tokens are anchors: int32 [n] -> bool [chunks]."""
+def anchored(tokens: NDArray[np.int32], control: NDArray[np.bool_], chunk: int) -> NDArray[np.bool_]:
+    """Which chunks of `chunk` tokens are anchors: int32 [n], bool [n] -> bool [chunks].
+
+    `control`: tokens of which no n-gram counts. Headers of messages occur at the end of a conversation and before each
+    of its messages, and would keep what is around all of them.
+    """
     chunks = -(-len(tokens) // chunk)
     found = np.zeros(chunks, np.bool_)
     body = len(tokens) - QUERY_TOKENS - NGRAM
@@ -24,7 +28,9 @@ def anchored(tokens: NDArray[np.int32], chunk: int) -> NDArray[np.bool_]:
         return found
     radius, most = next((radius, most) for fewest, radius, most in TIERS if chunks >= fewest)
     grams = np.lib.stride_tricks.sliding_window_view(tokens, NGRAM)
-    wanted = np.unique(grams[len(tokens) - QUERY_TOKENS :], axis=0)
+    end = slice(len(tokens) - QUERY_TOKENS, None)
+    marked: NDArray[np.bool_] = np.lib.stride_tricks.sliding_window_view(control, NGRAM)[end].max(axis=1)
+    wanted = np.unique(grams[end][~marked], axis=0)
     # One pass over the body for each n-gram: few places that hold its first token hold its second one too.
     for gram in wanted:
         hits = np.flatnonzero(tokens[: body + 1] == gram[0])

@@ -31,7 +31,7 @@ from luce.errors import ContextError, LuceError, ModelError, RequestError, Unava
 _log = logging.getLogger(__name__)
 
 #: version of the algorithm: cached spans of another one are not used
-VERSION = 1
+VERSION = 2
 #: consecutive failures after which no prompt is compressed any more
 MOST_FAILURES = 3
 #: of so many prompts that would be read whole because that is faster, one is compressed: the measured time of the small

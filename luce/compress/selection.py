@@ -69,18 +69,22 @@ class PromptTokens:
     protected: NDArray[np.bool_]
     #: int8 [n + 1]: how well the place before each token, and the end, suits a cut; a larger number suits better
     cut_ranks: NDArray[np.int8]
+    #: bool [n]: control tokens, which say nothing about contents
+    control: NDArray[np.bool_]
 
     @classmethod
     def plain(cls, ids: NDArray[np.int32]) -> PromptTokens:
         """Tokens of which none is protected, and that may be cut anywhere."""
-        return cls(ids, np.zeros(len(ids), np.bool_), np.zeros(len(ids) + 1, np.int8))
+        return cls(ids, np.zeros(len(ids), np.bool_), np.zeros(len(ids) + 1, np.int8), np.zeros(len(ids), np.bool_))
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def part(self, begin: int, end: int) -> PromptTokens:
         """The tokens from `begin` to `end`, of which none is protected."""
-        return PromptTokens(self.ids[begin:end], np.zeros(end - begin, np.bool_), self.cut_ranks[begin : end + 1])
+        own = slice(begin, end)
+        free = np.zeros(end - begin, np.bool_)
+        return PromptTokens(self.ids[own], free, self.cut_ranks[begin : end + 1], self.control[own])
 
 
 class Selection:
@@ -91,7 +95,7 @@ class Selection:
         self._scores = scores
         self._n = len(prompt)
         self.chunks = -(-self._n // CHUNK)
-        self._anchors = anchored(prompt.ids, CHUNK)
+        self._anchors = anchored(prompt.ids, prompt.control, CHUNK)
         means = chunk_scores(scores) if self._n else np.empty(0)
         # Descending; among equals the lower number comes first.
         self._best = np.argsort(-means, kind="stable")

@@ -15,7 +15,6 @@ from luce.server.errors import invalid, unsupported
 from luce.server.schema import Common, Message
 from luce.text.prompt_compression import CompressionRequest
 from luce.text.prompt_limit import PromptLimit
-from luce.text.protected import continues
 
 # Most tokens of a prompt that is compressed to fit the context.
 _LONGEST = 1 << 20
@@ -51,11 +50,9 @@ class PromptReader:
             raise unsupported("prefill_compression", str(error)) from None
         if self._request.keep_ratio is not None and self._mode == "off":
             raise invalid("keep_ratio", "needs prefill_compression: auto or always")
-        compressor = self._compression.compressor
-        freezes = compressor is not None and compressor.options.freeze
-        compresses = self._mode != "off" and not whole and (freezes or not continues(self._messages))
+        shortens = not whole and self._compression.shortens(self._messages, self._request)
         #: the limit of a prompt before it is compressed
-        self.limit = PromptLimit(max(model.context, _LONGEST) if compresses else model.context, stopped)
+        self.limit = PromptLimit(max(model.context, _LONGEST) if shortens else model.context, stopped)
 
     def read(self, ids: Sequence[int]) -> CompressedPrompt:
         """A prompt as the target reads it."""

@@ -30,6 +30,7 @@ class CompressionRequest:
 
 
 _NO_REQUEST = CompressionRequest()
+_SHORTENING = (Verdict.COMPRESS, Verdict.FREEZE)
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,14 @@ class PromptCompression:
             return "off"
         default = self.compressor.options.mode
         return request.mode or ("off" if default == RESIDENCY else default)
+
+    def shortens(self, messages: Sequence[Message], request: CompressionRequest = _NO_REQUEST) -> bool:
+        """Whether `read` compresses a prompt that does not fit. Raises as `mode`."""
+        mode = self.mode(request)
+        if self.compressor is None or mode == "off":
+            return False
+        verdict = self.compressor.verdict(0, mode, request.keep_ratio, continues=continues(messages), fits=False)
+        return verdict in _SHORTENING
 
     def read(
         self,
@@ -80,11 +89,12 @@ class PromptCompression:
         if verdict is Verdict.FREEZE:
             old = old_messages(self.tokenizer, ids, messages, self.compressor.options.freeze_threshold)
             verdict = verdict if old else Verdict.CONTINUATION
-        if verdict not in (Verdict.COMPRESS, Verdict.FREEZE):
+        if verdict not in _SHORTENING:
             result = CompressedPrompt.whole(ids, verdict)
         else:
             kept, ranks = protected(self.tokenizer, ids, messages), cut_ranks(self.tokenizer, ids)
-            prompt = PromptTokens(np.asarray(ids, np.int32), kept, ranks)
+            control = np.array([self.tokenizer.is_control(token) for token in ids], np.bool_)
+            prompt = PromptTokens(np.asarray(ids, np.int32), kept, ranks, control)
             if old:
                 result = self.compressor.freeze(prompt, old, keep_ratio=ratio, check=check)
             else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from luce.compress.compression_options import CompressionOptions, Verdict
@@ -29,6 +30,14 @@ def compression(scorer: ScriptedScorer | None = None, **options: Any) -> PromptC
 def test_control_tokens_are_kept() -> None:
     found = compression().read(PROMPT)
     assert found.verdict is Verdict.COMPRESS and END in found.ids and len(found.ids) < len(PROMPT) / 2
+
+
+def test_what_is_around_headers_is_not_kept_for_their_sake() -> None:
+    random, header = np.random.default_rng(0), [END, 10, 11, 12]
+    prompt = [token for n in (600, 600, 600, 600, 40) for token in (*header, *random.integers(20, 220, n).tolist())]
+    found = compression(keep_ratio=0.05).read(prompt)
+    # Four chunks, and the control tokens with what lies up to the next place for a cut.
+    assert len(found.ids) < 4 * 32 + 5 * 17
 
 
 @pytest.mark.parametrize("id", [-1, 10**6])
