@@ -5,8 +5,8 @@ Pages of other types than float32 become floats first, once for all rows of a pa
 A part is some rows and one KV head. Each row goes through its pages in order, 64 keys at a time: their scores, the
 largest so far, and the sums rescaled to it. Keys that the row does not see add exact zeros. A run of pages is summed by
 itself, and then added to those before it. So a row's bits depend on its pages alone, not on the rows or threads beside
-it. The rows of a part that have the same pages go through them together, so that a page is read from memory once for all
-of them; of few rows, each run is a part.
+it. The rows of a part that have the same pages go through them together, so that a page is read from memory once for
+all of them; of few rows, each run is a part.
 """
 
 from __future__ import annotations
