@@ -163,7 +163,7 @@ class _DrafterError(Exception):
 def open_model(
     path: Path, config: Config, on_progress: Callable[[float], None] = lambda _: None, connects: Connects = NO_CONNECTS
 ) -> Model:
-    """A Model from a file and a checked Config. `on_progress` gets the share of layers read; `connects`: their hosts.
+    """A Model from a file and a checked Config. `on_progress` gets the share of the layers that are read.
 
     The model has no drafter if the file of --draft is missing or refused, or if there is no memory for it;
     EngineStats.draft has the reason.

@@ -1,4 +1,4 @@
-"""`luce cluster`: the machines that have joined a server of this machine, tokens for more, and keys."""
+"""`luce cluster`: the machines that have joined a server of this machine, tokens for more, placements, and keys."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ _ACTIONS = {
     "status": "show the members",
     "token": "print a command with which one more machine joins",
     "remove": "end the connection to MEMBER, which has to join again",
+    "replan": "load the model anew, on the machines that are there now",
     "rotate": "make a new key of the server; members that are not connected have to join again",
 }
 #: most minutes for which a token holds: a week
@@ -89,6 +90,8 @@ def _command(arguments: argparse.Namespace) -> wire.Command:
             return wire.AskToken(60 * float(minutes), (arguments.label or "")[:60])
         case "remove":
             return wire.AskRemove(arguments.member)
+        case "replan":
+            return wire.AskReplan()
         case "rotate":
             return wire.AskRotate()
         case _:

@@ -182,6 +182,7 @@ class _Service:
             entries, partial(_open, cluster), max_loaded=config.max_loaded_models, wait=config.load_wait
         )
         self._server = Server(config, self._pool)
+        self._cluster = cluster
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def main(self) -> None:
@@ -202,6 +203,8 @@ class _Service:
                         _log.warning("--host %s: other machines can use this server without an API key", host)
             if await self._load():
                 self._ready()
+                if self._cluster is not None:
+                    self._cluster.reload = lambda: self._call_on(loop, self._replan)
                 if self._config.idle_exit:
                     self._spawn(self._stop_when_idle())
                 await self._stop.wait()
@@ -276,6 +279,12 @@ class _Service:
                 async with asyncio.timeout(_FLUSH_SECONDS):
                     await self._wait_unless_forced(server.idle.wait())
 
+    async def _replan(self) -> None:
+        """Place the model anew, on the machines of the cluster that are there."""
+        # What fails is in the log; the next request tries again.
+        with contextlib.suppress(LuceError):
+            await self._pool.reload(self._pool.default)
+
     async def _stop_when_idle(self) -> None:
         """Stop, as after a signal, once no request has used a model for --idle-exit."""
         while (left := self._config.idle_exit - self._pool.idle()) > 0:
@@ -341,6 +350,11 @@ class _Service:
         if self._stop.is_set():
             self._stop_now.set()
         self._stop.set()
+
+    def _call_on(self, loop: asyncio.AbstractEventLoop, work: Callable[[], Any]) -> None:
+        """Let the event loop do some work; any thread may call it. Nothing happens where the loop has ended."""
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(lambda: self._spawn(work()))
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.create_task(work)

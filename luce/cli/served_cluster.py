@@ -15,6 +15,7 @@ from luce.assembly import open_model
 from luce.cluster.admin import answering, join_command
 from luce.cluster.coordinator import TOKEN_SECONDS, Coordinator
 from luce.config.settings import Config, flag
+from luce.errors import ServerError
 from luce.gguf.fingerprint import fingerprint
 from luce.gguf.reader import open_gguf
 
@@ -26,11 +27,19 @@ class ServedCluster:
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
+        #: lets the server load its model anew, without waiting for it; None before it is loaded for the first time
+        self.reload: Callable[[], None] | None = None
+
+    def replan(self) -> None:
+        """Load the model anew, on the devices that are there now. Raises ServerError before it is loaded."""
+        if self.reload is None:
+            raise ServerError("the model is not loaded yet")
+        self.reload()
 
     def open_model(
         self, path: Path, config: Config, progress: Callable[[float], None], on_wait: Callable[[str], None]
     ) -> Model:
-        """The model, once --cluster-min members are there or --cluster-wait is over.
+        """The model, the first time once --cluster-min members are there or --cluster-wait is over.
 
         `on_wait` gets what the load waits for, and "" behind it. Raises as luce.assembly.open_model.
         """
@@ -39,7 +48,9 @@ class ServedCluster:
         def waiting(found: int) -> None:
             on_wait(f"waiting for members: {found} of {wanted}")
 
-        found = self._coordinator.wait_for_members(wanted, config.cluster_wait, waiting)
+        # A new placement is that of the members that are there.
+        patience = config.cluster_wait if self.reload is None else 0.0
+        found = self._coordinator.wait_for_members(wanted, patience, waiting)
         on_wait("")
         if found < wanted:
             _log.warning(
@@ -61,9 +72,10 @@ def served_cluster(config: Config) -> Iterator[ServedCluster | None]:
         return
     with contextlib.closing(Coordinator(config.cluster, config.cluster_listen, flag("cluster_listen"))) as coordinator:
         log.event(_log, "cluster", cluster=config.cluster, address=",".join(coordinator.addresses))
-        with answering(coordinator):
+        cluster = ServedCluster(coordinator)
+        with answering(coordinator, cluster.replan):
             _print_command(coordinator)
-            yield ServedCluster(coordinator)
+            yield cluster
 
 
 def _print_command(coordinator: Coordinator) -> None:

@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from luce.cluster import wire
@@ -32,8 +32,9 @@ def join_command(coordinator: Coordinator, seconds: float, label: str = "") -> s
 
 
 @contextlib.contextmanager
-def answering(coordinator: Coordinator) -> Iterator[None]:
-    """Answer commands until the block ends."""
+def answering(coordinator: Coordinator, replan: Callable[[], None]) -> Iterator[None]:
+    """Answer commands until the block ends. `replan` lets the server place its model anew; it raises ServerError, and
+    does not wait for the load."""
     with _at(coordinator.files) as path, socket.socket(socket.AF_UNIX) as listener:
         with contextlib.suppress(FileNotFoundError):
             # Of a coordinator that was killed: only one at a time has the lock of the directory.
@@ -42,7 +43,7 @@ def answering(coordinator: Coordinator) -> Iterator[None]:
         os.chmod(path, 0o600)
         listener.listen()
         closing = threading.Event()
-        arguments = coordinator, listener, closing
+        arguments = coordinator, replan, listener, closing
         thread = threading.Thread(target=_accept, args=arguments, name="luce-cluster-commands", daemon=True)
         thread.start()
         try:
@@ -85,7 +86,9 @@ def _at(files: ClusterFiles) -> Iterator[str]:
         os.close(fd)
 
 
-def _accept(coordinator: Coordinator, listener: socket.socket, closing: threading.Event) -> None:
+def _accept(
+    coordinator: Coordinator, replan: Callable[[], None], listener: socket.socket, closing: threading.Event
+) -> None:
     while not closing.is_set():
         try:
             sock, _ = listener.accept()
@@ -97,12 +100,12 @@ def _accept(coordinator: Coordinator, listener: socket.socket, closing: threadin
         with contextlib.closing(channel):
             try:
                 number, command = channel.receive(timeout=_REQUEST_SECONDS)
-                channel.send(number, _answer(coordinator, command), timeout=_REQUEST_SECONDS)
+                channel.send(number, _answer(coordinator, replan, command), timeout=_REQUEST_SECONDS)
             except ChannelError as error:
                 _log.warning("a command for the cluster failed: %s", error)
 
 
-def _answer(coordinator: Coordinator, command: wire.Command) -> wire.Result:
+def _answer(coordinator: Coordinator, replan: Callable[[], None], command: wire.Command) -> wire.Result:
     try:
         match command:
             case wire.AskStatus():
@@ -116,5 +119,8 @@ def _answer(coordinator: Coordinator, command: wire.Command) -> wire.Result:
                 kept, lost = coordinator.rotate()
                 text = f"the coordinator has a new key, which {', '.join(kept) or 'no member'} has"
                 return wire.Done(f"{text}; to join again with a new token: {', '.join(lost)}" if lost else text)
+            case wire.AskReplan():
+                replan()
+                return wire.Done("the model is loaded anew behind its running requests; `luce cluster status` shows it")
     except LuceError as error:
         return wire.Failed(str(error))

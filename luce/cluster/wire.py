@@ -129,6 +129,10 @@ class AskRotate(msgspec.Struct, tag=True):
     """Asks for a new key of the coordinator."""
 
 
+class AskReplan(msgspec.Struct, tag=True):
+    """Asks that the model be placed anew, on the devices that are there now."""
+
+
 class MemberStatus(msgspec.Struct):
     """A member, for `luce cluster status`."""
 
@@ -170,5 +174,5 @@ class Failed(msgspec.Struct, tag="CommandFailed"):
     message: str
 
 
-Command = AskStatus | AskToken | AskRemove | AskRotate
+Command = AskStatus | AskToken | AskRemove | AskRotate | AskReplan
 Result = Status | Done | Failed

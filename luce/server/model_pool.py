@@ -166,6 +166,14 @@ class ModelPool:
             if entry.state == "loaded":
                 await self._retire(entry)
 
+    async def reload(self, entry: ModelEntry) -> None:
+        """Unload a model behind the requests that use it, and load it again; new requests wait. Raises what the load
+        raises."""
+        async with self._loads:
+            if entry.state == "loaded":
+                await self._retire(entry)
+        await self.load(entry)
+
     def update(self, entries: Sequence[ModelEntry]) -> None:
         """Have these models from now on. Those that are as before stay loaded; others that are loaded are unloaded
         behind their requests, also pinned ones, and new ones that are pinned are loaded."""

@@ -89,10 +89,10 @@ def start(tmp_path: Path) -> Iterator[Any]:
         yield begin
 
 
-def serve(start: Any, listen: str = "127.0.0.1:0") -> tuple[Process, int]:
+def serve(start: Any, *more: str) -> tuple[Process, int]:
     """A server of a cluster, and its port."""
-    flags = ["--cluster", "home", "--cluster-listen", listen, "--cluster-wait", "300", "--devices", "cpu:0"]
-    flags += ["--port", "0", "--max-ctx", "256", "--kv-cache-dir", "off", "--no-warmup"]
+    flags = ["--cluster", "home", "--cluster-listen", "127.0.0.1:0", "--cluster-wait", "300", "--devices", "cpu:0"]
+    flags += [*more, "--port", "0", "--max-ctx", "256", "--kv-cache-dir", "off", "--no-warmup"]
     process = start("server", "serve", str(REFERENCE.path), *flags)
     return process, int(process.found(r"listening url=http://127\.0\.0\.1:(\d+)"))
 
@@ -164,6 +164,34 @@ def member_of(start: Any) -> dict[str, Any]:
     assert status.ended() == 0, status.log
     (member,) = json.loads("".join(status.out))["members"]
     return dict(member)
+
+
+def test_a_machine_that_comes_late_is_used_by_a_new_placement(start: Any, tmp_path: Path) -> None:
+    server, port = serve(start, "--cluster-wait", "0.1")
+    assert within(200, lambda: ask(port, "/health")[0] == 200)
+    command, models = server.found(r"luce join (\S+)"), tmp_path / "models"
+    models.mkdir()
+    (models / "model.gguf").symlink_to(REFERENCE.path)
+    member = start("member", "join", command, "--model-dir", str(models), "--devices", "cpu:0")
+    server.found("member connected")
+    assert member_of(start)["state"] == "idle"
+
+    def devices() -> int:
+        """On how many devices the model is; 0 while it is loaded."""
+        status, props = ask(port, "/props")
+        return len(props["runtime"]["target_sharding"]) if status == 200 else 0
+
+    replanned = start("server", "cluster", "replan")
+    assert replanned.ended() == 0, replanned.log
+    assert greedy(port) == EXPECTED
+    assert within(60, lambda: devices() == 2) and member_of(start)["state"] == "serving", server.log
+    # Without the machine, the model comes back to what is there.
+    member.child.send_signal(signal.SIGKILL)
+    member.ended()
+    assert within(30, lambda: member_of(start)["state"] == "lost")
+    assert start("server", "cluster", "replan").ended() == 0
+    assert within(60, lambda: devices() == 1), server.log
+    assert greedy(port) == EXPECTED
 
 
 def test_a_removed_machine_and_a_new_token(start: Any, tmp_path: Path) -> None:

@@ -12,11 +12,11 @@ import pytest
 
 from luce.cli import served_cluster as module
 from luce.cli.main import main
-from luce.cli.served_cluster import served_cluster
+from luce.cli.served_cluster import ServedCluster, served_cluster
 from luce.cluster.join_token import decode_token
 from luce.config.resolve import resolve
 from luce.config.settings import Config
-from luce.errors import ListenError, UsageError
+from luce.errors import ListenError, ServerError, UsageError
 from tests.support.clusters import Host, coordinator, joined, needs_keys, port_of
 from tests.support.reference import Reference
 
@@ -118,6 +118,25 @@ def test_the_address_is_named_in_errors() -> None:
         served_cluster(config(cluster_listen="nowhere")),
     ):
         pass
+
+
+def test_a_model_is_placed_anew_only_once_it_is_loaded(monkeypatch: Patch) -> None:
+    called: list[str] = []
+    with served_cluster(config(cluster_min="0")) as cluster:
+        assert cluster is not None
+        with pytest.raises(ServerError, match=r"^the model is not loaded yet$"):
+            cluster.replan()
+        cluster.reload = lambda: called.append("reload")
+        cluster.replan()
+    assert called == ["reload"]
+
+
+def test_a_new_placement_waits_for_nobody(monkeypatch: Patch) -> None:
+    def loaded(cluster: ServedCluster) -> None:
+        cluster.reload = lambda: None
+
+    settings, _, waited = opened(config(cluster_min="3", cluster_wait="86400"), monkeypatch, loaded)
+    assert settings.target_devices == ("cpu:0",) and waited == [""]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -308,6 +309,37 @@ def test_a_connection_that_nobody_asked_for_is_closed(home: Coordinator, hosts: 
         assert closes(home, own, role)
 
 
+def test_a_connection_is_that_of_the_member_that_was_asked(home: Coordinator, hosts: Make) -> None:
+    box, den = (hosts(home, name).files.identity("member.pem") for name in ("box", "den"))
+    peers = [member_context(own, []) for own in (box, den)]
+    for context in peers:
+        context.verify_mode = ssl.CERT_NONE
+    address = f"127.0.0.1:{port_of(home)}"
+    with contextlib.ExitStack() as opened:
+        sock = opened.enter_context(tcp.connect(address, Dialled(peers[0]), wire.CONTROL + bytes(16)))
+        channel: Channel[Any] = Channel(sock, wire.FromCoordinator)
+
+        def hears(kind: type[Any]) -> Any:
+            return next(m for _, m in iter(lambda: channel.receive(timeout=30), None) if isinstance(m, kind))
+
+        channel.send(0, wire.Hello(__version__, ("cpu:0",)), timeout=30)
+        assert home.wait_for_members(1, 30) == 1
+        pool = opened.enter_context(ThreadPoolExecutor(1))
+        planned = pool.submit(home.plan, "f" * 32)
+        channel.send(0, wire.Found(hears(wire.Find).fingerprint, ""), timeout=30)
+        peer = pool.submit(planned.result(30)[1][place_of("box")], "shard 1")
+        token = hears(wire.Assign).token
+        # With the right token, but the certificate of another member.
+        for role in (b"R", b"W"):
+            other = opened.enter_context(tcp.connect(address, Dialled(peers[1]), role + token))
+            other.settimeout(30)
+            assert other.recv(1) == b"" and not peer.done()
+        for role in (b"R", b"W"):
+            opened.enter_context(tcp.connect(address, Dialled(peers[0]), role + token))
+        opened.enter_context(peer.result(30).requests)
+        opened.enter_context(peer.result(30).heartbeat)
+
+
 def connect(made: Coordinator, host: Host) -> Peer:
     """A connection to the devices of a host that has started."""
     (host.folder / "model.gguf").symlink_to(MODEL)
@@ -430,7 +462,8 @@ def test_delays_between_attempts() -> None:
 
 
 def test_commands(home: Coordinator, hosts: Make) -> None:
-    with answering(home):
+    asked: list[str] = []
+    with answering(home, lambda: asked.append("replan")):
         socket_path = home.files.path / "socket"
         assert socket_path.stat().st_mode & 0o777 == 0o600
         token = ask(home.files, wire.AskToken(60, "attic"))
@@ -446,6 +479,8 @@ def test_commands(home: Coordinator, hosts: Make) -> None:
         assert isinstance(rotated, wire.Done) and rotated.text == "the coordinator has a new key, which box has"
         assert ask(home.files, wire.AskRemove(member_name("box"))) == wire.Done("box is removed")
         host.end()
+        replanned = ask(home.files, wire.AskReplan())
+        assert isinstance(replanned, wire.Done) and "is loaded anew" in replanned.text and asked == ["replan"]
     assert not socket_path.exists()
     with pytest.raises(ServerError, match=r"^cluster home: no server of it runs on this machine$"):
         ask(home.files, wire.AskStatus())

@@ -276,6 +276,27 @@ async def test_load_and_unload() -> None:
     assert loader.log == ["load b", "close b"]
 
 
+async def test_a_model_is_loaded_anew_behind_its_requests_also_a_pinned_one() -> None:
+    loader = Loader()
+    models = pool(loader, "a", pinned=("a",))
+    async with models.lease(models.entry("a")) as before:
+        reloading = asyncio.ensure_future(models.reload(models.entry("a")))
+        await until(lambda: models.entry("a").state == "unloading")
+        # Who comes meanwhile gets the new one.
+        waiting = asyncio.ensure_future(use(models, "a"))
+        await asyncio.sleep(0)
+        assert not cast(Any, before).closed
+    await asyncio.gather(reloading, waiting)
+    assert loader.log == ["load a", "close a", "load a"]
+    loader.errors["a"] = ModelError("gone")
+    with pytest.raises(ModelError, match=r"^gone$"):
+        await models.reload(models.entry("a"))
+    # One that is not loaded, as it could not be, is loaded.
+    loader.errors.clear()
+    await models.reload(models.entry("a"))
+    assert loader.log[3:] == ["close a", "load a"]
+
+
 async def test_requests_are_refused_until_the_start_is_over() -> None:
     models = pool(Loader(), "a", "b")
     models.starting = True
