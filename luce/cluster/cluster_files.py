@@ -3,7 +3,7 @@
 coordinator.pem   its key and certificate          member.pem     a member's
 members.json      its members, and the epoch       server.json    the addresses and certificates of a member's
 tokens.json       digests of the join tokens                      coordinator
-lock, socket      of the coordinator that runs
+lock, socket      of the coordinator that runs     member.lock    of the member that runs
 """
 
 from __future__ import annotations
@@ -105,14 +105,13 @@ class ClusterFiles:
         finally:
             os.close(directory)
 
-    def lock(self) -> int:
-        """The descriptor that keeps other coordinators out until it is closed. Raises UsageError if one runs."""
-        fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    def lock(self, name: str, who: str) -> int:
+        """The descriptor that keeps other processes from this lock until it is closed. Raises UsageError if one has it,
+        which the message calls `who`."""
+        fd = os.open(self.path / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(fd)
-            raise UsageError(
-                f"cluster {self.name}: another server of this cluster runs here", param="cluster"
-            ) from None
+            raise UsageError(f"cluster {self.name}: {who} of this cluster runs here", param="cluster") from None
         return fd

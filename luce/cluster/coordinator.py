@@ -52,8 +52,8 @@ _SEARCH_SECONDS = 60.0
 _TICK_INTERVAL = 1.0
 #: longest seconds until the accepting thread sees that the coordinator is closed
 _POLL_INTERVAL = 0.2
-#: most devices that a member may have
-_MOST_DEVICES = 64
+#: most devices that a member may have, and letters of its version
+_MOST_DEVICES, _LONGEST_VERSION = 64, 40
 _DEVICE = re.compile(r"(cuda|hip|cpu):[0-9]{1,3}", re.ASCII)
 #: what everybody who lets a host join has to know
 TRUST = "whoever joins sees activations, from which texts can be had back, and can compute wrongly"
@@ -116,7 +116,7 @@ class Coordinator:
     def __init__(self, name: str, address: str, flag: str = "--listen") -> None:
         self.files = ClusterFiles(name)
         with contextlib.ExitStack() as opened:
-            opened.callback(os.close, self.files.lock())
+            opened.callback(os.close, self.files.lock("lock", "another server"))
             self._identity = self.files.identity("coordinator.pem")
             self._tokens = TokenBook(self.files.read("tokens.json", list[TokenRecord]))
             self._membership = self._restore()
@@ -323,8 +323,7 @@ class Coordinator:
 
     def _serve(self, sock: ssl.SSLSocket) -> None:
         """One member's control connection, from its first message to its end."""
-        session = next(self._sessions)
-        certificate, address = sock.getpeercert(binary_form=True) or b"", sock.getpeername()[0]
+        session, certificate = next(self._sessions), sock.getpeercert(binary_form=True) or b""
         link = Link(sock, wire.FromMember)
         reason = ""
         with self._lock:
@@ -335,10 +334,11 @@ class Coordinator:
             hello = link.receive(wire.Hello, tcp.HANDSHAKE_TIMEOUT)
             if len(hello.devices) > _MOST_DEVICES or not all(map(_DEVICE.fullmatch, hello.devices)):
                 raise ChannelError("it sent devices that are none")
+            address, luce = sock.getpeername()[0], hello.luce[:_LONGEST_VERSION]
             with self._lock:
-                self._apply(membership.Connected(certificate, session, hello.luce, hello.devices, address))
+                self._apply(membership.Connected(certificate, session, luce, hello.devices, address))
             link.run(lambda message: self._heard(session, message), silence=LOST_AFTER, pings=True)
-        except ChannelError as error:
+        except (ChannelError, OSError) as error:
             reason = str(error)
         finally:
             with self._lock:
@@ -388,6 +388,8 @@ class Coordinator:
                     )
                 case membership.Assign(session, epoch, token):
                     self._links[session].post(wire.Assign(epoch, token, self._fingerprint))
+                case membership.Tell(session, text):
+                    self._links[session].post(wire.Notice(text))
                 case membership.Accept():
                     accepted = True
                 case membership.Refuse(token, reason):

@@ -147,7 +147,14 @@ class MemberHost:
         self._work: queue.SimpleQueue[wire.Find | wire.Assign | DeviceError | None] = queue.SimpleQueue()
 
     def run(self) -> None:
-        """Serve until `stop`. Raises DeviceError once the coordinator has removed this host."""
+        """Serve until `stop`.
+
+        Raises DeviceError once the coordinator has removed this host, and UsageError if another process serves for it.
+        """
+        with open(self._files.lock("member.lock", "another luce join"), "rb", buffering=0):
+            self._run()
+
+    def _run(self) -> None:
         thread = threading.Thread(target=self._stay_connected, name="luce-control", daemon=True)
         thread.start()
         try:
@@ -281,6 +288,8 @@ class MemberHost:
         elif isinstance(message, wire.NewPin):
             self._keep([*self._server.certificates, message.certificate])
             self._post(wire.Pinned())
+        elif isinstance(message, wire.Notice):
+            _log.warning("the coordinator says: %s", message.text[:500])
         elif isinstance(message, wire.Dismissed) and message.final:
             self._work.put(DeviceError(f"the coordinator has dismissed this machine: {message.reason}"))
             self._ending.set()

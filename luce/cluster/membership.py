@@ -187,6 +187,14 @@ class Close:
 
 
 @dataclass(frozen=True)
+class Tell:
+    """Let a member say something in its log."""
+
+    session: int
+    text: str
+
+
+@dataclass(frozen=True)
 class CloseDevices:
     """End the connections to the devices of a member, open or awaited, but not the one that a token names."""
 
@@ -228,7 +236,7 @@ class Journal:
     reason: str = ""
 
 
-Instruction = Save | Close | CloseDevices | Assign | Accept | Refuse | Journal
+Instruction = Save | Close | Tell | CloseDevices | Assign | Accept | Refuse | Journal
 
 
 @dataclass
@@ -326,7 +334,7 @@ class Membership:
         other = "" if member.luce == self.luce else f"version {member.luce}, here {self.luce}"
         state: State = "loading" if member.name in self.placed and not other else "idle"
         done += self._enter(member, state, now, "back" if back else "connected", other)
-        return done
+        return [*done, Tell(event.session, f"this machine is not used: {other}")] if other else done
 
     def _lose(self, member: Member, state: State, reason: str, now: float) -> list[Instruction]:
         done = self._drop_devices(member, reason)

@@ -1,8 +1,8 @@
 """What coordinator, members and the `luce cluster` commands send, in frames of luce.ipc.channel.
 
 A host that joins sends Join and gets Joined or Refused. A member's control connection begins with Hello; then the
-coordinator sends Ping, Find, Assign, NewPin and Dismissed, and the member Pong, Found, Loaded, Unable, Pinned and
-Leaving. The commands send one request over the socket in the cluster's directory and get one response.
+coordinator sends Ping, Find, Assign, NewPin, Notice and Dismissed, and the member Pong, Found, Loaded, Unable, Pinned
+and Leaving. The commands send one request over the socket in the cluster's directory and get one response.
 """
 
 from __future__ import annotations
@@ -93,6 +93,12 @@ class Pinned(msgspec.Struct, tag=True):
     """The certificate of NewPin is stored."""
 
 
+class Notice(msgspec.Struct, tag=True):
+    """What the member's log is to say."""
+
+    text: str
+
+
 class Dismissed(msgspec.Struct, tag=True):
     """The coordinator ends the connection. `final`: the member need not connect again."""
 
@@ -105,7 +111,7 @@ class Leaving(msgspec.Struct, tag=True):
 
 
 FromMember = Hello | Pong | Found | Loaded | Unable | Pinned | Leaving
-FromCoordinator = Ping | Find | Assign | NewPin | Dismissed
+FromCoordinator = Ping | Find | Assign | NewPin | Notice | Dismissed
 
 
 class AskStatus(msgspec.Struct, tag=True):

@@ -440,6 +440,26 @@ def test_a_member_compares_the_certificate_of_its_coordinator(folder: Path) -> N
         pinned.check_peer(Sock())  # type: ignore[arg-type]
 
 
+def test_another_version_is_not_used_and_is_told_so(
+    home: Coordinator, hosts: Make, monkeypatch: Patch, caplog: Any
+) -> None:
+    monkeypatch.setattr(member_module, "__version__", "99.0")
+    hosts(home).start()
+    why = f"version 99.0, here {__version__}"
+    assert within(30, lambda: f"the coordinator says: this machine is not used: {why}" in caplog.text)
+    assert home.wait_for_members(1, 0) == 0
+    assert [(member.state, member.reason) for member in home.status().members] == [("idle", why)]
+
+
+def test_one_process_is_a_member(home: Coordinator, hosts: Make) -> None:
+    host = hosts(home).start()
+    assert home.wait_for_members(1, 30) == 1
+    second = MemberHost(host.files, ("cpu:0",), [], lambda *arguments: None)
+    with pytest.raises(UsageError, match=r"^cluster home: another luce join of this cluster runs here$"):
+        second.run()
+    assert state(home) == "idle"
+
+
 def test_a_host_that_has_not_joined(folder: Path) -> None:
     with pytest.raises(UsageError, match=r"^this machine has not joined cluster home: give a TOKEN$"):
         MemberHost(ClusterFiles("home"), ("cpu:0",), [], lambda *arguments: None)

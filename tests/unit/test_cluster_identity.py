@@ -146,12 +146,12 @@ def test_the_directory_is_its_users_alone(tmp_path: Path, monkeypatch: pytest.Mo
 def test_one_coordinator_has_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     files = ClusterFiles("home")
-    with open(files.lock()):
+    with open(files.lock("lock", "another server")):
         with pytest.raises(UsageError, match=r"^cluster home: another server of this cluster runs here$"):
-            files.lock()
-        with open(ClusterFiles("other").lock()):
+            files.lock("lock", "another server")
+        with open(ClusterFiles("other").lock("lock", "another server")):
             pass
-    with open(files.lock()):
+    with open(files.lock("lock", "another server")):
         pass
 
 

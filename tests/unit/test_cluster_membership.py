@@ -30,6 +30,7 @@ from luce.cluster.membership import (
     Rotated,
     Save,
     Searched,
+    Tell,
     Tick,
     restored,
 )
@@ -129,7 +130,8 @@ def test_rotation_removes_those_that_do_not_have_the_new_key() -> None:
 
 
 def test_another_version_and_a_missing_file_are_not_used() -> None:
-    membership, _ = after(Admitted("box", BOX, ""), connected(BOX, 1, "2"))
+    membership, done = after(Admitted("box", BOX, ""), connected(BOX, 1, "2"))
+    assert done[-1] == Tell(1, "this machine is not used: version 2, here 1")
     assert membership.members["box"].reason == "version 2, here 1" and membership.usable() == []
     membership.handle(Planned(("box",)), 0.0)
     assert membership.handle(Dialled("box", b"token"), 0.0) == [Refuse(b"token", "version 2, here 1")]

@@ -1,0 +1,122 @@
+"""`luce serve --cluster` and `luce join` as processes, each with directories of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from tests.support.clusters import needs_keys
+from tests.support.daemons import within
+from tests.support.reference import Reference
+
+REFERENCE = Reference("qwen3-a-F32")
+PROMPT = REFERENCE.expected["prompt_17"].tolist()
+EXPECTED = REFERENCE.expected["greedy_17"][:8].tolist()
+
+
+class Process:
+    """`luce` with directories of its own, and what it writes."""
+
+    def __init__(self, home: Path, *arguments: str, stdin: str | None = None, prefix: Sequence[str] = ()) -> None:
+        environment = {**os.environ, "XDG_DATA_HOME": str(home), "XDG_CACHE_HOME": str(home / "cache")}
+        command = [*prefix, sys.executable, "-P", "-m", "luce", *arguments]
+        pipe = subprocess.PIPE
+        self.child = subprocess.Popen(
+            command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True, cwd=Path(__file__).parents[2]
+        )
+        self.out, self.log = list[str](), list[str]()
+        self._readers = []
+        for stream, lines in ((self.child.stdout, self.out), (self.child.stderr, self.log)):
+            assert stream is not None
+            self._readers.append(threading.Thread(target=self._read, args=(stream, lines)))
+            self._readers[-1].start()
+        assert self.child.stdin is not None
+        with self.child.stdin as given:
+            given.write(stdin or "")
+
+    def _read(self, stream: IO[str], lines: list[str]) -> None:
+        with stream:
+            lines.extend(iter(stream.readline, ""))
+
+    def found(self, pattern: str) -> str:
+        """The first group of a pattern in what it has written, which it does in time."""
+
+        def search() -> re.Match[str] | None:
+            return re.search(pattern, "".join([*self.out, *self.log]))
+
+        assert within(120, lambda: search() is not None or self.child.poll() is not None)
+        match = search()
+        assert match is not None, (pattern, self.out, self.log)
+        return match[1] if match.groups() else match[0]
+
+    def ended(self) -> int:
+        """Its exit status, once it has ended by itself."""
+        status = self.child.wait(60)
+        for reader in self._readers:
+            reader.join()
+        return status
+
+    def close(self) -> None:
+        """Kill it if it still runs."""
+        self.child.kill()
+        self.ended()
+
+
+@contextlib.contextmanager
+def starting(folder: Path) -> Iterator[Any]:
+    """A function that starts `luce` under a name, which has directories of its own."""
+    needs_keys()
+    with contextlib.ExitStack() as opened:
+
+        def begin(name: str, *arguments: str, **options: Any) -> Process:
+            process = Process(folder / name, *arguments, **options)
+            opened.callback(process.close)
+            return process
+
+        yield begin
+
+
+def serve(start: Any, *more: str, listen: str = "127.0.0.1:0") -> tuple[Process, int]:
+    """A server of a cluster, and its port."""
+    flags = ["--cluster", "home", "--cluster-listen", listen, "--cluster-wait", "300", "--devices", "cpu:0"]
+    flags += [*more, "--port", "0", "--max-ctx", "256", "--kv-cache-dir", "off", "--no-warmup"]
+    process = start("server", "serve", str(REFERENCE.path), *flags)
+    return process, int(process.found(r"listening url=http://127\.0\.0\.1:(\d+)"))
+
+
+def ask(port: int, path: str, body: Any = None) -> Any:
+    """The status and the JSON answer of a server."""
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, headers)) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.load(error)
+
+
+def greedy(port: int) -> list[int]:
+    """The tokens that the server generates."""
+    body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_tokens": True}
+    status, answer = ask(port, "/completion", {**body, "n_predict": 8})
+    assert status == 200, answer
+    return list(answer["tokens"])
+
+
+def member_of(start: Any) -> dict[str, Any]:
+    """The only member, as `luce cluster status` has it."""
+    status = start("server", "cluster", "status", "--json")
+    assert status.ended() == 0, status.log
+    (member,) = json.loads("".join(status.out))["members"]
+    return dict(member)
