@@ -204,6 +204,8 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(session=SESSIONS, left=st.booleans())
     def disconnect(self, session: int, left: bool) -> None:
+        # A number that no connection has yet will be that of a later one.
+        session = min(session, self.sessions)
         self.happen(Left(session) if left else Disconnected(session, "gone"))
         self.over.add(session)
 
