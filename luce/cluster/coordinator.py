@@ -353,6 +353,7 @@ class Coordinator:
                 self._apply(membership.Loaded(session, message.epoch))
             elif isinstance(message, wire.Leaving):
                 self._apply(membership.Left(session))
+                raise ChannelError("it has left")
             elif isinstance(message, wire.Found):
                 if message.fingerprint == self._fingerprint:
                     self._apply(membership.Searched(session, message.problem[:500]))

@@ -18,6 +18,8 @@ from luce.ipc.heartbeat import INTERVAL, LOST_AFTER
 Answer = TypeVar("Answer", bound=msgspec.Struct)
 #: longest seconds until a message of another thread is sent
 _POLL_INTERVAL = 0.05
+#: seconds that the peer has to close the connection behind the last message
+CLOSE_SECONDS = 0.5
 
 
 class Link:
@@ -47,7 +49,17 @@ class Link:
                 message = self._outgoing.get_nowait()
                 self.channel.send(0, message, timeout=LOST_AFTER)
                 if isinstance(message, Dismissed | Leaving):
-                    self.close()
+                    self._let_close()
+
+    def _let_close(self) -> None:
+        """Wait a moment for the peer to close the connection: closed here with bytes unread, it would be reset, and a
+        peer that sends before it reads would not get the last message."""
+        end = time.monotonic() + CLOSE_SECONDS
+        with contextlib.suppress(ChannelError):
+            while time.monotonic() < end:
+                if self.channel.ready(_POLL_INTERVAL):
+                    self.channel.receive(timeout=CLOSE_SECONDS)
+        self.close()
 
     def run(self, handle: Callable[[Any], None], *, silence: float, pings: bool) -> None:
         """Send what is posted, and handle what arrives, until the connection ends, which raises ChannelError.

@@ -290,9 +290,11 @@ class MemberHost:
             self._post(wire.Pinned())
         elif isinstance(message, wire.Notice):
             _log.warning("the coordinator says: %s", message.text[:500])
-        elif isinstance(message, wire.Dismissed) and message.final:
-            self._work.put(DeviceError(f"the coordinator has dismissed this machine: {message.reason}"))
-            self._ending.set()
+        elif isinstance(message, wire.Dismissed):
+            if message.final:
+                self._ending.set()
+                self._work.put(DeviceError(f"the coordinator has dismissed this machine: {message.reason}"))
+            raise ChannelError(f"it ends the connection: {message.reason}")
 
     def _keep(self, certificates: list[bytes]) -> None:
         """Pin these certificates of the coordinator, also after a restart. Raises UsageError."""

@@ -61,7 +61,7 @@ class Process:
 
     def ended(self) -> int:
         """Its exit status, once it has ended by itself."""
-        status = self.child.wait(60)
+        status = self.child.wait(120)
         for reader in self._readers:
             reader.join()
         return status
