@@ -55,7 +55,7 @@ def test_no_request_waits_for_host_memory(parallel: int, ram: int, monkeypatch: 
     monkeypatch.setattr(local_state, "BUFFER_BYTES", SLAB // 4)
     monkeypatch.setattr(memory_tier, "PREPARED_BYTES", 0)
     devices = [Pinning(0), Pinning(1)]
-    monkeypatch.setattr(assembly, "open_placement", lambda config: devices)
+    monkeypatch.setattr(assembly, "open_placement", lambda config, *connects: devices)
     reference = Reference("qwen3-a-F32")
     drawn = np.random.default_rng(0).integers(0, reference.spec.vocab, (parallel + 1, TOKENS))
     options = {"max_ctx": 2048, "parallel": parallel, "cache_ram": ram, "kv_cache_dir": "off"}

@@ -47,6 +47,13 @@ SETTINGS: list[tuple[Reference, dict[str, Any]]] = [
 ]
 
 
+#: beside --draft MODEL on the same device, and on another one
+SMALL_MODELS = {
+    "shared": {"prefill_drafter": MODEL},
+    "alone": {"prefill_drafter": MODEL, "draft_device": "cpu:7"},
+}
+
+
 class Gpu(EmulatedDevice):
     """A GPU whose memory becomes less by what is allocated."""
 
@@ -110,7 +117,7 @@ def test_gpus_have_what_was_planned(
 ) -> None:
     opened: list[Gpu] = []
 
-    def open_placement(config: Config) -> Sequence[Device]:
+    def open_placement(config: Config, *connects: object) -> Sequence[Device]:
         opened[:] = [Gpu(index) for index in range(3)]
         return list(opened)
 
@@ -125,6 +132,26 @@ def test_gpus_have_what_was_planned(
             if facts.get("draft", {}).get("device") == shard["device"]:
                 needed += sum(facts["draft"][name] for name in ("weights", "state", "features", "head"))
             assert 0 <= gpu.allocated - needed <= _SMALL
+
+
+def test_weights_that_small_models_share_are_planned_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(HostDevice, "memory", lambda self: Memory(MEMORY, MEMORY))
+    given = {"target_devices": "cpu:0", "max_ctx": 1000, "draft": MODEL}
+    facts = {}
+    for name, more in SMALL_MODELS.items():
+        flags = [f"--{key.replace('_', '-')}={value}" for key, value in (given | more).items()]
+        assert main(["run", str(HYBRID.path), "--dry-run", "--json", *flags]) == 0
+        facts[name] = json.loads(capsys.readouterr().out)
+    alone, shared = facts["alone"]["prefill_drafter"], facts["shared"]["prefill_drafter"]
+    assert shared["bytes"] + shared["shared_weights"] == alone["bytes"] and "shared_weights" not in alone
+    # The layers have as much more room.
+    free = [facts[name]["plan"][0]["free"] for name in ("shared", "alone")]
+    assert free[0] - free[1] == shared["shared_weights"]
+    with luce.load(HYBRID.path, **(given | SMALL_MODELS["shared"])) as model:
+        assert model.compression.compressor is not None
+        assert model.compression.compressor.facts["bytes"] == shared["bytes"]
 
 
 @pytest.mark.parametrize(("reference", "settings"), SETTINGS, ids=str)
