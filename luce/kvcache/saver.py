@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
+from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,6 +64,8 @@ class Saver:
         self._memory = memory
         self._disk = disk
         self._queue: deque[tuple[Checkpoint, SnapshotExtras]] = deque()
+        #: checkpoints that were skipped because too many waited; `flush` writes those that are still in memory
+        self._skipped: WeakSet[Checkpoint] = WeakSet()
         self._owed: deque[_Owed] = deque(maxlen=_MAX_OWED)
         #: hands the pieces of a checkpoint to the disk, one at each step
         self.export: Generator[SavedState | None] | None = None
@@ -83,6 +86,7 @@ class Saver:
             index, ids = self._dispensable()
             skipped, lost = self._queue[index]
             del self._queue[index]
+            self._skipped.add(skipped)
             self._owe(ids, lost.reply)
             self._disk.stats.skipped += 1
             log.event(_log, "snapshot skipped", logging.DEBUG, tokens=skipped.length, why="too many wait for the disk")
@@ -90,6 +94,7 @@ class Saver:
     def clear(self) -> None:
         """Write nothing of the queue, nor the rest of the snapshot in progress."""
         self._queue.clear()
+        self._skipped.clear()
         self._end_export()
         self._owed.clear()
 
@@ -136,8 +141,10 @@ class Saver:
         self._next = now + PAUSE_RATIO * (now - started)
 
     def flush(self, seconds: float) -> None:
-        """Write the queue, for at most `seconds`, and stop."""
+        """Write the queue and what was skipped, for at most `seconds`, and stop."""
         end = time.monotonic() + seconds
+        again = [checkpoint for checkpoint in self._memory.tree.checkpoints if checkpoint in self._skipped]
+        self._queue.extend((checkpoint, SnapshotExtras()) for checkpoint in again)
         if self._queue:
             # Needed before anything can be written.
             self._disk.wait_opened(seconds)

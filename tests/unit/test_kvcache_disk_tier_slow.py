@@ -150,6 +150,10 @@ def test_a_slow_disk_delays_no_request(tmp_path: Path, monkeypatch: pytest.Monke
         assert 1 < tier(r).stats.queued <= saver.MAX_QUEUED + 2
         gate.set()
         assert within(60, lambda: not r.engine.cache.stats().disk.queued)
+    # At the end nothing is in the way of what was skipped.
+    with rig(tmp_path) as r:
+        for seed in range(12):
+            assert r.ask(ids(100, seed), 3)[1] == 100
 
 
 @pytest.mark.parametrize(
