@@ -15,6 +15,7 @@ from luce.errors import UsageError
 from luce.gguf.reader import GGUFFile, open_gguf
 from luce.layers import build
 from luce.layers.tensors import shard_tensors
+from luce.layers.weight_pool import WeightPool
 from luce.layers.weights import WeightLoader
 from luce.models.spec import ModelSpec
 from luce.ops.kvtype import KVTypes
@@ -40,8 +41,8 @@ class Loaders:
     def __init__(self) -> None:
         self.used: dict[str, set[str]] = {}
 
-    def __call__(self, file: GGUFFile, device: Device) -> WeightLoader:
-        loader = WeightLoader(file, device)
+    def __call__(self, file: GGUFFile, device: Device, pool: WeightPool | None = None) -> WeightLoader:
+        loader = WeightLoader(file, device, pool)
         self.used[str(device.name)] = loader.used
         return loader
 
