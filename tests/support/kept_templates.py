@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import luce.text.open
 from luce.text import template
 from luce.text.template_child import TemplateChild
 from luce.text.template_message import pack, unpack
@@ -111,6 +112,7 @@ def kept_templates(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     waiting = Waiting()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(template, "TemplateChild", functools.partial(KeptChild, waiting))
+        for starts in (luce.text.open, template):
+            patch.setattr(starts, "TemplateChild", functools.partial(KeptChild, waiting))
         yield
     waiting.end()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ def nfc(name: str) -> bool:
     return name.startswith("qwen")
 
 
+@functools.cache
 def spelling() -> dict[int, str]:
     """GPT-2's printable spelling of each byte, as its paper's code defines it."""
     kept = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
