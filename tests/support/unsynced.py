@@ -17,7 +17,7 @@ _REAL = 20
 
 
 @pytest.fixture(autouse=True)
-def unsynced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def unsynced() -> Iterator[None]:
     """Most of a test's calls of os.fsync only look whether the descriptor is open."""
     sync, left = os.fsync, iter(range(_REAL))
 
@@ -27,5 +27,7 @@ def unsynced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         else:
             sync(fd)
 
-    monkeypatch.setattr(os, "fsync", fsync)
-    yield
+    # Of its own: pytest would undo the `monkeypatch` of every test later than without this fixture.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        yield

@@ -24,6 +24,7 @@ class Speaking(ScriptedModel, Model):
     """A scripted model with the methods of luce.api.Model."""
 
     placement: list[dict[str, Any]] = []  # noqa: RUF012  # each model has its own
+    recommended_by = ""
 
 
 @pytest.fixture

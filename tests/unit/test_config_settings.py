@@ -32,7 +32,7 @@ GROUPS = {
     if hasattr(module := importlib.import_module(f"luce.cli.{verb}"), "SETTINGS")
 }
 #: the code that opens a model, and all packages below it
-BELOW = ("config", *FLOW[FLOW.index("assembly") :])
+BELOW = ("config", "models/model_card.py", *FLOW[FLOW.index("assembly") :])
 #: the code that places a model without loading it
 PLANNED = ("assembly", "kvcache/policies.py", "draft", "backend", "remote", "ipc", "runtime")
 #: the packages and files that a verb's settings can reach; all start from a Config

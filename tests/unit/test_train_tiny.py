@@ -112,7 +112,8 @@ def test_luce_drafts_the_blocks_of_a_trained_second_generation(
     read = export.read(tmp_path / "draft2.gguf")
     assert read.keys() == weights.keys()
     own, base = draft2.Draft2(torch.float32, data.token_id(corpus.tokenizer, data.MASK)), export.read(TINY)
-    ids = corpus.train[:150].astype(int).tolist()
+    # Not of the corpus, which changes with the sources: some prompts bring near ties, which float32 decides otherwise.
+    ids = np.random.default_rng(2).integers(100, 4000, 150).tolist()
     loaded = luce.load(TINY, target_devices="cpu:0", draft=str(tmp_path / "draft2.gguf"), verify_width=16)
     with loaded as model, recorded(model) as proposed:
         first, *_ = (t.id for t in model.generate(ids, max_tokens=20, temperature=0, ignore_eos=True))
