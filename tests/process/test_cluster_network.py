@@ -32,10 +32,10 @@ def cable() -> Iterator[None]:
     with contextlib.ExitStack() as made:
         try:
             ip("netns", "add", NAMESPACE)
+            made.callback(ip, "netns", "del", NAMESPACE)
+            ip("link", "add", HERE, "type", "veth", "peer", "name", THERE)
         except subprocess.CalledProcessError as error:
             pytest.skip(f"network namespaces cannot be made here: {error.stderr.decode().strip()}")
-        made.callback(ip, "netns", "del", NAMESPACE)
-        ip("link", "add", HERE, "type", "veth", "peer", "name", THERE)
         made.callback(subprocess.run, ["ip", "link", "del", HERE], capture_output=True)
         ip("link", "set", THERE, "netns", NAMESPACE)
         ip("addr", "add", f"{ADDRESS}/24", "dev", HERE)
