@@ -176,6 +176,50 @@ def test_the_same_snapshot_from_two_servers_is_one(tmp_path: Path) -> None:
     assert sound(tmp_path, [turn]) == 1
 
 
+@pytest.mark.parametrize("stays", [True, False])
+def test_another_server_writes_the_same_snapshot_first(
+    stays: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one's continues a snapshot that the first server has not seen."""
+    one, two = Store(tmp_path, MODEL, 0), Store(tmp_path, MODEL, 0)
+    turn, publish = ids(300), Directory.publish
+
+    def late(directory: Directory, path: OpenDirectory, id: str) -> bool:
+        monkeypatch.setattr(Directory, "publish", publish)
+        assert write(two, turn[:150]) and write(two, turn)
+        published = directory.publish(path, id)
+        if not stays:
+            two.clear()
+        return published
+
+    monkeypatch.setattr(Directory, "publish", late)
+    if stays:
+        snapshot = write(one, turn)
+        assert snapshot is not None and snapshot.manifest.parent == two.find(turn[:150])[0].manifest.id
+        check(one, snapshot, turn)
+        assert sound(tmp_path, [turn[:150], turn]) == 2
+    else:
+        with pytest.raises(SnapshotGoneError, match="another server removed"):
+            write(one, turn)
+        assert not one.snapshots
+
+
+def test_a_snapshot_that_goes_while_it_is_read_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, turn = Store(tmp_path, MODEL, 0), ids(150)
+    write(store, turn)
+    status = OpenDirectory.status
+
+    def late(directory: OpenDirectory, name: str) -> os.stat_result:
+        if name == "tokens.part":
+            monkeypatch.setattr(OpenDirectory, "status", status)
+            store.clear()
+        return status(directory, name)
+
+    monkeypatch.setattr(OpenDirectory, "status", late)
+    again = Store(tmp_path, MODEL, 0)
+    assert not again.snapshots and again.quarantines == 0
+
+
 def test_an_unreadable_snapshot_is_not_quarantined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, turn = Store(tmp_path, MODEL, 0), ids(150)
     write(store, turn)

@@ -185,14 +185,15 @@ class Store(Index):
                 self._put(Snapshot(manifest, self._directory.root, time.time()))
                 if manifest.raw_bytes:
                     self.compression += (manifest.nbytes / manifest.raw_bytes - self.compression) / 4
+                self._relink()
             else:
-                # Another server wrote the same snapshot.
+                # Another server wrote the same snapshot, which may continue others than this one.
                 self._directory.discard(path)
-                self._admit(self.model, manifest.id)
-                if self._get(self.model, manifest.id) is None:
-                    raise SnapshotGoneError(f"another server removed {self.root / self.model / manifest.id}")
-            self._relink()
-            snapshot = self._snapshots[self.model, manifest.id]
+                self._seen.pop(self.model, None)
+                self.rescan()
+            snapshot = self._get(self.model, manifest.id)
+            if snapshot is None:
+                raise SnapshotGoneError(f"another server removed {self.root / self.model / manifest.id}")
             # The snapshots that it continues are in use too: the sequence may have resumed from memory.
             self.mark_used(snapshot)
             with contextlib.suppress(StoreFullError):
@@ -366,18 +367,22 @@ class Store(Index):
         while True:
             try:
                 data = directory.read(MANIFEST, MOST_BYTES)
-                if data == seen:
-                    return problem
-                seen = data
+            except (FileNotFoundError, IrregularFileError) as error:
+                # If another server removes the snapshot, no other manifest comes.
+                return error
+            if data == seen:
+                return problem
+            seen = data
+            try:
                 manifest = manifests.decode(data, model, id)
                 for part in manifest.parts:
                     status = directory.status(part.name)
                     if not stat.S_ISREG(status.st_mode) or status.st_size != part.bytes:
                         raise DamagedError(f"{part.name} is no file of {part.bytes} bytes")
                 last_used = directory.status(MANIFEST).st_mtime
-            except (DamagedError, FileNotFoundError, IrregularFileError) as error:
-                if seen is None or isinstance(error, IrregularFileError):
-                    return error
+            except IrregularFileError as error:
+                return error
+            except (DamagedError, FileNotFoundError) as error:
                 problem = error
                 continue
             self._put(Snapshot(manifest, self._directory.root, last_used))
