@@ -56,7 +56,7 @@ _POLL_INTERVAL = 0.2
 _MOST_DEVICES, _LONGEST_VERSION = 64, 40
 _DEVICE = re.compile(r"(cuda|hip|cpu):[0-9]{1,3}", re.ASCII)
 #: what everybody who lets a host join has to know
-TRUST = "whoever joins sees activations, from which texts can be had back, and can compute wrongly"
+TRUST = "a member sees activations, from which texts can be recovered, and can compute wrong results"
 
 
 def place_of(member: str) -> str:

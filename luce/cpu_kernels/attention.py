@@ -100,7 +100,8 @@ def _capped(scores, cap):
 @compiled
 def _put_scores(arguments, row, query, keys, row_bytes, ahead, head, group, first, scratch):
     """Write the scores of a page's keys, _NEVER for those that the row does not see. Returns the largest. `ahead`: the
-    address of keys to ask for meanwhile (0: none), all at once would stop the products."""
+    address of the next page's keys (0: none), of which each head of the group prefetches a share: all of them at once
+    would hold up the products."""
     size, cap = word(arguments, _SIZE) * 4, read_float(arguments + _CAP * 8)
     scale, products = splat_float(read_float(arguments + _SCALE * 8)), scratch + _OF_PRODUCTS
     for key in range(0, PAGE, LANES):
@@ -129,7 +130,7 @@ def _put_scores(arguments, row, query, keys, row_bytes, ahead, head, group, firs
 @compiled
 def _add_page(arguments, values, row_bytes, ahead, head, group, largest, before, state, sums, scores):
     """Add a page's values by their scores to the sums of a head, which are relative to `before`, the largest score so
-    far; afterwards they are relative to `largest`. `ahead`: as of _put_scores."""
+    far; afterwards they are relative to `largest`. `ahead`: as in _put_scores, of values."""
     size = word(arguments, _SIZE) * 4
     weight, shift = splat_float(0.0), splat_float(largest)
     for i in range(0, PAGE * 4, 64):
@@ -184,8 +185,9 @@ def _page(arguments, pool, kind, place, to):
 
 @compiled
 def _ahead(arguments, pool, kind, place):
-    """The address of the first row of the page after the one at hand, if it is in float32, else 0. `place` of its head,
-    -1 if there is none. Of other types, it asks for the page: the CPU's own prefetching loses rows that lie apart."""
+    """The address of the next page's first row in float32, whose prefetch is the heads' work. 0 for other types, whose
+    page is prefetched here. `place`: the head's in the pool, -1 without a next page. The CPU's own prefetching loses
+    rows that lie apart."""
     if place < 0:
         return 0
     size = word(arguments, kind + 1)
@@ -200,7 +202,7 @@ def _ahead(arguments, pool, kind, place):
 
 @compiled
 def _clear(states, sums, count, size):
-    """The states and sums of `count` heads that have seen nothing."""
+    """Write the states and sums of `count` heads that have seen no key."""
     for number in range(count):
         put_float(states + number * 8, _NEVER)
         put_float(states + number * 8 + 4, np.float32(0.0))
@@ -210,12 +212,12 @@ def _clear(states, sums, count, size):
 
 @compiled
 def _fold(state, sums, later, later_sums, size):
-    """Add what a head has seen in a later run of pages."""
+    """Add the state and the sums of a later run of pages to a head's."""
     before, own = read_float(state), read_float(later)
     if own == _NEVER:
         return
     top = max(before, own)
-    # What has seen nothing counts e^-3e38 = 0, and what is alone e^0 = 1: its bits stay.
+    # A cleared state counts e^-3e38 = 0, and the only run e^0 = 1: its bits stay.
     shrink, share = exp(splat_float(before) - splat_float(top)), exp(splat_float(own) - splat_float(top))
     put_float(state, top)
     weight = read_float(state + 4) * first_lane(shrink) + read_float(later + 4) * first_lane(share)
@@ -236,8 +238,8 @@ def _run_end(arguments, span, page):
 
 @compiled
 def _attend_run(arguments, begin, end, kv_head, pages, states, sums, scratch):
-    """What rows [begin, end) of one span see in the pages from pages[0] to before pages[1], by the heads of a KV head:
-    to states and sums, which have seen nothing."""
+    """Let rows [begin, end) of one span attend to the pages [pages[0], pages[1]) by the heads of a KV head, and write
+    their states and sums."""
     size, group = word(arguments, _SIZE) * 4, word(arguments, _HEADS) // word(arguments, _KV_HEADS)
     span, width = element(arguments, _ROW_SPAN, begin), word(arguments, _WIDTH)
     key_bytes, value_bytes = _row_bytes(arguments, _KEY_TYPE), _row_bytes(arguments, _VALUE_TYPE)
@@ -259,7 +261,6 @@ def _attend_run(arguments, begin, end, kv_head, pages, states, sums, scratch):
                 next_values = _ahead(arguments, _VALUES, _VALUE_TYPE, following)
             queries = word(arguments, _Q) + row * word(arguments, _ROW_STRIDE)
             for head in range(group):
-                # Each head asks for a share of the next page: all at once would hold up the products.
                 query = queries + (kv_head * group + head) * word(arguments, _HEAD_STRIDE)
                 number = (row - begin) * group + head
                 most = _put_scores(arguments, row, query, keys, key_bytes, next_keys, head, group, first, scratch)
@@ -321,7 +322,7 @@ def attend(arguments, part, scratch):
 
 @compiled
 def attend_run(arguments, part, scratch):
-    """Part `part` = (row * KV heads + KV head) * runs + run: what the row sees in a run, to the memory of runs."""
+    """Part `part` = (row * KV heads + KV head) * runs + run: the states and sums of a row's run."""
     kv_heads, runs = word(arguments, _KV_HEADS), word(arguments, _RUNS)
     row, kv_head = part // runs // kv_heads, part // runs % kv_heads
     size, group = word(arguments, _SIZE) * 4, word(arguments, _HEADS) // kv_heads

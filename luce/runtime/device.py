@@ -1,7 +1,8 @@
 """The interface of all devices: arrays, weights' memory, copies, events, kernel launches.
 
 `HostDevice` (host.py) implements it on NumPy and is the reference for every op; `GpuDevice` (gpu.py) implements it on
-CuPy for CUDA and HIP. Only ops call `launch`; they ask `device.host` whether to run their NumPy reference instead.
+CuPy for CUDA and HIP. Only ops call `launch`; they ask `device.host` whether to run their NumPy reference instead, or,
+so that CpuDevice (cpu.py) can capture it, give a HostDevice the reference by `call_host` and `compute`.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def start(tmp_path: Path) -> Iterator[Any]:
 def test_a_machine_joins_and_holds_layers(start: Any, tmp_path: Path) -> None:
     server, port = serve(start)
     command = server.found(r"luce join (\S+)")
-    assert "whoever joins sees activations" in server.found("The token lets one machine join.*")
+    assert "a member sees activations" in server.found("The token lets one machine join.*")
     assert within(30, lambda: ask(port, "/health")[1].get("reason") == "waiting for members: 0 of 1")
     models = tmp_path / "models"
     models.mkdir()

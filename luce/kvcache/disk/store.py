@@ -187,7 +187,7 @@ class Store(Index):
                     self.compression += (manifest.nbytes / manifest.raw_bytes - self.compression) / 4
                 self._relink()
             else:
-                # Another server wrote the same snapshot, which may continue others than this one.
+                # Another server wrote the same snapshot, maybe as the continuation of another one.
                 self._directory.discard(path)
                 self._seen.pop(self.model, None)
                 self.rescan()
