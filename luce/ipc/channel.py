@@ -301,7 +301,8 @@ class Channel(Generic[Incoming]):
         if data is not None:
             if len(data) != size:
                 raise ValueError(f"{len(data)} bytes for {dtype} {shape}")
-            return np.ndarray(shape, dtype, data)
+            # Writable, as arrays behind the message are: compiled code of the CPU takes no others.
+            return np.ndarray(shape, dtype, bytearray(data))
         if size > self._announced_bytes:
             raise ValueError(f"{dtype} {shape} exceeds the frame")
         self._announced_bytes -= size

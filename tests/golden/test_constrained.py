@@ -13,7 +13,7 @@ from luce.api import Generation
 from luce.config.sampling import SamplingParams
 from luce.engine.admission import SequenceHandle
 from luce.engine.events import EventSink, FinishReason
-from tests.support.draft_identity import CASES, PAIRS, PLACES, TINY, TRAINED, prompts
+from tests.support.draft_identity import CASES, PACKED, PAIRS, PLACES, TINY, prompts
 
 SCHEMA = {
     "type": "object",
@@ -42,7 +42,7 @@ SAMPLING: list[dict[str, Any]] = [
 def replies(again: bool = False, **settings: Any) -> list[tuple[list[int], str]]:
     """Ids and text of replies by parameters and seeds of their own; every third one is not constrained. `again`: after
     the same replies, so that the prefix cache restores the prompts."""
-    with luce.load(TINY / "target.gguf", **(TRAINED | settings)) as model:
+    with luce.load(TINY / "target.gguf", **(PACKED | settings)) as model:
         for _ in range(1 + again):
             running = [
                 model.generate(
@@ -101,7 +101,7 @@ def test_a_restored_prefix_and_company_change_no_token(plain: list[tuple[list[in
 
 def triggered(**settings: Any) -> list[list[int]]:
     """Ids of replies that are free until a token that the model is fond of; three capitals and a comma follow it."""
-    with luce.load(TINY / "target.gguf", **TRAINED, **settings) as model:
+    with luce.load(TINY / "target.gguf", **PACKED, **settings) as model:
         (comma,) = model.tokenize(",")
 
         def reply(prompt: list[int], seed: int) -> Generation:
@@ -127,7 +127,7 @@ def plainly_triggered() -> list[list[int]]:
 
 
 def test_the_grammar_begins_at_its_trigger(plainly_triggered: list[list[int]]) -> None:
-    with luce.load(TINY / "target.gguf", **TRAINED) as model:
+    with luce.load(TINY / "target.gguf", **PACKED) as model:
         begun = 0
         for prompt, ids in zip(prompts(model, 6), plainly_triggered, strict=True):
             trigger = max(prompt, key=prompt.count)

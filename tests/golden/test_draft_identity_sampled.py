@@ -8,7 +8,7 @@ import pytest
 
 import luce
 from luce.engine.engine_options import EngineStats
-from tests.support.draft_identity import PAIRS, PLACES, TINY, TRAINED, prompts
+from tests.support.draft_identity import PACKED, PAIRS, PLACES, TINY, prompts
 
 #: of a reply each in turn
 SAMPLED: list[dict[str, Any]] = [
@@ -22,7 +22,7 @@ SAMPLED: list[dict[str, Any]] = [
 
 def sampled(**settings: Any) -> tuple[list[list[int]], EngineStats]:
     """Replies of the trained target by parameters and seeds of their own, and the engine's numbers."""
-    with luce.load(TINY / "target.gguf", **TRAINED, **settings) as model:
+    with luce.load(TINY / "target.gguf", **PACKED, **settings) as model:
         running = [
             model.generate(prompt, max_tokens=32, ignore_eos=True, seed=seed, **SAMPLED[seed % len(SAMPLED)])
             for seed, prompt in enumerate(prompts(model, 10))

@@ -1,5 +1,8 @@
 """Drafted replies are those of plain decoding, token for token: greedy and sampled beside each other, chains and trees,
-on every placement, 1, 4, 16 and 64 sequences at once, which end one after another."""
+on every placement, 1, 4, 16 and 64 sequences at once, which end one after another.
+
+From packed weights: test_draft_identity_untrained.py has NumPy's device.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any
 import pytest
 
 import luce
-from tests.support.draft_identity import FIT, PAIRS, PLACES, SETTINGS, prompts
+from tests.support.draft_identity import FIT, PACKED, PAIRS, PLACES, prompts
 
 BATCHES = (1, 4, 16, 64)
 #: of a reply each in turn
@@ -43,7 +46,7 @@ def replies(model: luce.Model) -> dict[int, list[list[int]]]:
 
 @cache
 def plain() -> dict[int, list[list[int]]]:
-    with luce.load(FIT.target.path, target_devices="cpu:0", parallel=64, **SETTINGS) as model:
+    with luce.load(FIT.target.path, target_devices="cpu:0", parallel=64, **PACKED) as model:
         return replies(model)
 
 
@@ -51,7 +54,7 @@ def plain() -> dict[int, list[list[int]]]:
 @pytest.mark.parametrize("place", PLACES)
 def test_replies_are_those_of_plain_decoding(name: str, place: str) -> None:
     pair, expected = PAIRS[name], plain()
-    with luce.load(pair.target, draft=pair.draft, ddtree=pair.tree, parallel=64, **SETTINGS, **PLACES[place]) as model:
+    with luce.load(pair.target, draft=pair.draft, ddtree=pair.tree, parallel=64, **PACKED, **PLACES[place]) as model:
         found, stats = replies(model), model.engine.stats().draft
     for batch in BATCHES:
         assert found[batch] == expected[batch], f"{batch} sequences at once"

@@ -16,7 +16,7 @@ from luce.engine.admission import SequenceHandle
 from luce.engine.events import EventSink
 from luce.engine.reasoning_limit import ReasoningLimit
 from luce.text.reasoning import ReasoningTokens
-from tests.support.draft_identity import PAIRS, PLACES, TINY, TRAINED, prompts
+from tests.support.draft_identity import PACKED, PAIRS, PLACES, TINY, prompts
 from tests.support.reference import Reference
 
 #: of a reply each in turn: budget, reserve, sampling
@@ -46,7 +46,7 @@ Made = tuple[list[int], str | None]
 
 def replies(*, form: bool = False, **settings: Any) -> list[Made]:
     """Ids of replies, and how their reasoning ended; `form`: each has JSON behind its reasoning."""
-    with luce.load(TINY / "target.gguf", **TRAINED, **settings) as model:
+    with luce.load(TINY / "target.gguf", **PACKED, **settings) as model:
         plain = limit(model)
 
         def reply(prompt: Sequence[int], seed: int) -> Generation:
@@ -79,7 +79,7 @@ def plain_forms() -> list[Made]:
 
 
 def test_every_budget_is_kept_to_the_token(plain: list[Made]) -> None:
-    with luce.load(TINY / "target.gguf", **TRAINED) as model:
+    with luce.load(TINY / "target.gguf", **PACKED) as model:
         marks = limit(model)
     hard = 0
     for seed, (ids, kind) in enumerate(plain):
@@ -110,7 +110,7 @@ def test_drafting_and_placement_change_no_token(plain: list[Made], pair: str, pl
 
 
 def test_the_grammar_begins_behind_a_forced_end(plain_forms: list[Made]) -> None:
-    with luce.load(TINY / "target.gguf", **TRAINED) as model:
+    with luce.load(TINY / "target.gguf", **PACKED) as model:
         marks, whole = limit(model), 0
         for ids, kind in plain_forms:
             if kind is None:

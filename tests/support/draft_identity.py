@@ -94,13 +94,13 @@ def replies(model: luce.Model, count: int, tokens: int) -> Iterator[list[int]]:
 
 #: of every load
 SETTINGS: dict[str, Any] = {"max_ctx": 768, "max_queue": 1000, "cache_ram": 0}
-#: of every load of a trained model, whose many tokens take half the time from packed weights, as users have them
-TRAINED = {**SETTINGS, "cpu_weights": "packed"}
+#: of loads for many tokens, which take half the time from packed weights, as users have them
+PACKED = {**SETTINGS, "cpu_weights": "packed"}
 
 
 def settings(target: Path) -> dict[str, Any]:
     """Those of a load of a target."""
-    return TRAINED if target.parent == TINY else SETTINGS
+    return PACKED if target.parent == TINY else SETTINGS
 
 
 @cache

@@ -72,6 +72,17 @@ def test_round_trip(pair: Pair, message: msgspec.Struct) -> None:
     assert number == 7 and same(message, received)
 
 
+@pytest.mark.parametrize("values", [3, 4000])
+def test_received_arrays_can_be_written(pair: Pair, values: int) -> None:
+    """As compiled code asks of its arguments; small arrays travel in the message, large ones behind it."""
+    ours, theirs = pair
+    ours.send(7, Tensors({"x": np.ones((1, values), np.float32)}), timeout=5)
+    received = theirs.receive(timeout=60, limit=1 << 26)[1]
+    assert isinstance(received, Tensors)
+    found = received.tensors["x"]
+    assert found.flags.writeable and found.flags.aligned and found.flags.c_contiguous
+
+
 def frame(
     body: bytes, payload: bytes = b"", *, magic: bytes = MAGIC, length: int | None = None, summed: int | None = None
 ) -> bytes:
