@@ -51,7 +51,7 @@ class CompressedPrompt:
     verdict: Verdict
     #: the kept tokens in the whole prompt
     spans: Spans = ()
-    #: seconds of the small model
+    #: seconds of the small model, with its loading and the text in its vocabulary
     seconds: float = 0.0
     #: the share of the sum of all scores that the kept tokens have; None if the small model has not read the prompt
     covered: float | None = None
@@ -284,26 +284,29 @@ class Compressor:
     def _spans(
         self, prompt: PromptTokens, keep: Keep, most: int, check: Callable[[], None]
     ) -> tuple[Spans, float, tuple[float, float] | tuple[None, None]]:
-        """The kept tokens of a prompt, the seconds that they took, and `covered` and `reached`: for cached ones 0 and
-        None. The lock is held."""
+        """The kept tokens of a prompt, the seconds of the small model, and `covered` and `reached`: for cached ones 0
+        and None. The lock is held."""
         check()
         key = self._cache.key(prompt, keep, most)
-        began, spans = time.monotonic(), self._cache.get(key)
+        spans = self._cache.get(key)
         if spans is not None:
             return spans, 0.0, (None, None)
-        spans, covered = self._select(prompt, keep, most, check)
+        if self._failures >= MOST_FAILURES:
+            raise ModelError(self._stats.state)
+        began = time.monotonic()
+        scores = self._scores(prompt.ids, check)
+        seconds = max(time.monotonic() - began, 1e-9)
+        spans, covered = self._select(prompt, scores, keep, most)
         self._cache.put(key, spans)
         with self._times_lock:
             self._kept_share = count_tokens(spans) / len(prompt)
         self._failures = 0
-        return spans, max(time.monotonic() - began, 1e-9), covered
+        return spans, seconds, covered
 
     def _select(
-        self, prompt: PromptTokens, keep: Keep, most: int, check: Callable[[], None]
+        self, prompt: PromptTokens, scores: NDArray[np.float64], keep: Keep, most: int
     ) -> tuple[Spans, tuple[float, float]]:
-        if self._failures >= MOST_FAILURES:
-            raise ModelError(self._stats.state)
-        selection = Selection(prompt, self._scores(prompt.ids, check))
+        selection = Selection(prompt, scores)
         spans = selection.spans(selection.count(keep))
         spans = spans if count_tokens(spans) <= most else selection.largest(most)
         covered, most_covered = (

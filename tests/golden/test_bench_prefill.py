@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 import luce
+from luce.compress.compression_options import Verdict
+from luce.compress.compressor import Compressor
 from luce.errors import LuceError
 from tests.support.warm import WARM
 from tools import bench_prefill
@@ -23,11 +25,27 @@ PAIR = TINY / "target.gguf", TINY / "drafter.gguf"
 
 def test_a_report() -> None:
     whole, compressed = bench_prefill.bench(*PAIR, (1024,), (1, 0.2), depths=3, target_devices="cpu:0")
-    assert (whole["tokens"], whole["kept"], whole["drafter"]) == (1024, 1024, 0)
-    assert 0 < compressed["kept"] < 700 and 0 < compressed["drafter"] < compressed["first"]
+    assert (whole["tokens"], whole["kept"], whole["drafter"], whole["result"]) == (1024, 1024, 0, "off")
+    assert 0 < compressed["kept"] < 700 and "compressed" in compressed["result"]
+    for line in (whole, compressed):
+        parts = line["drafter"] + line["selection"] + line["target"]
+        # Medians of three prompts, each part rounded to a tenth of a millisecond.
+        assert 0 < line["target"] <= line["first"] and line["drafter"] < line["first"] and parts > 0.5 * line["first"]
+    assert compressed["drafter"] > 0 and compressed["selection"] > 0
     assert whole["recalled"] == compressed["recalled"] == 3 and compressed["by_depth"] == "XXX"
 
 
+def test_auto_reads_whole_or_compresses_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The small model reads its prompts again, although they were compressed with the same keep ratio before."""
+    settings: dict[str, Any] = {"target_devices": "cpu:0", "prefill_keep_ratio": 0.2, "prefill_threshold": 1}
+    before, auto = bench_prefill.bench(*PAIR, (1024,), (0.2, "auto"), depths=1, **settings)
+    assert before["drafter"] > 0 < auto["drafter"] and (auto["ratio"], auto["result"]) == ("auto", "compressed")
+    monkeypatch.setattr(Compressor, "verdict", lambda *_, **__: Verdict.SLOWER)
+    (auto,) = bench_prefill.bench(*PAIR, (1024,), ("auto",), depths=1, **settings)
+    assert (auto["result"], auto["kept"], auto["drafter"]) == ("slower", 1024, 0)
+
+
+TIMES = {"first", "drafter", "selection", "target"}
 PLACES: dict[str, dict[str, Any]] = {
     "three shards": {"target_devices": "cpu:0,cpu:1,cpu:2"},
     "daemon": {"target_devices": "cpu:0,cpu:1", "target_shard_ipc_bin": f"cpu={WARM}", "isolate_shards": True},
@@ -40,7 +58,7 @@ def test_all_tasks_on_all_placements(record_property: Callable[[str, object], No
     def report(**settings: Any) -> list[dict[str, Any]]:
         chosen = {"cpu_weights": "packed", **settings}
         lines = bench_prefill.bench(*PAIR, (768,), (1, 0.3), 2, "", tuple(TASKS), **chosen)
-        return [{name: line[name] for name in line if name not in ("first", "drafter")} for line in lines]
+        return [{name: line[name] for name in line if name not in TIMES} for line in lines]
 
     one = report(target_devices="cpu:0")
     assert [(line["task"], line["ratio"]) for line in one] == [(task, ratio) for task in TASKS for ratio in (1, 0.3)]
@@ -76,6 +94,10 @@ def test_the_command() -> None:
     ran = subprocess.run([*command, *options, "--json"], capture_output=True, text=True, cwd=TINY.parents[1])
     assert ran.returncode == 0, ran.stderr
     assert json.loads(ran.stdout)["ratio"] == 0.2
+    ran = subprocess.run([*command, *options], capture_output=True, text=True, cwd=TINY.parents[1])
+    names, row = ran.stdout.splitlines()
+    assert names.split()[:5] == ["task", "tokens", "ratio", "result", "kept"]
+    assert row.split()[:4] == ["needle", "600", "0.2", "compressed"] and row.split()[-3:-1] == ["of", "1"]
     ran = subprocess.run([*command, "--tasks", "sums"], capture_output=True, text=True, cwd=TINY.parents[1])
     assert ran.returncode == 2 and "--tasks: there is no sums" in ran.stderr
     ran = subprocess.run(
@@ -87,4 +109,4 @@ def test_the_command() -> None:
 def test_a_small_model_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("luce.compress.scorer.LayerwiseModel.tail_attention", lambda *_, **__: 1 / 0)
     with pytest.raises(LuceError, match=r"drafter\.gguf: off after 3 failures: ZeroDivisionError"):
-        bench_prefill.bench(*PAIR, (600,), (0.2,), depths=3, target_devices="cpu:0")
+        list(bench_prefill.bench(*PAIR, (600,), (0.2,), depths=3, target_devices="cpu:0"))
