@@ -19,11 +19,12 @@ from luce import log
 from luce.cluster.cluster_files import ClusterFiles
 from luce.cluster.join_token import decode_token
 from luce.cluster.member import MemberHost, join
-from luce.config.values import devices
+from luce.cluster.member_weights import Storage
+from luce.config.values import devices, number
 from luce.errors import UsageError
 from luce.ipc.tcp import SERVER_TIMEOUT
 from luce.log import event
-from luce.remote.daemon import serve
+from luce.remote.daemon import Locate, serve
 from luce.runtime.open import named
 
 _log = logging.getLogger("luce.cluster")
@@ -49,6 +50,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder in which the server's model file is looked for, under any name; may be repeated (default: where "
         "models usually lie)",
     )
+    parser.add_argument(
+        "--cache-size",
+        metavar="GIB",
+        help="most disk space for weights that the server sends because this machine lacks its model file; those that "
+        "were used the longest ago go first (default: what the disk has)",
+    )
+    parser.add_argument(
+        "--verify-weights",
+        metavar="WHEN",
+        default="once",
+        choices=("once", "always", "never"),
+        help="when the weights of its layers in this machine's own file are compared with the server's: once, for a "
+        "file that has not changed since, always or never (default: once)",
+    )
     parser.set_defaults(behind_flags="token")
 
 
@@ -66,12 +81,17 @@ def run(arguments: argparse.Namespace) -> int:
     folders = [Path(text).expanduser() for text in arguments.model_dir]
     if missing := [folder for folder in folders if not folder.is_dir()]:
         raise UsageError(f"--model-dir {missing[0]}: is not a directory", param="model_dir")
+    try:
+        limit = int(number(0.1, 1e6)(arguments.cache_size) * 2**30) if arguments.cache_size is not None else 0
+    except ValueError as error:
+        raise UsageError(f"--cache-size {arguments.cache_size}: {error}", param="cache_size") from None
+    storage = Storage(folders, limit, arguments.verify_weights)
     writer = log.configure("info")
     faulthandler.enable(2)
     try:
         known = arguments.token is None
         files = ClusterFiles(arguments.cluster, make=False) if known else _joined(arguments.token)
-        host = MemberHost(files, tuple(map(str, lent)), folders, _serve)
+        host = MemberHost(files, tuple(map(str, lent)), storage, _serve)
         with _ended_by_signals(host):
             host.run()
         event(_log, "left", cluster=files.name)
@@ -107,5 +127,5 @@ def _ended_by_signals(host: MemberHost) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _serve(requests: socket.socket, heartbeat: socket.socket, path: Path, on_loaded: Callable[[], None]) -> None:
-    serve(requests, heartbeat, can_share=False, server_timeout=SERVER_TIMEOUT, path=path, on_loaded=on_loaded)
+def _serve(requests: socket.socket, heartbeat: socket.socket, locate: Locate, on_loaded: Callable[[], None]) -> None:
+    serve(requests, heartbeat, can_share=False, server_timeout=SERVER_TIMEOUT, locate=locate, on_loaded=on_loaded)

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from luce import log
@@ -14,12 +14,15 @@ from luce.api import Model
 from luce.assembly import open_model
 from luce.cluster.admin import answering, join_command
 from luce.cluster.coordinator import TOKEN_SECONDS, Coordinator
+from luce.cluster.weight_source import WeightSource
 from luce.config.settings import Config, flag
-from luce.errors import ServerError
+from luce.errors import LuceError, ServerError
 from luce.gguf.fingerprint import fingerprint
 from luce.gguf.reader import open_gguf
 
 _log = logging.getLogger("luce.cluster")
+#: seconds in which the coordinator learns of a loss by which a load has failed
+_LOSS_SECONDS = 2.0
 
 
 class ServedCluster:
@@ -56,8 +59,25 @@ class ServedCluster:
             _log.warning(
                 "%s %d: %d members are there; the model loads without more", flag("cluster_min"), wanted, found
             )
+        without: frozenset[str] = frozenset()
+        while True:
+            try:
+                return self._load(path, config, progress, without)
+            except LuceError as error:
+                unfit, lost = self._coordinator.broken(_LOSS_SECONDS)
+                without |= unfit
+                if not unfit and not lost:
+                    raise
+                _log.warning("the load failed, and begins again without what is not there: %s", error)
+                self._coordinator.wait_for_members(wanted, config.cluster_wait, waiting)
+                on_wait("")
+
+    def _load(self, path: Path, config: Config, progress: Callable[[float], None], without: Collection[str]) -> Model:
+        """The model on the members that are there now, but not on those of `without`."""
         with open_gguf(path) as file:
-            devices, connects = self._coordinator.plan(fingerprint(file))
+            identity = fingerprint(file)
+        source = WeightSource(path, config.cluster_stream_rate * 1e6, streams=config.cluster_stream == "on")
+        devices, connects = self._coordinator.plan(identity, source, without)
         own = config.target_devices or (("auto",) if config.target_device == "auto" else (config.target_device,))
         model = open_model(path, dataclasses.replace(config, target_devices=(*own, *devices)), progress, connects)
         self._coordinator.keep(device for shard in model.placement if (device := str(shard["device"])) in devices)

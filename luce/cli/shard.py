@@ -73,4 +73,11 @@ def _serve_network(arguments: argparse.Namespace) -> None:
         with accept_servers(listener, tls) as servers:
             for requests, heartbeat in servers:
                 loaders = [draft_loader(path, draft), scorer_loader(scorer)]
-                serve(requests, heartbeat, can_share=False, server_timeout=SERVER_TIMEOUT, path=path, loaders=loaders)
+                serve(
+                    requests,
+                    heartbeat,
+                    can_share=False,
+                    server_timeout=SERVER_TIMEOUT,
+                    locate=lambda load, note: path,
+                    loaders=loaders,
+                )

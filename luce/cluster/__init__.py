@@ -10,7 +10,11 @@ addresses      what a token says where the coordinator is
 coordinator    the server's side: joins, members, and connections to their devices
 gate           who gets through the coordinator's port
 member         a host's side: joins, connects, and serves layers
+member_peer    the connections to a member's devices, as their supervisor sees them
 model_files    a model file by its fingerprint
+weight_source  the coordinator's file, for members that lack it or compare their own
+member_weights a member's weights: its own file, or what it gets
+partial_model  files of which a part is there, on a member's disk
 admin          the socket that the `luce cluster` commands use
 
 `luce serve --cluster` and `luce join` call it; it starts nothing without them.

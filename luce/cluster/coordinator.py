@@ -17,7 +17,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -30,7 +30,9 @@ from luce.cluster.gate import ClusterGate, member_name
 from luce.cluster.identity import Identity, coordinator_context, new_key_pair, pin, read_identity
 from luce.cluster.join_token import ID_BYTES, SECRET_BYTES, TokenBook, TokenRecord, encode_token
 from luce.cluster.link import Link
+from luce.cluster.member_peer import MemberPeer
 from luce.cluster.membership import Member, Membership, restored
+from luce.cluster.weight_source import WeightSource, WeightStreams
 from luce.errors import DeviceError, UsageError
 from luce.ipc import tcp
 from luce.ipc.accept import Arrival, accept_connections
@@ -80,23 +82,6 @@ class _SavedMembers(msgspec.Struct):
     members: list[_Saved]
 
 
-class MemberPeer:
-    """The connections to a member's devices, as luce.ipc.supervisor.Peer."""
-
-    silence_hint = ""
-
-    def __init__(self, requests: ssl.SSLSocket, heartbeat: ssl.SSLSocket) -> None:
-        self.requests: socket.socket = requests
-        self.heartbeat: socket.socket = heartbeat
-
-    def kill(self) -> None:
-        """Nothing to do: the caller closes the sockets, which ends the connection."""
-
-    def join(self) -> str:
-        """As in Peer."""
-        return "its connection has ended"
-
-
 @dataclass
 class _Call:
     """A connection to a member's devices that the server waits for."""
@@ -131,6 +116,11 @@ class Coordinator:
             self._devices: dict[str, list[socket.socket]] = {}
             self._pinned: set[int] = set()
             self._fingerprint = ""
+            #: what members that lack the model file get it from
+            self._source: WeightSource | None = None
+            #: the members of the placement, with their sessions when it was planned
+            self._planned: dict[str, int | None] = {}
+            self.streams = WeightStreams()
             self._closing = threading.Event()
             gate = ClusterGate(lambda: self._context, self._is_member, self._admit)
             arrivals = opened.enter_context(accept_connections(listener, gate))
@@ -151,9 +141,12 @@ class Coordinator:
                 self._close_devices(name, "the coordinator ends")
         for link in links:
             link.close()
+        self.streams.close()
         for thread in list(self._threads):
             thread.join()
         self._opened.close()
+        if self._source is not None:
+            self._source.close()
 
     # What the commands ask for.
 
@@ -173,7 +166,9 @@ class Coordinator:
         with self._lock:
             members = tuple(self._status_of(member, now) for member in self._membership.members.values())
             tokens = len(self._tokens.open(time.time()))
-            return wire.Status(self.files.name, self.addresses, self._membership.epoch, tokens, members)
+            return wire.Status(
+                self.files.name, self.addresses, self._membership.epoch, tokens, self.streams.sent, members
+            )
 
     def remove(self, name: str) -> None:
         """Remove a member, whose connections end at once. Raises UsageError if there is none of the name."""
@@ -219,16 +214,23 @@ class Coordinator:
                 self._lock.wait(min(left, _TICK_INTERVAL))
             return found
 
-    def plan(self, fingerprint: str) -> tuple[list[str], Mapping[str, Callable[[str], Peer]]]:
-        """Begin a new placement of the model file with this fingerprint.
+    def plan(
+        self, fingerprint: str, source: WeightSource | None = None, without: Collection[str] = ()
+    ) -> tuple[list[str], Mapping[str, Callable[[str], Peer]]]:
+        """Begin a new placement of the model file with this fingerprint, on other members than those of `without`.
 
+        `source`, which is this one's from now on, has the file for members; None: they have it themselves.
         Returns the names of all devices that can be used, and by their place the function that connects to them.
         """
         with self._lock:
             # Members that still serve the last one do not answer.
             self._apply(membership.Kept(frozenset()))
-            self._search(fingerprint)
+            if self._source is not None:
+                self._source.close()
+            self._source = source
+            self._search(fingerprint, without)
             usable = [member for member in self._membership.usable() if member.file]
+            self._planned = {member.name: member.session for member in usable}
             self._apply(membership.Planned(tuple(member.name for member in usable)))
             event(_log, "cluster placement", epoch=self._membership.epoch, members=",".join(m.name for m in usable))
             devices = [f"{place_of(member.name)}{device}" for member in usable for device in member.devices]
@@ -240,15 +242,36 @@ class Coordinator:
         with self._lock:
             self._apply(membership.Kept(names))
 
-    def _search(self, fingerprint: str) -> None:
+    def broken(self, seconds: float) -> tuple[frozenset[str], frozenset[str]]:
+        """The members of the placement that cannot have their weights, and those that have been lost since it was
+        planned; waits for the first one."""
+
+        def names(is_so: Callable[[Member | None, int | None], bool]) -> frozenset[str]:
+            members = self._membership.members
+            return frozenset(name for name, session in self._planned.items() if is_so(members.get(name), session))
+
+        def find() -> tuple[frozenset[str], frozenset[str]]:
+            lost = names(lambda member, session: member is None or member.session != session)
+            return names(lambda member, _: member is not None and member.file == "absent"), lost
+
+        with self._lock:
+            self._lock.wait_for(lambda: any(find()), seconds)
+            return find()
+
+    @property
+    def _streams(self) -> bool:
+        """Whether members get the weights that they lack."""
+        return self._source is not None and self._source.streams
+
+    def _search(self, fingerprint: str, without: Collection[str]) -> None:
         """Let the members look for a model file. Releases the lock while it waits."""
         self._fingerprint = fingerprint
         for member in self._membership.members.values():
-            member.file = ""
+            member.file = "absent" if member.name in without else ""
         asked = self._membership.usable()
         for member in asked:
             assert member.session is not None
-            self._links[member.session].post(wire.Find(fingerprint))
+            self._links[member.session].post(wire.Find(fingerprint, self._streams))
         self._lock.wait_for(lambda: all(m.file or m.session is None for m in asked), _SEARCH_SECONDS)
         for member in asked:
             if not member.file and member.session is not None:
@@ -305,6 +328,8 @@ class Coordinator:
                 thread.start()
             elif arrival.role in (REQUESTS, HEARTBEAT):
                 self._take(arrival)
+            elif arrival.role == wire.WEIGHTS:
+                self._stream(arrival)
             else:
                 arrival.sock.close()
 
@@ -320,6 +345,17 @@ class Coordinator:
             call.sockets[arrival.role] = arrival.sock
             if len(call.sockets) == 2:
                 call.done.set()
+
+    def _stream(self, arrival: Arrival) -> None:
+        """A connection over which a member reads the model file has arrived."""
+        certificate = arrival.sock.getpeercert(binary_form=True) or b""
+        with self._lock:
+            member = self._membership.by_certificate(certificate)
+            accepted = self._apply(membership.Arrived(certificate, arrival.token))
+            if member is None or not accepted or self._source is None or self._closing.is_set():
+                arrival.sock.close()
+                return
+            self.streams.begin(member.name, arrival.sock, self._source)
 
     def _serve(self, sock: ssl.SSLSocket) -> None:
         """One member's control connection, from its first message to its end."""
@@ -356,7 +392,10 @@ class Coordinator:
                 raise ChannelError("it has left")
             elif isinstance(message, wire.Found):
                 if message.fingerprint == self._fingerprint:
-                    self._apply(membership.Searched(session, message.problem[:500]))
+                    self._apply(membership.Searched(session, message.problem[:500], message.streamed))
+            elif isinstance(message, wire.Unfit):
+                if message.fingerprint == self._fingerprint:
+                    self._apply(membership.Searched(session, message.reason[:500] or "it cannot have its weights"))
             elif isinstance(message, wire.Pinned):
                 self._pinned.add(session)
                 self._lock.notify_all()
@@ -388,7 +427,7 @@ class Coordinator:
                         reason=reason or None,
                     )
                 case membership.Assign(session, epoch, token):
-                    self._links[session].post(wire.Assign(epoch, token, self._fingerprint))
+                    self._links[session].post(wire.Assign(epoch, token, self._fingerprint, self._streams))
                 case membership.Tell(session, text):
                     self._links[session].post(wire.Notice(text))
                 case membership.Accept():
@@ -408,6 +447,7 @@ class Coordinator:
             call.done.set()
 
     def _close_devices(self, name: str, reason: str, beside: bytes = b"") -> None:
+        self.streams.end(name)
         for token, call in self._calls.items():
             if call.member == name and token != beside:
                 self._fail(token, reason)
@@ -423,6 +463,7 @@ class Coordinator:
     def _status_of(self, member: Member, now: float) -> wire.MemberStatus:
         link = None if member.session is None else self._links.get(member.session)
         trip = None if link is None or link.round_trip is None else round(1000 * link.round_trip, 2)
+        share = self.streams.share(member.name) if member.file == "streamed" else None
         return wire.MemberStatus(
             name=member.name,
             label=member.label,
@@ -432,7 +473,7 @@ class Coordinator:
             round_trip_ms=trip,
             devices=member.devices,
             luce=member.luce,
-            file=member.file,
+            file=member.file if share is None else f"{member.file} {share:.0%}",
             losses=member.losses,
             reason=member.reason,
         )

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import queue
 import random
+import select
 import socket
 import ssl
 import threading
@@ -27,12 +28,14 @@ from luce.cluster.cluster_files import ClusterFiles
 from luce.cluster.identity import Identity, join_context, member_context, pin
 from luce.cluster.join_token import JoinToken
 from luce.cluster.link import Link
-from luce.cluster.model_files import find_model
-from luce.errors import DeviceError, UsageError
+from luce.cluster.member_weights import Storage, Weights, locate
+from luce.errors import DeviceError, LuceError, UnreachableError, UsageError
 from luce.ipc import tcp
 from luce.ipc.channel import Channel, ChannelError
 from luce.ipc.tcp import HEARTBEAT, REQUESTS, SERVER_TIMEOUT
 from luce.log import event
+from luce.remote.daemon import Locate
+from luce.remote.messages import Load
 
 _log = logging.getLogger("luce.cluster")
 #: longest seconds between two attempts to connect, and the share by which they vary
@@ -55,7 +58,7 @@ class Serve(Protocol):
     """Serves layers of a file over connections until they end; calls `on_loaded` once it has them."""
 
     def __call__(
-        self, requests: socket.socket, heartbeat: socket.socket, path: Path, on_loaded: Callable[[], None], /
+        self, requests: socket.socket, heartbeat: socket.socket, locate: Locate, on_loaded: Callable[[], None], /
     ) -> None: ...
 
 
@@ -123,12 +126,12 @@ def delays(vary: Callable[[float, float], float] = random.uniform) -> Iterator[f
 
 
 class MemberHost:
-    """A member that stays connected and serves layers of the models below `folders`.
+    """A member that stays connected and serves layers of models, which `storage` has or gets.
 
     Raises UsageError if this host has not joined the cluster of `files`.
     """
 
-    def __init__(self, files: ClusterFiles, devices: tuple[str, ...], folders: Sequence[Path], serve: Serve) -> None:
+    def __init__(self, files: ClusterFiles, devices: tuple[str, ...], storage: Storage, serve: Serve) -> None:
         server = files.read("server.json", _Server)
         if server is None or not server.certificates:
             raise UsageError(f"this machine has not joined cluster {files.name}: give a TOKEN", param="token")
@@ -136,7 +139,7 @@ class MemberHost:
         self._server = server
         self._identity = files.identity("member.pem")
         self._devices = devices
-        self._folders = folders
+        self._storage = storage
         self._serve = serve
         self._link: Link | None = None
         self._address = server.addresses[0]
@@ -165,8 +168,10 @@ class MemberHost:
                 if isinstance(work, DeviceError):
                     raise work
                 if isinstance(work, wire.Find):
-                    _, problem = self._find(work.fingerprint)
-                    self._post(wire.Found(work.fingerprint, problem))
+                    path, problem = self._storage.find(work.fingerprint, work.streams)
+                    if problem:
+                        _log.warning("%s", problem)
+                    self._post(wire.Found(work.fingerprint, problem, streamed=path is None and not problem))
                 else:
                     self._fulfil(work)
         finally:
@@ -186,23 +191,13 @@ class MemberHost:
                 # Not SSLSocket.shutdown, which would let the thread that serves read on without TLS.
                 socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
-    def _find(self, fingerprint: str) -> tuple[Path | None, str]:
-        """The model file with a fingerprint, or why there is none."""
-        path = find_model(fingerprint, self._folders)
-        if path is not None:
-            return path, ""
-        looked = ", ".join(map(str, self._folders)) or "where models usually lie"
-        problem = f"no model file with fingerprint {fingerprint} (looked at: {looked})"
-        _log.warning("%s", problem)
-        return None, problem
-
     def _fulfil(self, assigned: wire.Assign) -> None:
         """Serve what the coordinator asks for, until that connection ends."""
-        path, problem = self._find(assigned.fingerprint)
-        if path is None:
+        path, problem = self._storage.find(assigned.fingerprint, assigned.streams)
+        if problem:
             self._post(wire.Unable(assigned.token, problem))
             return
-        event(_log, "assigned", epoch=assigned.epoch, model=str(path))
+        event(_log, "assigned", epoch=assigned.epoch, model=str(path or "from the server"))
         pinned = PinnedCoordinator.of(self._identity, self._server.certificates)
         with contextlib.ExitStack() as opened:
             try:
@@ -216,7 +211,24 @@ class MemberHost:
             self._connections = requests, heartbeat
             if self._ending.is_set():
                 self._end_connections()
-            self._serve(requests, heartbeat, path, lambda: self._post(wire.Loaded(assigned.epoch)))
+
+            def is_over() -> bool:
+                return _is_over(requests)
+
+            def connect() -> Weights:
+                sock = tcp.connect(self._address, pinned, wire.WEIGHTS + assigned.token)
+                return Weights(Channel(sock, wire.Weights), is_over)
+
+            def find(load: Load, on_progress: Callable[[float], None]) -> Path:
+                try:
+                    return locate(path, self._storage, connect, load, on_progress, is_over)
+                except UnreachableError:
+                    raise
+                except LuceError as error:
+                    self._post(wire.Unfit(load.fingerprint, str(error)))
+                    raise
+
+            self._serve(requests, heartbeat, find, lambda: self._post(wire.Loaded(assigned.epoch)))
         self._connections = ()
         event(_log, "released", epoch=assigned.epoch)
 
@@ -306,3 +318,10 @@ def _is_unknown(error: Exception) -> bool:
     """Whether the coordinator has refused this host's certificate, after the host has seen the coordinator's."""
     cause = error.__cause__ or error
     return isinstance(cause, ssl.SSLError) and cause.reason in _UNKNOWN
+
+
+def _is_over(requests: socket.socket) -> bool:
+    """Whether a connection has ended, over which the server sends nothing before its Load is answered."""
+    poller = select.poll()
+    poller.register(requests, select.POLLIN)
+    return bool(poller.poll(0))

@@ -42,7 +42,7 @@ class Member:
     luce: str = ""
     devices: tuple[str, ...] = ()
     address: str = ""
-    #: whether it has the model file: own, absent, or "" before it was asked
+    #: whether it has the model file: own, streamed, absent, or "" before it was asked
     file: str = ""
     losses: int = 0
     #: why it is not in use, or why it was lost
@@ -119,10 +119,12 @@ class Arrived:
 
 @dataclass(frozen=True)
 class Searched:
-    """A member has looked for the model file; `problem` says why it has none, "" if it has one."""
+    """A member has looked for the model file; `problem` says why it has none, "" if it has one, or if what it lacks is
+    `streamed` to it."""
 
     session: int
     problem: str
+    streamed: bool = False
 
 
 @dataclass(frozen=True)
@@ -299,9 +301,12 @@ class Membership:
                 return self._lose(member, "lost", reason, now)
             case Left():
                 return self._lose(member, "gone", "it left", now)
-            case Searched(_, problem):
-                member.file = "absent" if problem else "own"
-                return self._enter(member, "idle", now, "cannot load", problem) if problem else []
+            case Searched(_, problem, streamed):
+                member.file = "absent" if problem else "streamed" if streamed else "own"
+                if not problem:
+                    return []
+                done = self._drop_devices(member, problem)
+                return [*done, *self._enter(member, "idle", now, "cannot load", problem)]
             case Loaded(_, epoch):
                 current = member.state == "loading" and epoch == self.epoch
                 return self._enter(member, "serving", now) if current else []

@@ -1,16 +1,22 @@
 """What coordinator, members and the `luce cluster` commands send, in frames of luce.ipc.channel.
 
 A host that joins sends Join and gets Joined or Refused. A member's control connection begins with Hello; then the
-coordinator sends Ping, Find, Assign, NewPin, Notice and Dismissed, and the member Pong, Found, Loaded, Unable, Pinned
-and Leaving. The commands send one request over the socket in the cluster's directory and get one response.
+coordinator sends Ping, Find, Assign, NewPin, Notice and Dismissed, and the member Pong, Found, Loaded, Unable, Unfit,
+Pinned and Leaving. A member that lacks the model file, or checks it, asks over a connection of its own: AskLayout,
+AskBytes and AskSum, which are answered in their order; Needs has no answer. The commands send one request over the
+socket in the cluster's directory and get one response.
 """
 
 from __future__ import annotations
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 #: roles in the greeting of a connection, beside those of luce.ipc.tcp
-CONTROL = b"C"
+CONTROL, WEIGHTS = b"C", b"F"
+#: most bytes of an AskBytes
+LARGEST_PIECE = 4 << 20
 
 
 class Join(msgspec.Struct, tag=True):
@@ -52,14 +58,18 @@ class Find(msgspec.Struct, tag=True):
 
     #: luce.gguf.fingerprint of a model file
     fingerprint: str
+    #: whether the coordinator sends what a member lacks
+    streams: bool = False
 
 
 class Found(msgspec.Struct, tag=True):
     """Whether the member has the file."""
 
     fingerprint: str
-    #: why it has not, "" if it has
+    #: why it has not, "" if it has, or gets what it lacks
     problem: str
+    #: whether it gets what it lacks
+    streamed: bool = False
 
 
 class Assign(msgspec.Struct, tag=True):
@@ -68,6 +78,8 @@ class Assign(msgspec.Struct, tag=True):
     epoch: int
     token: bytes
     fingerprint: str
+    #: whether the coordinator sends what the member lacks
+    streams: bool = False
 
 
 class Loaded(msgspec.Struct, tag="MemberLoaded"):
@@ -80,6 +92,13 @@ class Unable(msgspec.Struct, tag=True):
     """The member cannot do what Assign asked for."""
 
     token: bytes
+    reason: str
+
+
+class Unfit(msgspec.Struct, tag=True):
+    """The member cannot have the weights of its layers: its disk is full, or its file differs."""
+
+    fingerprint: str
     reason: str
 
 
@@ -110,8 +129,55 @@ class Leaving(msgspec.Struct, tag=True):
     """The member ends."""
 
 
-FromMember = Hello | Pong | Found | Loaded | Unable | Pinned | Leaving
+FromMember = Hello | Pong | Found | Loaded | Unable | Unfit | Pinned | Leaving
 FromCoordinator = Ping | Find | Assign | NewPin | Notice | Dismissed
+
+
+class AskLayout(msgspec.Struct, tag=True):
+    """Asks for Layout."""
+
+
+class Layout(msgspec.Struct, tag=True):
+    """The files of the model: of each its bytes, and where its tensors begin."""
+
+    files: tuple[tuple[int, int], ...]
+
+
+class Needs(msgspec.Struct, tag=True):
+    """How many bytes the member needs for its layers, and how many of them are there."""
+
+    size: int
+    there: int
+
+
+class AskBytes(msgspec.Struct, tag=True):
+    """Asks for FileBytes: `size` bytes of a file of the model, by its number, from `offset` on."""
+
+    part: int
+    offset: int
+    size: int
+
+
+class FileBytes(msgspec.Struct, tag=True):
+    """What AskBytes asked for; TLS has its checksum, and each tensor one of its own."""
+
+    data: NDArray[np.uint8]
+
+
+class AskSum(msgspec.Struct, tag=True):
+    """Asks for TensorSum of a tensor."""
+
+    tensor: str
+
+
+class TensorSum(msgspec.Struct, tag=True):
+    """The SHA-256 of a tensor's bytes in the coordinator's file."""
+
+    sha256: bytes
+
+
+ForWeights = AskLayout | Needs | AskBytes | AskSum
+Weights = Layout | FileBytes | TensorSum
 
 
 class AskStatus(msgspec.Struct, tag=True):
@@ -152,7 +218,7 @@ class MemberStatus(msgspec.Struct):
     round_trip_ms: float | None
     devices: tuple[str, ...]
     luce: str
-    #: whether it has the model file: own, absent, or "" before it was asked
+    #: whether it has the model file: own, streamed with how much of it is there, absent, or "" before it was asked
     file: str
     losses: int
     reason: str
@@ -165,6 +231,8 @@ class Status(msgspec.Struct, tag=True):
     addresses: tuple[str, ...]
     epoch: int
     open_tokens: int
+    #: weights sent to members since the start
+    streamed_bytes: int
     members: tuple[MemberStatus, ...]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from luce.config.field import setting
-from luce.config.values import integer, number, text
+from luce.config.values import choice, integer, number, text
 
 
 @dataclass(frozen=True)
@@ -35,5 +35,18 @@ class ClusterSettings:
         number(0, 86400),
         "longest wait for --cluster-min machines; then the model loads on the devices that are there",
         metavar="SECONDS",
+        group="cluster",
+    )
+    cluster_stream: str = setting(
+        "on",
+        choice("on", "off"),
+        "send members that lack the model file the weights of their layers (off: they are not used)",
+        group="cluster",
+    )
+    cluster_stream_rate: float = setting(
+        0.0,
+        number(0, 1e6),
+        "most MB/s of weights that are sent (0: no limit)",
+        metavar="RATE",
         group="cluster",
     )

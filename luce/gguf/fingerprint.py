@@ -19,12 +19,21 @@ def fingerprint(file: GGUFFile) -> str:
     """
     digest = hashlib.blake2b(digest_size=16)
     for part in range(len(file.files)):
-        begins = min((info.offset for info in file.tensors.values() if info.part == part), default=0)
+        begins = tensors_begin(file, part)
         data = file.files[part]
-        size = data.size
-        digest.update(f"{size} {begins}\n".encode())
-        digest.update(data.read(0, begins).data)
-        for place in range(_PLACES + 1):
-            at = begins + max(0, size - begins - _SAMPLE) * place // _PLACES
-            digest.update(data.read(at, min(_SAMPLE, size - at)).data)
+        digest.update(f"{data.size} {begins}\n".encode())
+        for begin, end in sampled(data.size, begins):
+            digest.update(data.read(begin, end - begin).data)
     return digest.hexdigest()
+
+
+def tensors_begin(file: GGUFFile, part: int) -> int:
+    """Where the tensors of a part begin; 0 if it has none."""
+    return min((info.offset for info in file.tensors.values() if info.part == part), default=0)
+
+
+def sampled(size: int, begins: int) -> list[tuple[int, int]]:
+    """[begin, end) of what the fingerprint reads of a file of `size` bytes whose tensors begin at `begins`: the part
+    before them, then samples, which may overlap."""
+    places = (begins + max(0, size - begins - _SAMPLE) * place // _PLACES for place in range(_PLACES + 1))
+    return [(0, begins), *((at, at + min(_SAMPLE, size - at)) for at in places)]

@@ -51,6 +51,10 @@ _POLL_INTERVAL = 1e-3
 #: most bytes of arrays in a request, beside the tensors of a LoadState
 _FRAME_LIMIT = 1 << 28
 
+#: Finds the file with the layers of a Load; raises LuceError. The function that it gets takes the share of them that is
+#: there, where they have to come from elsewhere first.
+Locate = Callable[[Load, Callable[[float], None]], Path]
+
 
 def serve(
     requests: socket.socket,
@@ -58,22 +62,22 @@ def serve(
     *,
     can_share: bool,
     server_timeout: float | None = None,
-    path: Path | None = None,
+    locate: Locate | None = None,
     loaders: Sequence[Loader] = (),
     on_loaded: Callable[[], None] = lambda: None,
 ) -> None:
     """Serve one server until it closes its end.
 
     `can_share`: whether memory can be shared with the server. `server_timeout`: seconds without a Ping after which the
-    server counts as gone; None if the kernel ends the connection with the server's process. `path`: the model's file,
-    if it differs from the server's path. `loaders`: what a daemon can hold beside layers.
+    server counts as gone; None if the kernel ends the connection with the server's process. `locate`: finds the model's
+    file; None if it is at the server's path. `loaders`: what a daemon can hold beside layers.
     `on_loaded` is called once it holds what the server asked for.
     """
     with contextlib.ExitStack() as opened:
         pings: Channel[Ping] = Channel(heartbeat, Ping)
         unions = [Request, *(loader.requests for loader in loaders)]
         channel: Channel[Any] = Channel(requests, functools.reduce(operator.or_, unions))
-        session = Session(channel, opened, can_share=can_share, path=path, loaders=loaders, on_loaded=on_loaded)
+        session = Session(channel, opened, can_share=can_share, locate=locate, loaders=loaders, on_loaded=on_loaded)
         closing = threading.Event()
         arguments = pings, channel, session.pong, server_timeout, closing
         responder = threading.Thread(target=_answer_pings, args=arguments, name="luce-pings", daemon=True)
@@ -118,14 +122,14 @@ class Session:
         opened: contextlib.ExitStack,
         *,
         can_share: bool,
-        path: Path | None,
+        locate: Locate | None,
         loaders: Sequence[Loader],
         on_loaded: Callable[[], None] = lambda: None,
     ) -> None:
         self._channel = channel
         self._opened = opened
         self._can_share = can_share
-        self._path = path
+        self._locate = locate
         self._on_loaded = on_loaded
         self._handlers: dict[type[msgspec.Struct], Handler] = {
             Open: self.open,
@@ -236,8 +240,20 @@ class Session:
                 check_descriptor(fd, message.arena)
             arena = Arena(message.arena, fd)
         self._opened.callback(arena.close)
-        path = self._path or Path(message.path)
-        self._service = ServedModel(path, message, self._devices, arena, self._opened, self._note_progress)
+        fetched = 0.0
+
+        def note_fetched(share: float) -> None:
+            nonlocal fetched
+            # Then reading the layers is the second half.
+            fetched = 0.5
+            self._note_progress(fetched * share)
+
+        path = Path(message.path) if self._locate is None else self._locate(message, note_fetched)
+
+        def note_read(share: float) -> None:
+            self._note_progress(fetched + (1 - fetched) * share)
+
+        self._service = ServedModel(path, message, self._devices, arena, self._opened, note_read)
         self._on_loaded()
         return self._service.loaded()
 

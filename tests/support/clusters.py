@@ -16,7 +16,24 @@ from luce.cluster.coordinator import Coordinator
 from luce.cluster.identity import Identity, new_key_pair, read_identity
 from luce.cluster.join_token import decode_token
 from luce.cluster.member import MemberHost, join
+from luce.cluster.member_weights import Storage, Verify
 from luce.errors import LuceError
+from luce.gguf.fingerprint import fingerprint
+from luce.gguf.reader import open_gguf
+from luce.remote.daemon import Locate
+from luce.remote.messages import Load
+from tests.support.reference import Reference
+
+MODEL = Reference("qwen3-a-F32").path
+
+
+def load_of(path: Path, layers: tuple[int, int]) -> Load:
+    """A message that loads layers of a model on one device."""
+    with open_gguf(path) as file:
+        identity = fingerprint(file)
+    sizes = {"pages": (1,), "slots": 1, "verify_rows": 0, "unpack_bytes": (0,), "rows": 1, "arena": 0}
+    rest = {"kv": ("f16", "f16"), "captured": (), "rank_pages": False, "peer": False, "shared": False}
+    return Load(path="", fingerprint=identity, layers=(layers,), **sizes, **rest)  # type: ignore[arg-type]
 
 
 def needs_keys() -> None:
@@ -47,7 +64,7 @@ def port_of(made: Coordinator) -> int:
 
 @dataclass
 class Host:
-    """A member in a thread. Its daemon sends back what it receives."""
+    """A member in a thread. Its daemon looks for the first layer of MODEL, and sends back what it receives."""
 
     files: ClusterFiles
     folder: Path
@@ -55,12 +72,20 @@ class Host:
     #: why it has ended
     error: LuceError | None = None
     served: list[Path] = field(default_factory=list)
+    layers: tuple[int, int] = (0, 1)
+    #: shares of the layers that were there meanwhile, and why they were not
+    shares: list[float] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    limit: int = 0
+    verify: Verify = "never"
     thread: threading.Thread | None = None
     host: MemberHost | None = None
 
     def start(self) -> Host:
         """Stay connected until the coordinator dismisses it."""
-        host = self.host = MemberHost(self.files, self.devices, [self.folder], self._echo)
+        host = self.host = MemberHost(
+            self.files, self.devices, Storage([self.folder], self.limit, self.verify), self._echo
+        )
 
         def run() -> None:
             try:
@@ -85,8 +110,12 @@ class Host:
         assert not self.thread.is_alive()
         return self.error
 
-    def _echo(self, requests: socket.socket, _: socket.socket, path: Path, on_loaded: Callable[[], None]) -> None:
-        self.served.append(path)
+    def _echo(self, requests: socket.socket, _: socket.socket, locate: Locate, on_loaded: Callable[[], None]) -> None:
+        try:
+            self.served.append(locate(load_of(MODEL, self.layers), self.shares.append))
+        except LuceError as error:
+            self.problems.append(str(error))
+            return
         on_loaded()
         requests.settimeout(60)
         with contextlib.suppress(OSError):

@@ -27,17 +27,16 @@ from luce.cluster.gate import member_name
 from luce.cluster.identity import JOIN_PROTOCOL, Identity, join_context, member_context
 from luce.cluster.join_token import JoinToken, decode_token
 from luce.cluster.member import MemberHost, delays, join
+from luce.cluster.member_weights import Storage
 from luce.errors import DeviceError, ListenError, ServerError, UsageError
 from luce.gguf.fingerprint import fingerprint
 from luce.gguf.reader import open_gguf
 from luce.ipc import tcp
 from luce.ipc.channel import Channel
 from luce.ipc.supervisor import Peer
-from tests.support.clusters import Host, coordinator, identity, joined, port_of
+from tests.support.clusters import MODEL, Host, coordinator, identity, joined, port_of
 from tests.support.daemons import key_file, signed_key_file, within
-from tests.support.reference import Reference
 
-MODEL = Reference("qwen3-a-F32").path
 Patch = pytest.MonkeyPatch
 Make = Callable[..., Host]
 
@@ -129,7 +128,8 @@ def test_a_member_without_the_file_is_not_used(home: Coordinator, folder: Path, 
     assert home.plan("0" * 32) == ([], {})
     (member,) = home.status().members
     assert (member.state, member.file) == ("idle", "absent")
-    assert member.reason == f"no model file with fingerprint {'0' * 32} (looked at: {host.folder})"
+    why = f"no model file with fingerprint {'0' * 32} (looked at: {host.folder}), and the server sends none"
+    assert member.reason == why
 
 
 @pytest.mark.parametrize("what", ["secret", "id", "certificate", "authority", "several", "used", "expired"])
@@ -454,7 +454,7 @@ def test_another_version_is_not_used_and_is_told_so(
 def test_one_process_is_a_member(home: Coordinator, hosts: Make) -> None:
     host = hosts(home).start()
     assert home.wait_for_members(1, 30) == 1
-    second = MemberHost(host.files, ("cpu:0",), [], lambda *arguments: None)
+    second = MemberHost(host.files, ("cpu:0",), Storage(), lambda *arguments: None)
     with pytest.raises(UsageError, match=r"^cluster home: another luce join of this cluster runs here$"):
         second.run()
     assert state(home) == "idle"
@@ -462,7 +462,7 @@ def test_one_process_is_a_member(home: Coordinator, hosts: Make) -> None:
 
 def test_a_host_that_has_not_joined(folder: Path) -> None:
     with pytest.raises(UsageError, match=r"^this machine has not joined cluster home: give a TOKEN$"):
-        MemberHost(ClusterFiles("home"), ("cpu:0",), [], lambda *arguments: None)
+        MemberHost(ClusterFiles("home"), ("cpu:0",), Storage(), lambda *arguments: None)
 
 
 def test_a_coordinator_that_is_not_there(folder: Path, home: Coordinator) -> None:

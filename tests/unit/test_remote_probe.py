@@ -109,7 +109,7 @@ def test_types_that_do_not_exist_and_long_answers_are_refused() -> None:
 def test_nothing_is_measured_without_devices() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs, contextlib.ExitStack() as opened:
-        session = daemon.Session(Channel(ours, Request), opened, can_share=True, path=None, loaders=())
+        session = daemon.Session(Channel(ours, Request), opened, can_share=True, locate=None, loaders=())
         with pytest.raises(BackendError, match="no devices are open"):
             session.measure(Measure((), False, 0.0))
         with pytest.raises(BackendError, match="no devices are open"):

@@ -1,0 +1,163 @@
+"""The coordinator's side of weights that members lack: reads the model file for them.
+
+Members that ask at the same time get their pieces in turn. Layers lie on one member each, so no piece is sent twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import socket
+import ssl
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from luce.cluster import wire
+from luce.errors import LuceError
+from luce.gguf.fingerprint import tensors_begin
+from luce.gguf.reader import GGUFFile, open_gguf
+from luce.ipc.channel import Channel, ChannelError
+
+_log = logging.getLogger("luce.cluster")
+#: seconds that a member has to read a piece
+_SEND_TIMEOUT = 60.0
+#: bytes of a tensor that are hashed at a time
+_PIECE = 4 << 20
+
+
+class WeightSource:
+    """A model file that members read, or whose sums they ask for alone without `streams`.
+
+    `rate`: most bytes that are sent in a second, 0 for no limit. Any thread may call it. Raises ModelError if the file
+    cannot be opened.
+    """
+
+    def __init__(self, path: Path, rate: float = 0.0, *, streams: bool = True) -> None:
+        self._file = open_gguf(path)
+        self.streams = streams
+        self._rate = rate
+        self._lock = threading.Lock()
+        #: when the next piece may be sent
+        self._next = 0.0
+        self._sums: dict[str, bytes] = {}
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def answer(self, request: wire.AskLayout | wire.AskBytes | wire.AskSum) -> wire.Weights:
+        """What a member asks for. Raises ChannelError for what no member asks for, and ModelError."""
+        match request:
+            case wire.AskLayout():
+                files = enumerate(self._file.files)
+                return wire.Layout(tuple((file.size, tensors_begin(self._file, part)) for part, file in files))
+            case wire.AskSum(name):
+                return wire.TensorSum(self._sum(name))
+            case wire.AskBytes(part, offset, size):
+                return wire.FileBytes(self._read(part, offset, size))
+
+    def _read(self, part: int, offset: int, size: int) -> NDArray[np.uint8]:
+        files = self._file.files
+        if not self.streams or not 0 <= part < len(files) or not 0 < size <= wire.LARGEST_PIECE:
+            raise ChannelError("it asked for bytes that nobody gets")
+        if not 0 <= offset <= files[part].size - size:
+            raise ChannelError("it asked for bytes behind the end of the model")
+        self._pace(size)
+        return files[part].read(offset, size)
+
+    def _sum(self, name: str) -> bytes:
+        if name not in self._file.tensors:
+            raise ChannelError("it asked for a tensor that the model lacks")
+        if name not in self._sums:
+            self._sums[name] = tensor_sum(self._file, name)
+        return self._sums[name]
+
+    def _pace(self, size: int) -> None:
+        """Wait until so many bytes may be sent."""
+        if not self._rate:
+            return
+        with self._lock:
+            begin = max(self._next, time.monotonic())
+            self._next = begin + size / self._rate
+        time.sleep(max(0.0, begin - time.monotonic()))
+
+
+def tensor_sum(file: GGUFFile, name: str) -> bytes:
+    """The SHA-256 of a tensor's bytes. Raises ModelError if the file changes meanwhile."""
+    info, digest = file.tensors[name], hashlib.sha256()
+    for at in range(0, info.nbytes, _PIECE):
+        digest.update(file.files[info.part].read(info.offset + at, min(_PIECE, info.nbytes - at)).data)
+    return digest.digest()
+
+
+class WeightStreams:
+    """The connections over which members read the model file, each with a thread. Any thread may call it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[str, set[ssl.SSLSocket]] = {}
+        self._threads: set[threading.Thread] = set()
+        #: of each member the bytes that it needs, and how many of them are there
+        self._shares: dict[str, tuple[int, int]] = {}
+        #: bytes sent since the start
+        self.sent = 0
+
+    def begin(self, member: str, sock: ssl.SSLSocket, source: WeightSource) -> None:
+        """Answer what a member asks for over a connection, until it ends."""
+        arguments = member, sock, source
+        thread = threading.Thread(target=self._run, args=arguments, name="luce-weights", daemon=True)
+        with self._lock:
+            self._open.setdefault(member, set()).add(sock)
+            self._threads.add(thread)
+        thread.start()
+
+    def share(self, member: str) -> float | None:
+        """The share of its weights that a member has; None if it has not said how many it needs."""
+        with self._lock:
+            size, there = self._shares.get(member, (0, 0))
+        return there / size if size else None
+
+    def end(self, member: str) -> None:
+        """End the connections of a member."""
+        with self._lock:
+            for sock in self._open.get(member, ()):
+                with contextlib.suppress(OSError):
+                    # Not SSLSocket.shutdown, which would let its thread read on without TLS.
+                    socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End all connections, and their threads."""
+        for member in list(self._open):
+            self.end(member)
+        for thread in list(self._threads):
+            thread.join()
+
+    def _run(self, member: str, sock: ssl.SSLSocket, source: WeightSource) -> None:
+        channel: Channel[wire.ForWeights] = Channel(sock, wire.ForWeights)
+        try:
+            while True:
+                number, request = channel.receive(timeout=None, limit=0)
+                if isinstance(request, wire.Needs):
+                    with self._lock:
+                        self._shares[member] = request.size, request.there
+                    continue
+                answer = source.answer(request)
+                channel.send(number, answer, timeout=_SEND_TIMEOUT)
+                if isinstance(answer, wire.FileBytes):
+                    with self._lock:
+                        size, there = self._shares.get(member, (0, 0))
+                        self._shares[member] = size, min(size, there + answer.data.nbytes)
+                        self.sent += answer.data.nbytes
+        except (ChannelError, LuceError, ValueError) as error:
+            # ValueError: the file was closed, as there is another placement.
+            _log.debug("weights for %s: %s", member, error)
+        finally:
+            channel.close()
+            with self._lock:
+                self._open[member].discard(sock)
+                self._threads.discard(threading.current_thread())
