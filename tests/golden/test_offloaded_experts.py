@@ -138,8 +138,8 @@ def test_devices_of_a_daemon_wait_for_no_flags(tmp_path: Path) -> None:
 @pytest.mark.parametrize("reference", MIXTURES, ids=lambda r: r.name)
 def test_layers_on_this_gpu(reference: Reference, make_driver: MakeDriver, gpu: Device) -> None:
     driver = make_driver(reference, [gpu], slots=8, experts=request(reference, CpuDevice()))
-    check_logits_in_chunks(reference, driver, reference.kind(7), 7)
-    check_greedy_tokens(reference, driver, 7, typical_error(reference, driver))
+    prompts = check_logits_in_chunks(reference, driver, reference.kind(7), 7)
+    check_greedy_tokens(reference, driver, prompts, typical_error(reference, driver))
 
 
 @pytest.mark.gpu

@@ -13,6 +13,7 @@ from luce.runtime.host import HostDevice
 from luce.shard.local import LocalShard
 from tests.support.golden_checks import (
     TREES,
+    ReadPrompt,
     check_batched,
     check_greedy_tokens,
     check_logits_in_chunks,
@@ -41,15 +42,10 @@ def eager(gpu: GpuDevice) -> Iterator[GpuDevice]:
 
 @each_file
 @pytest.mark.parametrize("chunk", [1000, 7, 1])
-def test_logits(reference: Reference, make_driver: MakeDriver, gpu: Device, chunk: int) -> None:
-    check_logits_in_chunks(reference, make_driver(reference, [gpu]), reference.kind(chunk), chunk)
-
-
-@each_file
-@pytest.mark.parametrize("chunk", [1000, 7, 1])
-def test_greedy(reference: Reference, make_driver: MakeDriver, gpu: Device, chunk: int) -> None:
+def test_logits_and_greedy_tokens(reference: Reference, make_driver: MakeDriver, gpu: Device, chunk: int) -> None:
     driver = make_driver(reference, [gpu])
-    check_greedy_tokens(reference, driver, chunk, typical_error(reference, driver))
+    prompts = check_logits_in_chunks(reference, driver, reference.kind(chunk), chunk)
+    check_greedy_tokens(reference, driver, prompts, typical_error(reference, driver))
 
 
 @each_file
@@ -79,7 +75,9 @@ def test_decoding_is_row_invariant(reference: Reference, make_driver: MakeDriver
 def test_mixed_with_host(reference: Reference, make_driver: MakeDriver, gpu: Device) -> None:
     key = "greedy_17"
     driver = make_driver(reference, [gpu, HostDevice()])
-    tokens = greedy(driver, reference.expected["prompt_17"], len(reference.expected[key]), 1000)
+    sequence = driver.start()
+    (logits,) = driver.feed((sequence, reference.expected["prompt_17"]))
+    tokens = greedy(driver, ReadPrompt(sequence, logits[-1]), len(reference.expected[key]))
     check_greedy(reference, key, tokens, typical_error(reference, driver))
 
 

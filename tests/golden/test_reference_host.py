@@ -24,14 +24,10 @@ each_file = pytest.mark.parametrize("reference", references(), ids=lambda r: r.n
 
 @each_file
 @pytest.mark.parametrize("chunk", [1000, 7, 1])
-def test_logits(reference: Reference, make_driver: MakeDriver, chunk: int) -> None:
-    check_logits_in_chunks(reference, make_driver(reference, [HostDevice()]), "f32", chunk)
-
-
-@each_file
-@pytest.mark.parametrize("chunk", [1000, 7, 1])
-def test_greedy(reference: Reference, make_driver: MakeDriver, chunk: int) -> None:
-    check_greedy_tokens(reference, make_driver(reference, [HostDevice()]), chunk, error=0)
+def test_logits_and_greedy_tokens(reference: Reference, make_driver: MakeDriver, chunk: int) -> None:
+    driver = make_driver(reference, [HostDevice()])
+    prompts = check_logits_in_chunks(reference, driver, "f32", chunk)
+    check_greedy_tokens(reference, driver, prompts, error=0)
 
 
 @each_file

@@ -28,21 +28,21 @@ def kind(reference: Reference) -> str:
 
 
 @each_file
-@pytest.mark.parametrize("chunk", [1000, 7])
-def test_logits(reference: Reference, make_driver: MakeDriver, chunk: int) -> None:
-    check_logits_in_chunks(reference, make_driver(reference, [CpuDevice()]), kind(reference), chunk)
+def test_logits(reference: Reference, make_driver: MakeDriver) -> None:
+    check_logits_in_chunks(reference, make_driver(reference, [CpuDevice()]), kind(reference), 1000)
 
 
 @each_file
-def test_greedy(reference: Reference, make_driver: MakeDriver) -> None:
-    error = typical_error(reference, make_driver(reference, [CpuDevice()]))
-    check_greedy_tokens(reference, make_driver(reference, [CpuDevice()]), 7, error)
+def test_logits_and_greedy_tokens(reference: Reference, make_driver: MakeDriver) -> None:
+    driver = make_driver(reference, [CpuDevice()])
+    prompts = check_logits_in_chunks(reference, driver, kind(reference), 7)
+    check_greedy_tokens(reference, driver, prompts, typical_error(reference, driver))
 
 
 @each_file
 def test_batched(reference: Reference, make_driver: MakeDriver) -> None:
-    error = typical_error(reference, make_driver(reference, [CpuDevice()]))
-    check_batched(reference, make_driver(reference, [CpuDevice()]), kind(reference), error)
+    driver = make_driver(reference, [CpuDevice()], slots=5)
+    check_batched(reference, driver, kind(reference), typical_error(reference, driver))
 
 
 @each_file

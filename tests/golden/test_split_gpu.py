@@ -152,8 +152,8 @@ def test_unpacked_weights_change_no_bits(reference: Reference, make_driver: Make
 def test_several_gpus(reference: Reference, make_driver: MakeDriver, open_gpus: Open, count: int, chunk: int) -> None:
     gpus = open_gpus(range(min(count, len(reference.spec.layers))))
     driver = make_driver(reference, gpus, slots=8, microbatch=64)
-    check_logits_in_chunks(reference, driver, reference.kind(chunk), chunk)
-    check_greedy_tokens(reference, driver, chunk, typical_error(reference, driver))
+    prompts = check_logits_in_chunks(reference, driver, reference.kind(chunk), chunk)
+    check_greedy_tokens(reference, driver, prompts, typical_error(reference, driver))
 
 
 @each_file
@@ -176,8 +176,8 @@ def test_with_the_host(reference: Reference, make_driver: MakeDriver, open_gpus:
     devices = {"gpu first": devices[:2], "host first": devices[1:], "gpu twice": devices}[order]
     devices = devices[: len(reference.spec.layers)]
     driver = make_driver(reference, devices, weights=[1.0] * len(devices), slots=8, microbatch=64)
-    check_logits_in_chunks(reference, driver, reference.kind(1000), 1000)
-    check_greedy_tokens(reference, driver, 1000, typical_error(reference, driver))
+    prompts = check_logits_in_chunks(reference, driver, reference.kind(1000), 1000)
+    check_greedy_tokens(reference, driver, prompts, typical_error(reference, driver))
     times = driver.backend.times()
     assert all(time.work.total > 0 for time in times) and all(time.copies.total > 0 for time in times[:-1])
 

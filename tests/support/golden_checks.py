@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from luce.runtime.step import MAX_CANDIDATES, MadeMasks, RowMasks
-from tests.support.drive import Driver
+from tests.support.drive import Driver, Sequence
 from tests.support.reference import Reference, check_greedy, check_logits
 
 
-def check_logits_in_chunks(reference: Reference, driver: Driver, kind: str, chunk: int, at_once: int = 0) -> None:
-    """Prompts fed in pieces of `chunk` rows, the long one behind a step of `at_once` rows: expected logits."""
-    rows = {}
+@dataclass(frozen=True)
+class ReadPrompt:
+    """A prompt that a driver has read."""
+
+    sequence: Sequence
+    #: of the token behind it
+    logits: NDArray[np.float32]
+
+
+def check_logits_in_chunks(
+    reference: Reference, driver: Driver, kind: str, chunk: int, at_once: int = 0
+) -> dict[str, ReadPrompt]:
+    """Prompts fed in pieces of `chunk` rows, the long one behind a step of `at_once` rows: expected logits. Returns the
+    prompts by name."""
+    rows, read = {}, {}
     for name in ("1", "17", "long"):
         prompt = reference.expected[f"prompt_{name}"]
         sequence = driver.start()
@@ -25,7 +38,9 @@ def check_logits_in_chunks(reference: Reference, driver: Driver, kind: str, chun
         parts = [driver.feed((sequence, prompt[at : at + chunk]))[0] for at in range(start, len(prompt), chunk)]
         logits = np.concatenate(parts)
         rows["logits_long_last16" if name == "long" else f"logits_{name}"] = logits[-16:] if name == "long" else logits
+        read[name] = ReadPrompt(sequence, logits[-1])
     check_logits(reference, kind, rows)
+    return read
 
 
 def typical_error(reference: Reference, driver: Driver) -> float:
@@ -35,24 +50,20 @@ def typical_error(reference: Reference, driver: Driver) -> float:
     return float(np.sqrt(((actual - reference.expected["logits_17"]) ** 2).mean()))
 
 
-def greedy(driver: Driver, prompt: NDArray[np.int32], steps: int, chunk: int) -> list[int]:
-    """Greedy continuation of a prompt fed in chunks."""
-    sequence = driver.start()
-    for at in range(0, len(prompt), chunk):
-        logits = driver.feed((sequence, prompt[at : at + chunk]))[0]
-    tokens = []
+def greedy(driver: Driver, prompt: ReadPrompt, steps: int) -> list[int]:
+    """Greedy continuation of a prompt."""
+    tokens, logits = list[int](), prompt.logits
     for _ in range(steps):
-        tokens.append(int(logits[-1].argmax()))
-        logits = driver.feed((sequence, np.array(tokens[-1:], np.int32)))[0]
+        tokens.append(int(logits.argmax()))
+        logits = driver.feed((prompt.sequence, np.array(tokens[-1:], np.int32)))[0][-1]
     return tokens
 
 
-def check_greedy_tokens(reference: Reference, driver: Driver, chunk: int, error: float) -> None:
-    """Greedy continuations of both prompts."""
-    for key in ("17", "long"):
-        expected = reference.expected[f"greedy_{key}"]
-        tokens = greedy(driver, reference.expected[f"prompt_{key}"], len(expected), chunk)
-        check_greedy(reference, f"greedy_{key}", tokens, error)
+def check_greedy_tokens(reference: Reference, driver: Driver, prompts: dict[str, ReadPrompt], error: float) -> None:
+    """Greedy continuations of both longer prompts."""
+    for name in ("17", "long"):
+        key = f"greedy_{name}"
+        check_greedy(reference, key, greedy(driver, prompts[name], len(reference.expected[key])), error)
 
 
 def check_batched(reference: Reference, driver: Driver, kind: str, error: float) -> None:
@@ -143,7 +154,7 @@ TREES = [
 ]
 
 
-def check_tree(driver: Driver, vocab: int, parents: Sequence[int], path: Sequence[int], length: int) -> None:
+def check_tree(driver: Driver, vocab: int, parents: Many[int], path: Many[int], length: int) -> None:
     """Logits of each row of a tree behind `length` tokens are, bit for bit, those of its path run row by row; what is
     kept behind the rows that count is what a sequence keeps that never had others."""
     count = len(parents) + 1
