@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,9 @@ import pytest
 import luce
 from luce.errors import LuceError
 from luce.hub.lookup import resolve_model
+from tests.support.smollm2 import MESSAGES, PROMPTS, RECORD, STEPS, computed, digest
 
-PROMPTS = (
-    "The capital of France is",
-    "def fibonacci(n):\n",
-    "Once upon a time, in a small village by the sea,",
-)
-STEPS = 64
+Json = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
@@ -36,42 +32,34 @@ def model(path: Path) -> Iterator[luce.Model]:
 
 
 @pytest.fixture(scope="module")
-def oracle(path: Path) -> tuple[Any, Any]:
-    """Model and tokenizer of transformers, which reads the file with its own code."""
-    for package in ("torch", "transformers", "accelerate"):
-        pytest.importorskip(package, reason=f"{package} is an oracle of this test and not installed")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        place = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-        network = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
-        # EOS is an ordinary token here: all STEPS tokens are compared.
-        network.generation_config.eos_token_id = None
-        return network, AutoTokenizer.from_pretrained(**place)
+def recorded(path: Path) -> Json:
+    """What transformers computes from this file."""
+    record: Json = json.loads(RECORD.read_text())
+    assert record["file"] == digest(path), "another file: python -m tests.support.smollm2 records anew"
+    return record
 
 
-@pytest.mark.oracle
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_greedy_continuation_equals_transformers(model: luce.Model, oracle: tuple[Any, Any], prompt: str) -> None:
-    network, tokenizer = oracle
-    encoded = tokenizer(prompt, return_tensors="pt")
-    ids = encoded.input_ids[0].tolist()
+def test_greedy_continuation_equals_transformers(model: luce.Model, recorded: Json, prompt: str) -> None:
+    expected = recorded["prompts"][prompt]
+    ids = expected["ids"]
     assert model.tokenize(prompt) == ids
-    output = network.generate(**encoded, do_sample=False, max_new_tokens=STEPS, pad_token_id=0)
-    expected = output[0].tolist()[len(ids) :]
     tokens = [t.id for t in model.generate(ids, max_tokens=STEPS, temperature=0, ignore_eos=True)]
-    assert tokens == expected
-    assert model.detokenize(tokens) == tokenizer.decode(expected, skip_special_tokens=True)
+    assert tokens == expected["tokens"]
+    assert model.detokenize(tokens) == expected["text"]
     assert len(tokens) == STEPS
 
 
+def test_chat_template_equals_transformers(model: luce.Model, recorded: Json) -> None:
+    assert model.chat.prompt(MESSAGES) == recorded["chat"]
+
+
+@pytest.mark.slow
 @pytest.mark.oracle
-def test_chat_template_equals_transformers(model: luce.Model, oracle: tuple[Any, Any]) -> None:
-    messages = [{"role": "user", "content": "What is 2 + 2?"}]
-    expected = oracle[1].apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    assert model.chat.prompt(messages) == list(expected)
+def test_the_record_is_what_transformers_computes(path: Path, recorded: Json) -> None:
+    for package in ("torch", "transformers", "accelerate"):
+        pytest.importorskip(package, reason=f"{package} is an oracle of this test and not installed")
+    assert computed(path) == recorded
 
 
 def test_chat_answers_sensibly(model: luce.Model) -> None:
@@ -97,6 +85,6 @@ def test_replies_after_a_restart_are_those_of_the_first_run(path: Path, tmp_path
             assert generation.finish is not None
             timings = generation.finish.timings
             found.append((tokens, timings.cached_tokens, timings.cache_tier))
-    for computed, restored in (found[:2], found[2:]):
-        assert computed[1:] == (0, "none")
-        assert restored == (computed[0], len(prompt), "disk")
+    for read, restored in (found[:2], found[2:]):
+        assert read[1:] == (0, "none")
+        assert restored == (read[0], len(prompt), "disk")
