@@ -3,9 +3,11 @@
 
     tools/bench_step.py 27b.gguf
     tools/bench_step.py 27b.gguf --sequences 16 --trace step.json
+    tools/bench_step.py 27b.gguf --prompt 2048
 
-The step is a graph that the engine's own shard captured: one row of each of `--sequences` sequences. It is replayed by
-itself between device events. Four figures for each kind of launch (one kernel on one shape):
+The step is a graph that the engine's own shard captured: one row of each of `--sequences` sequences, or the first
+`--prompt` tokens of a prompt, which one GPU else queues launch by launch. It is replayed by itself between device
+events. Four figures for each kind of launch (one kernel on one shape, or a product of the library):
 
     without    what a step takes less if these launches are missing from it (the others run on stale values): their
                cost with all overlaps
@@ -14,8 +16,9 @@ itself between device events. Four figures for each kind of launch (one kernel o
     gap        from the end of the launch before it to its start, traced; below 0 where it starts early
 
 Bytes are those of the arrays that a launch gets, without pools of pages and the embedding. The share compares them, in
-the time `alone`, with a kernel that only reads. Medians of `--repeat` replays. With experts, whose numbers a missing
-launch would leave open, only the trace is there.
+the time `alone`, with a kernel that only reads; a library's product has TFLOP/s instead. Medians of `--repeat` replays.
+With experts, whose numbers a missing launch would leave open, only the trace is there. A prompt has no `without`: its
+products take less power, and so less time, on the stale numbers that a missing launch leaves.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +40,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from luce.assembly import open_backend
+from luce.assembly import serving_options
+from luce.backend.layersplit import LayerSplitBackend
 from luce.bench.limits import limits
 from luce.bench.measure import Stepper
 from luce.config.settings import Config
@@ -49,6 +53,8 @@ from luce.runtime.gpu import GpuDevice
 
 # Replays before those that count, and greedy tokens that the report shows, to compare builds by.
 _WARM, _TOKENS = 3, 8
+# What the table calls a product of the library.
+_GEMM = "gemm"
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,7 @@ class Launch:
     shared: int
     defines: str
     nbytes: int
+    flops: int = 0
 
     @property
     def kind(self) -> tuple[str, str, tuple[int, ...], int]:
@@ -74,11 +81,13 @@ class Recorder:
     def __init__(self, device: GpuDevice) -> None:
         self._launch = device.launch
         self._capture = device.capture
+        self._gemm = device.gemm
         self.launches: list[Launch] = []
         self.works: list[tuple[Callable[[], tuple[Array, ...]], list[Launch]]] = []
         self.wanted: Callable[[Any], bool] = lambda kind: True
         device.launch = self.launch  # type: ignore[method-assign]
         device.capture = self.capture  # type: ignore[method-assign]
+        device.gemm = self.gemm  # type: ignore[method-assign]
 
     def launch(
         self,
@@ -99,6 +108,15 @@ class Recorder:
         self.launches.append(launch)
         if self.wanted(launch.kind):
             self._launch(source, kernel, grid, block, args, defines=defines, shared=shared)
+
+    def gemm(self, x: Array, weight: Array, out: Array) -> None:
+        """As GpuDevice.gemm: a launch of `_GEMM`, with rows, features and columns for a grid."""
+        (n, cols), rows = x.shape, weight.shape[0]
+        nbytes = int(x.nbytes) + int(weight.nbytes) + int(out.nbytes)
+        launch = Launch(_GEMM, (n, rows, cols), (), 0, str(weight.dtype), nbytes, 2 * n * rows * cols)
+        self.launches.append(launch)
+        if self.wanted(launch.kind):
+            self._gemm(x, weight, out)
 
     def capture(self, work: Callable[[], tuple[Array, ...]]) -> tuple[Any, tuple[Array, ...]]:
         """As GpuDevice.capture; keeps the work, to capture it in part."""
@@ -163,7 +181,7 @@ def traced(device: GpuDevice, graph: Any) -> list[dict[str, Any]]:
 def kinds(
     device: GpuDevice, recorder: Recorder, work: Any, launches: Sequence[Launch], repeat: int
 ) -> list[dict[str, Any]]:
-    """The figures of each kind of launch."""
+    """The figures of each kind of launch, of those of a prompt without `without`."""
     routed = any(launch.kernel == "route" for launch in launches)
     found: dict[Any, list[int]] = {}
     for number, launch in enumerate(launches):
@@ -173,7 +191,8 @@ def kinds(
     for kind, numbers in found.items():
         without = alone = None
         if not routed:
-            without = whole - replayed(device, recorder.part(work, partial(operator.ne, kind)), repeat)
+            if not any(launch.flops for launch in launches):
+                without = whole - replayed(device, recorder.part(work, partial(operator.ne, kind)), repeat)
             alone = replayed(device, recorder.part(work, partial(operator.eq, kind)), repeat) / len(numbers)
         first = launches[numbers[0]]
         lines.append(
@@ -185,6 +204,7 @@ def kinds(
                 "shared": first.shared,
                 "launches": len(numbers),
                 "bytes": first.nbytes,
+                "flops": first.flops,
                 "without": without,
                 "alone": alone,
                 "numbers": numbers,
@@ -193,33 +213,52 @@ def kinds(
     return lines
 
 
+def matched(events: Sequence[Mapping[str, Any]], launches: Sequence[Launch]) -> list[Sequence[Mapping[str, Any]]]:
+    """The traced kernels of each launch: one, or as many as the library makes of a product. Empty if they differ."""
+    found, at = list[Sequence[Mapping[str, Any]]](), 0
+    for launch, following in zip(launches, [*launches[1:], None], strict=True):
+        end = at + 1
+        if launch.kernel == _GEMM and following is not None and following.kernel != _GEMM:
+            while end < len(events) and following.kernel not in events[end]["name"]:
+                end += 1
+        elif at == len(events) or (launch.kernel != _GEMM and launch.kernel not in events[at]["name"]):
+            return []
+        found.append(events[at:end])
+        at = end
+    return found if at == len(events) else []
+
+
 def add_trace(lines: list[dict[str, Any]], events: Sequence[Mapping[str, Any]], launches: Sequence[Launch]) -> bool:
     """Add the medians of traced times and gaps; False if the trace has other kernels than the step."""
-    if len(events) != len(launches) or any(
-        launch.kernel not in event["name"] for launch, event in zip(launches, events, strict=True)
-    ):
+    found = matched(events, launches)
+    if not found:
         return False
-    ends = [events[0]["ts"], *(event["ts"] + event["dur"] for event in events)]
+    starts = [own[0]["ts"] for own in found]
+    stops = [own[-1]["ts"] + own[-1]["dur"] for own in found]
+    before = [starts[0], *stops]
     for line in lines:
-        line["traced"] = statistics.median(events[n]["dur"] for n in line["numbers"]) / 1e6
-        line["gap"] = statistics.median(events[n]["ts"] - ends[n] for n in line["numbers"]) / 1e6
+        line["traced"] = statistics.median(stops[n] - starts[n] for n in line["numbers"]) / 1e6
+        line["gap"] = statistics.median(starts[n] - before[n] for n in line["numbers"]) / 1e6
     return True
 
 
 def show(report: Mapping[str, Any]) -> None:
     """Print the table."""
     us = 1e6
-    table = Table("kernel", "grid", "n", "MB", "without ms", "alone us", "of reads", "traced us", "gap us")
+    table = Table("kernel", "grid", "n", "MB", "without ms", "alone us", "rate", "traced us", "gap us")
     for column in table.columns[1:]:
         column.justify = "right"
-    for line in sorted(report["kinds"], key=lambda line: -line["bytes"] * line["launches"]):
+    for line in sorted(report["kinds"], key=lambda line: -line["launches"] * (line["alone"] or line["bytes"])):
         cells = [f"{line['kernel']} {line['defines']}", "x".join(map(str, line["grid"])), str(line["launches"])]
         cells.append(f"{line['bytes'] / 1e6:.2f}")
         if line["alone"] is None:
             cells += [""] * 3
         else:
-            rate = line["bytes"] / line["alone"] / report["limits"]["read"]
-            cells += [f"{line['without'] * 1e3:.3f}", f"{line['alone'] * us:.2f}", f"{rate:.0%}"]
+            rate = f"{line['bytes'] / line['alone'] / report['limits']['read']:.0%}"
+            if line["flops"]:
+                rate = f"{line['flops'] / line['alone'] / 1e12:.0f} TFLOP/s"
+            without = "" if line["without"] is None else f"{line['without'] * 1e3:.3f}"
+            cells += [without, f"{line['alone'] * us:.2f}", rate]
         table.add_row(*cells, *(f"{line[key] * us:.2f}" if key in line else "" for key in ("traced", "gap")))
     Console(width=None if sys.stdout.isatty() else 150).print(table)
     print(f"tokens {report['tokens']}")
@@ -236,27 +275,42 @@ def main() -> int:
     parser.add_argument("model", type=Path)
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--sequences", type=int, default=1, help="sequences with one row each (default: 1)")
-    parser.add_argument("--depth", type=int, default=16, help="tokens of context (default: 16)")
+    parser.add_argument("--prompt", type=int, default=0, metavar="N", help="instead N rows of a prompt, in one step")
+    parser.add_argument("--depth", type=int, help="tokens of context (default: 16; of a prompt 0)")
     parser.add_argument("--repeat", type=int, default=15, help="replays that count (default: 15)")
     parser.add_argument("--no-kinds", action="store_true", help="only the whole step")
     parser.add_argument("--trace", type=Path, help="a file for every figure, with the launches in order")
     given = parser.parse_args()
-    config = Config(target_devices=(given.device,), max_ctx=given.depth + 64, parallel=given.sequences)
+    if given.prompt < 0 or (given.prompt and given.sequences > 1):
+        parser.error("--prompt: a step has the rows of one prompt")
+    depth = (0 if given.prompt else 16) if given.depth is None else given.depth
+    config = Config(target_devices=(given.device,), max_ctx=depth + given.prompt + 64, parallel=given.sequences)
     with contextlib.ExitStack() as opened, open_gguf(given.model) as file:
         spec = read_spec(Source(str(file.paths[0]), file.metadata, file.tensors))
         device = GpuDevice("cuda", int(given.device.partition(":")[2]))
         opened.callback(device.close)
         reached = limits(device, ())
-        backend = open_backend(opened, file, spec, [device], config)
+        options = serving_options(config, spec, [device])
+        if given.prompt:
+            options = replace(options, chunk=given.prompt, long_graphs=True)
+        backend = LayerSplitBackend(file, spec, [device], options)
+        opened.callback(backend.close)
         recorder = Recorder(device)
-        stepper = Stepper(backend, backend.options.chunk)
+        stepper = Stepper(backend, options.chunk)
         slots = range(given.sequences)
-        stepper.prefill(slots, given.depth)
+        stepper.prefill(slots, depth)
         recorder.works.clear()
         tokens: list[int] = []
-        while not recorder.works or len(tokens) < _TOKENS:
-            stepper.decode(slots)
+        while len(tokens) < _TOKENS:
+            if given.prompt:
+                stepper.move_to(0, depth)
+                stepper.read(0, given.prompt)
+            else:
+                stepper.decode(slots)
             tokens.append(stepper.newest(0))
+        if not recorder.works:
+            print("bench_step: the step was not captured", file=sys.stderr)
+            return 1
         work, launches = recorder.works[-1]
         whole_graph = recorder.part(work, lambda kind: True)
         whole = replayed(device, whole_graph, given.repeat)

@@ -104,7 +104,7 @@ class ShardLoader:
             self._options,
             self._pages,
             ShardHooks(lambda: self._report(next(self._read)), self._on_captured(own.device)),
-            long_graphs=len(gpus) > 1 and len(set(gpus)) == len(gpus),
+            long_graphs=(len(gpus) > 1 or self._options.long_graphs) and len(set(gpus)) == len(gpus),
         )
 
     def _layers(self, number: int) -> DeviceLayers:

@@ -42,3 +42,5 @@ class ServingOptions(ShardOptions):
     unpack: bool = False
     #: rows of a microbatch, for long steps on several shards; 0: the default
     microbatch: int = 0
+    #: whether one GPU replays long steps of one span too, as several GPUs of a process do
+    long_graphs: bool = False
