@@ -8,7 +8,7 @@
 // delta_prepare computes everything that does not need the state S for all chunks at once. Columns of S never mix, so a
 // block of delta_chunks takes COLUMNS of a head from the first chunk to the last.
 #include "deltanet.h"
-#include "mma.h"
+#include "fp16_rows.h"
 
 #define CHUNK 64
 #define COLUMNS 32
@@ -497,4 +497,43 @@ extern "C" __global__ void __launch_bounds__(OUTPUT_THREADS)
                 out[(i64)b * heads * HEAD + e * LUCE_LANES] =
                     value[b][e] * scale * norm[luce_lane() + e * LUCE_LANES] * silu(z[b][e]);
     }
+}
+
+#define FP16_THREADS 256
+
+// The same for the n rows of one span, as fp16 with a scale for each row (fp16_rows.h); half has rows of `padded`
+// columns. Grid: n blocks of FP16_THREADS threads, whose waves have a head at a time.
+extern "C" __global__ void __launch_bounds__(FP16_THREADS)
+    delta_output_fp16(const float* __restrict__ out, const float* __restrict__ x, const float* __restrict__ norm,
+                      f16_t* __restrict__ half, float* __restrict__ scales, int padded, i64 stride, int key_heads,
+                      int heads, float eps) {
+    luce_await();
+    const Layout layout = {key_heads, heads};
+    const i64 r = blockIdx.x;
+    x += r * stride, out += r * heads * HEAD;
+    float factor[ELEMENTS];
+#pragma unroll
+    for (int e = 0; e < ELEMENTS; e++) factor[e] = norm[luce_lane() + e * LUCE_LANES];
+    Fp16Row to(half + r * padded, scales + r);
+    do {
+#pragma unroll 3
+        for (int head = luce_wave(); head < heads; head += FP16_THREADS / LUCE_LANES) {
+            float value[ELEMENTS], z[ELEMENTS], squares = 0.0f;
+#pragma unroll
+            for (int e = 0; e < ELEMENTS; e++) {
+                const int i = luce_lane() + e * LUCE_LANES;
+                value[e] = out[head * HEAD + i];
+                z[e] = x[layout.gate(head) + i];
+            }
+#pragma unroll
+            for (int e = 0; e < ELEMENTS; e++) squares = fmaf(value[e], value[e], squares);
+            const float scale = 1.0f / sqrtf(luce_lane_sum(squares) / (float)HEAD + eps);
+#pragma unroll
+            for (int e = 0; e < ELEMENTS; e++) {
+                const float result[1] = {value[e] * scale * factor[e] * silu(z[e])};
+                to.put(head * HEAD + luce_lane() + e * LUCE_LANES, result);
+            }
+        }
+    } while (to.again());
+    to.pad(heads * HEAD, padded);
 }

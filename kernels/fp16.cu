@@ -1,6 +1,6 @@
-// Rows of float as fp16 for products of many rows, each row scaled by a power of two into the range of fp16.
-#include "mma.h"
-#include "reduce.h"
+// Rows as fp16 for products of many rows, each row scaled by a power of two into the range of fp16.
+#include "activation.h"
+#include "fp16_rows.h"
 
 #define GROUP 8  // columns that a thread converts at a time
 
@@ -17,27 +17,6 @@ LUCE_FN void load(const float* __restrict__ row, int column, int cols, float (&v
     }
 }
 
-// Writes factor * row as fp16, and returns the largest finite magnitude of the thread's columns of the row.
-LUCE_FN float convert(const float* __restrict__ row, f16_t* __restrict__ half, int cols, int padded, float factor) {
-    float most = 0.0f;
-    for (int column = luce_thread() * GROUP; column < padded; column += luce_threads() * GROUP) {
-        float v[GROUP];
-        load(row, column, cols, v);
-#pragma unroll
-        for (int i = 0; i < GROUP; i++) {
-            const float size = fabsf(v[i]);
-            most = fmaxf(most, size <= LUCE_FLT_MAX ? size : 0.0f);
-        }
-        uint4 packed;
-        packed.x = luce_f16_pair(v[0] * factor, v[1] * factor);
-        packed.y = luce_f16_pair(v[2] * factor, v[3] * factor);
-        packed.z = luce_f16_pair(v[4] * factor, v[5] * factor);
-        packed.w = luce_f16_pair(v[6] * factor, v[7] * factor);
-        *reinterpret_cast<uint4*>(half + column) = packed;
-    }
-    return most;
-}
-
 // half[r] = x[r] / scale[r], to nearest, and zeros from column `cols` on. Rows of x are those of (r / slots, r %
 // slots), x_row and x_slot elements apart; half has rows of `padded` columns, a multiple of 8. scale[r] is 1 if the
 // row's largest finite magnitude is 0 or from 2^-7 to 2^15; else it is the power of two that makes this 2^14 or more
@@ -50,14 +29,63 @@ extern "C" __global__ void __launch_bounds__(256)
     luce_await();
     const int r = (int)blockIdx.x;
     const float* row = x + r / slots * x_row + r % slots * x_slot;
-    half += (i64)r * padded;
-    // Almost every row needs no scale, and is read only once.
-    const float most = luce_block_max(convert(row, half, cols, padded, 1.0f));
-    const int exponent = (int)(__float_as_uint(most) >> 23) - 127;
-    // The smallest rows would need more than a float's largest power of two.
-    const int shift = most == 0.0f || (exponent >= -7 && exponent <= 14) ? 0 : luce_min(14 - exponent, 126);
-    if (luce_thread() == 0) scale[r] = __uint_as_float((u32)(127 - shift) << 23);
-    if (shift != 0) convert(row, half, cols, padded, __uint_as_float((u32)(127 + shift) << 23));
+    Fp16Row to(half + (i64)r * padded, scale + r);
+    do {
+        for (int column = luce_thread() * GROUP; column < padded; column += luce_threads() * GROUP) {
+            float v[GROUP];
+            load(row, column, cols, v);
+            to.put(column, v);
+        }
+    } while (to.again());
+}
+
+// The rows act(gate) * up as rows_to_fp16 has them, with the activation's number in `Activation`: gate and up with `cols`
+// columns, and rows gate_row and up_row elements apart. Grid: one block per row.
+enum Activation { SILU, GELU, CLAMPED_SWIGLU };
+extern "C" __global__ void __launch_bounds__(256)
+    gated_to_fp16(const float* __restrict__ gate, const float* __restrict__ up, f16_t* __restrict__ half,
+                  float* __restrict__ scale, int activation, int cols, int padded, i64 gate_row, i64 up_row) {
+    luce_await();
+    const int r = (int)blockIdx.x;
+    gate += r * gate_row, up += r * up_row;
+    Fp16Row to(half + (i64)r * padded, scale + r);
+    do {
+        for (int column = luce_thread() * GROUP; column < padded; column += luce_threads() * GROUP) {
+            float g[GROUP], u[GROUP];
+            load(gate, column, cols, g);
+            load(up, column, cols, u);
+#pragma unroll
+            for (int i = 0; i < GROUP; i++)
+                g[i] = activation == SILU   ? silu(g[i]) * u[i]
+                       : activation == GELU ? gelu(g[i]) * u[i]
+                                            : clamped_swiglu(g[i], u[i]);
+            to.put(column, g);
+        }
+    } while (to.again());
+}
+
+// Rows of heads x[r, head, i] * sigmoid(gate[r, head, i]) as rows_to_fp16 has them: x contiguous, d a multiple of 8 or
+// not, gate's rows and heads row_stride and head_stride elements apart. Grid: one block per row.
+extern "C" __global__ void __launch_bounds__(256)
+    sigmoid_gate_to_fp16(const float* __restrict__ x, const float* __restrict__ gate, f16_t* __restrict__ half,
+                         float* __restrict__ scale, int heads, int d, int padded, i64 row_stride, i64 head_stride) {
+    luce_await();
+    const int r = (int)blockIdx.x, cols = heads * d;
+    x += (i64)r * cols, gate += r * row_stride;
+    Fp16Row to(half + (i64)r * padded, scale + r);
+    do {
+        for (int column = luce_thread() * GROUP; column < padded; column += luce_threads() * GROUP) {
+            float v[GROUP];
+            load(x, column, cols, v);
+#pragma unroll
+            for (int i = 0; i < GROUP; i++) {
+                const int at = column + i;
+                const float z = at < cols ? gate[at / d * head_stride + at % d] : 0.0f;
+                v[i] = v[i] / (1.0f + expf(-z));
+            }
+            to.put(column, v);
+        }
+    } while (to.again());
 }
 
 // out[r, j] *= scale[r] for j < rows, after a product without scales. Almost every row's scale is 1.

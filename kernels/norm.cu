@@ -2,6 +2,7 @@
 //
 // Whole rows (rms_norm, add_rms_norm) take one block each, heads (head_rms_norm) one wave each. The row's
 // length alone determines the block's size, so the order of a row's sum does not depend on the number of rows.
+#include "fp16_rows.h"
 #include "quantise.h"
 
 // Elements of a row that a thread holds in registers between the sum and the result; in longer rows it reads the others
@@ -17,19 +18,40 @@ LUCE_FN bool aligned(const float* first, i64 stride) {
     return (reinterpret_cast<u64>(first) | (u64)stride * 4) % 16 == 0;
 }
 
-// The result as int8 too, if there are quantised rows: row blockIdx.x. Elements beyond a row's d become zeros.
-template <int WIDTH, int ALIGN>
-LUCE_FN void store_bytes(const Bytes& bytes, const Floats<WIDTH, ALIGN>& result, int column, int d) {
-    if constexpr (WIDTH == 4) {
-        if (bytes.padded) quantise_columns(result.at, in_section(column, d), column, (int)blockIdx.x, bytes);
+// Where a row's norm goes: `put` takes WIDTH elements at a column below d, and is called for as many columns beyond by all
+// lanes of a wave that has one below.
+
+// As floats, and as int8 too if there are quantised rows: row blockIdx.x. Elements beyond a row's d become zeros.
+struct FloatRow {
+    float* to;
+    Bytes bytes;
+
+    template <int WIDTH, int ALIGN>
+    __device__ __forceinline__ void put(const Floats<WIDTH, ALIGN>& result, int column, int d) {
+        if (column < d) *reinterpret_cast<Floats<WIDTH, ALIGN>*>(to + column) = result;
+        if constexpr (WIDTH == 4) {
+            if (bytes.padded) quantise_columns(result.at, in_section(column, d), column, (int)blockIdx.x, bytes);
+        }
     }
-}
+    __device__ __forceinline__ bool again() { return false; }
+};
+
+// As fp16.
+struct HalfRow {
+    Fp16Row row;
+
+    template <int WIDTH, int ALIGN>
+    __device__ __forceinline__ void put(const Floats<WIDTH, ALIGN>& result, int column, int d) {
+        if (column < d) row.put(column, result.at);
+    }
+    __device__ __forceinline__ bool again() { return row.again(); }
+};
 
 // One row, by accesses of WIDTH elements; with `more`, row += more first. All loads start before the first wait: the
 // time of a single row is latency.
-template <int WIDTH, int ALIGN>
-LUCE_FN void norm_row(float* __restrict__ to, const float* row, float* sums, const float* __restrict__ more,
-                      const float* __restrict__ weight, int d, float eps, const Bytes& bytes) {
+template <int WIDTH, int ALIGN, typename To>
+LUCE_FN void norm_row(To to, const float* row, float* sums, const float* __restrict__ more,
+                      const float* __restrict__ weight, int d, float eps) {
     using Unit = Floats<WIDTH, ALIGN>;
     const int step = (int)blockDim.x * WIDTH, first = (int)threadIdx.x * WIDTH;
     Unit held[HELD / WIDTH], factor[HELD / WIDTH], added[HELD / WIDTH];
@@ -66,25 +88,38 @@ LUCE_FN void norm_row(float* __restrict__ to, const float* row, float* sums, con
             sum = fmaf(value, value, sum);
         }
     const float scale = 1.0f / sqrtf(luce_block_sum(sum) / (float)d + eps);
+    do {
 #pragma unroll
-    for (int n = 0; n < HELD / WIDTH; n++) {
-        Unit result = {};
-        if (first + n * step < d) {
+        for (int n = 0; n < HELD / WIDTH; n++) {
+            Unit result = {};
+            if (first + n * step < d) {
 #pragma unroll
-            for (int e = 0; e < WIDTH; e++) result.at[e] = held[n].at[e] * scale * factor[n].at[e];
-            *reinterpret_cast<Unit*>(to + first + n * step) = result;
+                for (int e = 0; e < WIDTH; e++) result.at[e] = held[n].at[e] * scale * factor[n].at[e];
+            }
+            to.put(result, first + n * step, d);
         }
-        store_bytes(bytes, result, first + n * step, d);
-    }
-    // Each thread reads back only its own writes. Lanes stay together for store_bytes.
-    for (int i = first + HELD / WIDTH * step; i - first < d; i += step) {
-        Unit result = {};
-        if (i < d) {
+        // Each thread reads back only its own writes. Lanes stay together for quantised rows.
+        for (int i = first + HELD / WIDTH * step; i - first < d; i += step) {
+            Unit result = {};
+            if (i < d) {
 #pragma unroll
-            for (int e = 0; e < WIDTH; e++) to[i + e] = result.at[e] = row[i + e] * scale * weight[i + e];
+                for (int e = 0; e < WIDTH; e++) result.at[e] = row[i + e] * scale * weight[i + e];
+            }
+            to.put(result, i, d);
         }
-        store_bytes(bytes, result, i, d);
-    }
+    } while (to.again());
+}
+
+// norm_row by the widest accesses that the addresses allow.
+template <typename To>
+LUCE_FN void norm_any(const To& to, bool whole, const float* row, float* sums, const float* __restrict__ more,
+                      const float* __restrict__ weight, int d, float eps) {
+    if (d % 4)
+        norm_row<1, 4>(to, row, sums, more, weight, d, eps);
+    else if (whole)
+        norm_row<4, 16>(to, row, sums, more, weight, d, eps);
+    else
+        norm_row<4, 4>(to, row, sums, more, weight, d, eps);
 }
 
 // A padded row, after the last of x, as int8.
@@ -102,13 +137,7 @@ extern "C" __global__ void __launch_bounds__(1024)
     const Bytes bytes = {to_int8, padded, wide};
     if ((int)blockIdx.x >= n) return beyond(bytes, d);
     const float* row = x + blockIdx.x * x_stride;
-    float* to = out + (i64)blockIdx.x * d;
-    if (d % 4)
-        norm_row<1, 4>(to, row, nullptr, nullptr, weight, d, eps, bytes);
-    else if (aligned(x, x_stride))
-        norm_row<4, 16>(to, row, nullptr, nullptr, weight, d, eps, bytes);
-    else
-        norm_row<4, 4>(to, row, nullptr, nullptr, weight, d, eps, bytes);
+    norm_any(FloatRow{out + (i64)blockIdx.x * d, bytes}, aligned(x, x_stride), row, nullptr, nullptr, weight, d, eps);
 }
 
 // x += delta, and the norm of the sums as above.
@@ -120,13 +149,22 @@ extern "C" __global__ void __launch_bounds__(1024)
     if ((int)blockIdx.x >= n) return beyond(bytes, d);
     float* row = x + blockIdx.x * x_stride;
     const float* more = delta + blockIdx.x * delta_stride;
-    float* to = out + (i64)blockIdx.x * d;
-    if (d % 4)
-        norm_row<1, 4>(to, row, row, more, weight, d, eps, bytes);
-    else if (aligned(x, x_stride) && aligned(delta, delta_stride))
-        norm_row<4, 16>(to, row, row, more, weight, d, eps, bytes);
-    else
-        norm_row<4, 4>(to, row, row, more, weight, d, eps, bytes);
+    const bool whole = aligned(x, x_stride) && aligned(delta, delta_stride);
+    norm_any(FloatRow{out + (i64)blockIdx.x * d, bytes}, whole, row, row, more, weight, d, eps);
+}
+
+// The norms of rows as fp16 alone, with a scale for each (fp16_rows.h): half has rows of `padded` columns, with zeros
+// from d on. If `added`, x += delta first. Grid: n blocks.
+extern "C" __global__ void __launch_bounds__(1024)
+    rms_norm_to_fp16(f16_t* __restrict__ half, float* __restrict__ scale, float* x, const i64 x_stride,
+                     const float* __restrict__ delta, const i64 delta_stride, const int added,
+                     const float* __restrict__ weight, const int d, const int padded, const float eps) {
+    float* row = x + blockIdx.x * x_stride;
+    const float* more = added ? delta + blockIdx.x * delta_stride : nullptr;
+    const bool whole = aligned(x, x_stride) && (!added || aligned(delta, delta_stride));
+    HalfRow to{Fp16Row(half + (i64)blockIdx.x * padded, scale + blockIdx.x)};
+    norm_any(to, whole, row, row, more, weight, d, eps);
+    to.row.pad(d, padded);
 }
 
 // LayerNorm of n rows of x [n, d], (x - mean) / sqrt(var + eps) * weight, plus the bias if `biased`. Grid: n blocks.

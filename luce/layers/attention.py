@@ -9,7 +9,8 @@ from luce.layers.state import KVPool
 from luce.models.spec import Attention
 from luce.ops.attention import gate_heads, gated_attention
 from luce.ops.attention_mma import AttentionInputs, Gate
-from luce.ops.matmul import matmul, sole_int8_group
+from luce.ops.fp16 import Fp16Rows
+from luce.ops.matmul import matmul, multiplies_fp16, sole_int8_group
 from luce.ops.norm import head_rms_norm
 from luce.ops.page_ranking import store_queries
 from luce.ops.qkv import (
@@ -50,6 +51,9 @@ class AttentionLayer:
     and values. `queries`: an array for the newest queries of each slot, if pages are ranked (luce.ops.page_ranking).
     """
 
+    #: whether products with `input_weight` are all that reads the layer's input
+    only_multiplies = True
+
     def __init__(
         self,
         device: Device,
@@ -76,7 +80,7 @@ class AttentionLayer:
         self.queries = queries
         self.head_dim, self.scale = spec.head_dim, spec.scale
 
-    def __call__(self, y: Array | Quantised, step: DeviceStep) -> Array:
+    def __call__(self, y: Array | Quantised | Fp16Rows, step: DeviceStep) -> Array:
         """y float32 [rows, hidden] -> float32 [rows, hidden]."""
         device, spec, rows, d = self._device, self._spec, y.shape[0], self._spec.head_dim
         width = d * (2 if spec.query_gate else 1)
@@ -120,12 +124,13 @@ class AttentionLayer:
             self._sinks,
         )
         if step.sparse is not None and spec.window is None and not spec.softcap and spec.donor is None:
-            mixed: Array | Quantised = gate_heads(device, step.sparse(inputs), gate)
+            mixed: Array | Quantised | Fp16Rows = gate_heads(device, step.sparse(inputs), gate)
         else:
-            mixed = gated_attention(device, inputs, gate, int8_group=sole_int8_group(device, rows, self._out))
+            int8_group, fp16 = sole_int8_group(device, rows, self._out), multiplies_fp16(device, rows, self._out)
+            mixed = gated_attention(device, inputs, gate, int8_group=int8_group, fp16=fp16)
         return matmul(device, mixed, self._out)
 
-    def write_context(self, y: Array | Quantised, step: DeviceStep, rotary: Rotary | None = None) -> None:
+    def write_context(self, y: Array | Quantised | Fp16Rows, step: DeviceStep, rotary: Rotary | None = None) -> None:
         """Write the keys and values of rows that do not attend themselves: y float32 [rows, hidden].
 
         `rotary` rotates the keys instead of the layer's own.

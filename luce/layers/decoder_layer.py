@@ -16,6 +16,7 @@ from luce.layers.short_conv import ShortConvLayer
 from luce.models.spec import Activation
 from luce.ops.activation import add, gated_activation, scale, softcap
 from luce.ops.embedding import embed, take_rows
+from luce.ops.fp16 import Fp16Rows
 from luce.ops.matmul import int8_group, matmul
 from luce.ops.quantise import Quantised, quantise
 from luce.ops.weight import Weight
@@ -37,16 +38,16 @@ class Residual:
     #: float32 [rows, layers, per_layer] in models with per-layer embeddings
     inputs: Array | None = None
 
-    def norm(self, norm: Norm, reader: Weight) -> Array | Quantised:
-        """The norm of x + delta, which leaves the sum in x; quantised if products with `reader` read int8."""
-        y = norm.of_sum(self.device, self.x, self.delta, reader)
+    def norm(self, norm: Norm, reader: Weight, *, fp16: bool = False) -> Array | Quantised | Fp16Rows:
+        """The norm of x + delta, which leaves the sum in x, as Norm.of_sum makes it for `reader`."""
+        y = norm.of_sum(self.device, self.x, self.delta, reader, fp16=fp16)
         self.delta = None
         return y
 
-    def read(self, norm: Norm | None, reader: Weight) -> Array | Quantised:
+    def read(self, norm: Norm | None, reader: Weight, *, fp16: bool = False) -> Array | Quantised | Fp16Rows:
         """`norm`, or without one x + delta itself."""
         if norm is not None:
-            return self.norm(norm, reader)
+            return self.norm(norm, reader, fp16=fp16)
         x = self.settle()
         group = int8_group(self.device, x.shape[0], reader)
         return quantise(self.device, x, group) if group else x
@@ -82,14 +83,16 @@ class DecoderLayer:
             inner = self._convolved(self.convs[1], stream, self.ffn_norm, step, self.ffn)
             stream.delta = self._behind(stream.device, inner, self.ffn_post_norm)
             return
-        y = stream.read(self.mixer_norm, self.mixer.input_weight)
+        fp16 = self.mixer.only_multiplies and not self.parallel
+        y = stream.read(self.mixer_norm, self.mixer.input_weight, fp16=fp16)
         mixed = self.mixer(y, step)
         if self.parallel:
             add(stream.device, mixed, self.ffn(y))
             stream.delta = self._behind(stream.device, mixed, None)
             return
         stream.delta = self._behind(stream.device, mixed, self.mixer_post_norm)
-        inner = self.ffn(stream.read(self.ffn_norm, self.ffn.input_weight))
+        y = stream.read(self.ffn_norm, self.ffn.input_weight, fp16=self.ffn.only_multiplies)
+        inner = self.ffn(y)
         stream.delta = self._behind(stream.device, inner, self.ffn_post_norm)
 
     def _convolved(
@@ -217,6 +220,6 @@ class Head:
             softcap(self.device, logits, self.softcap)
         return logits
 
-    def project(self, rows: Array | Quantised) -> Array:
+    def project(self, rows: Array | Quantised | Fp16Rows) -> Array:
         """The product alone, without the model's norm, scale and softcap: float32 [n, hidden] -> [n, vocab]."""
         return matmul(self.device, rows, self.weight)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from luce.layers.state import DeltaState
 from luce.ops.deltanet import DeltaWeights, gated_delta_net
 from luce.ops.embedding import take_rows
-from luce.ops.matmul import matmul, sole_int8_group
+from luce.ops.fp16 import Fp16Rows
+from luce.ops.matmul import matmul, multiplies_fp16, sole_int8_group
 from luce.ops.quantise import Quantised
 from luce.ops.weight import Weight
 from luce.runtime.device import Array, Device
@@ -18,6 +19,9 @@ class DeltaNetLayer:
     `places`: where `out` has its heads in another order than the layer, int32 [rows, value_heads] for as many rows as a
     step has at most: row * value_heads + the layer's number of each head of `out`.
     """
+
+    #: whether products with `input_weight` are all that reads the layer's input
+    only_multiplies = True
 
     def __init__(
         self,
@@ -36,22 +40,25 @@ class DeltaNetLayer:
         self.state = state
         self._places = places
 
-    def __call__(self, y: Array | Quantised, step: DeviceStep) -> Array:
+    def __call__(self, y: Array | Quantised | Fp16Rows, step: DeviceStep) -> Array:
         """y float32 [rows, hidden] -> float32 [rows, hidden]."""
         device = self._device
         x = matmul(device, y, self.input_weight)
         if self._places is not None:
-            mixed = self._mix(x, step.spans, int8_group=0)
-            assert not isinstance(mixed, Quantised)
+            mixed = self._mix(x, step.spans)
+            assert not isinstance(mixed, Quantised | Fp16Rows)
             rows, heads = len(x), self._places.shape[1]
             each = take_rows(device, mixed.reshape(rows * heads, -1), self._places[:rows].reshape(-1))
             return matmul(device, each.reshape(rows, -1), self._out)
         int8_group = sole_int8_group(device, y.shape[0], self._out)
-        return matmul(device, self._mix(x, step.spans, int8_group=int8_group), self._out)
+        fp16 = multiplies_fp16(device, y.shape[0], self._out)
+        return matmul(device, self._mix(x, step.spans, int8_group=int8_group, fp16=fp16), self._out)
 
     def accept(self, spans: SpanArrays) -> None:
         """Apply the speculative rows that spans accept; the spans have no rows of their own."""
-        self._mix(self._device.empty((0, self.input_weight.rows)), spans, int8_group=0)
+        self._mix(self._device.empty((0, self.input_weight.rows)), spans)
 
-    def _mix(self, x: Array, spans: SpanArrays, *, int8_group: int) -> Array | Quantised:
-        return gated_delta_net(self._device, x, self._weights, self.state, spans, int8_group=int8_group)
+    def _mix(
+        self, x: Array, spans: SpanArrays, *, int8_group: int = 0, fp16: bool = False
+    ) -> Array | Quantised | Fp16Rows:
+        return gated_delta_net(self._device, x, self._weights, self.state, spans, int8_group=int8_group, fp16=fp16)

@@ -48,6 +48,9 @@ class LatentAttentionLayer:
     `queries`: an array for the newest queries of each slot, if pages are ranked (luce.ops.page_ranking).
     """
 
+    #: whether products with `input_weight` are all that reads the layer's input
+    only_multiplies = False
+
     def __init__(
         self,
         device: Device,

@@ -17,6 +17,9 @@ from luce.runtime.device import Array, Device
 class MoELayer:
     """The layer; `router` is ffn_gate_inp, with the shared MLP's gate as a last row if the spec has one."""
 
+    #: whether products with `input_weight` are all that reads the layer's input
+    only_multiplies = False
+
     def __init__(
         self,
         device: Device,

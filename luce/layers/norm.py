@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from luce.ops.activation import add
-from luce.ops.matmul import int8_group
-from luce.ops.norm import add_rms_norm, layer_norm, quantised_rms_norm, rms_norm
+from luce.ops.fp16 import Fp16Rows
+from luce.ops.matmul import int8_group, multiplies_fp16
+from luce.ops.norm import add_rms_norm, layer_norm, quantised_rms_norm, rms_norm, rms_norm_to_fp16
 from luce.ops.quantise import Quantised, quantise
 from luce.ops.weight import Weight
 from luce.runtime.device import Array, Device
@@ -28,8 +29,13 @@ class Norm:
             return layer_norm(device, x, self.weight, self.bias, self.eps)
         return rms_norm(device, x, self.weight, self.eps)
 
-    def of_sum(self, device: Device, x: Array, delta: Array | None, reader: Weight) -> Array | Quantised:
-        """The norm of x + delta, which leaves the sum in x; quantised if products with `reader` read int8."""
+    def of_sum(
+        self, device: Device, x: Array, delta: Array | None, reader: Weight, *, fp16: bool = False
+    ) -> Array | Quantised | Fp16Rows:
+        """The norm of x + delta, which leaves the sum in x; quantised if products with `reader` read int8.
+
+        `fp16`: nothing but products with `reader` reads the norm, so that it may be fp16 alone if these read fp16.
+        """
         group = int8_group(device, x.shape[0], reader)
         if self.centred:
             if delta is not None:
@@ -38,6 +44,8 @@ class Norm:
             return quantise(device, y, group) if group else y
         if group:
             return quantised_rms_norm(device, x, delta, self.weight, self.eps, group)
+        if fp16 and multiplies_fp16(device, x.shape[0], reader):
+            return rms_norm_to_fp16(device, x, delta, self.weight, self.eps)
         if delta is None:
             return rms_norm(device, x, self.weight, self.eps)
         return add_rms_norm(device, x, delta, self.weight, self.eps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from luce.layers.state import KVPool
+from luce.ops.fp16 import Fp16Rows
 from luce.ops.matmul import matmul
 from luce.ops.qkv import Destination, copy_rows
 from luce.ops.quantise import Quantised
@@ -15,6 +16,9 @@ from luce.runtime.step import DeviceStep
 class ShortConvLayer:
     """The layer; `taps` float32 [hidden, kernel]."""
 
+    #: whether products with `input_weight` are all that reads the layer's input
+    only_multiplies = True
+
     def __init__(self, device: Device, *, inputs: Weight, taps: Array, out: Weight, pool: KVPool, group: int) -> None:
         self._device = device
         self.input_weight = inputs
@@ -23,7 +27,7 @@ class ShortConvLayer:
         self.state = pool
         self._group = group
 
-    def __call__(self, y: Array | Quantised, step: DeviceStep) -> Array:
+    def __call__(self, y: Array | Quantised | Fp16Rows, step: DeviceStep) -> Array:
         """y float32 [rows, hidden] -> float32 [rows, hidden]."""
         device, pool, view = self._device, self.state.k, step.views[self._group]
         fused = matmul(device, y, self.input_weight)

@@ -19,6 +19,7 @@ from luce.cpu_kernels.dimensions import LANES, MOST_GROUP, MOST_HEAD
 from luce.ops import attention_mma
 from luce.ops.activation import sigmoid_gate, softplus_gate
 from luce.ops.attention_mma import AttentionInputs, Gate
+from luce.ops.fp16 import Fp16Rows, sigmoid_gate_to_fp16
 from luce.ops.kvtype import dequantise, pool_type
 from luce.ops.matmul import FEW_ROWS
 from luce.ops.quantise import SECTION, Quantised, empty_quantised
@@ -51,11 +52,12 @@ def attention(device: Device, inputs: AttentionInputs) -> Array:
 
 
 def gated_attention(
-    device: Device, inputs: AttentionInputs, gate: Gate | None, *, int8_group: int
-) -> Array | Quantised:
+    device: Device, inputs: AttentionInputs, gate: Gate | None, *, int8_group: int = 0, fp16: bool = False
+) -> Array | Quantised | Fp16Rows:
     """attention, times the gate if there is one: float32 [n, heads * d].
 
     For 0 < n <= 16 rows on a GPU with a nonzero `int8_group`: quantised in such groups, if one kernel can do that too.
+    With `fp16`, for more rows on a GPU: as fp16, if that takes no further kernel.
     """
     n, heads, d = inputs.q.shape
     spans = inputs.spans
@@ -65,6 +67,8 @@ def gated_attention(
         out = rows or device.empty((n, heads * d))
         attention_mma.launch(device, out, inputs, tiles, gate)
         return out
+    if fp16 and gate is not None and gate.kind == "sigmoid" and n:
+        return sigmoid_gate_to_fp16(device, _attend(device, inputs), gate.values)
     return gate_heads(device, _attend(device, inputs), gate)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from luce.cpu_kernels.dimensions import LANES, MOST_DELTA_HEAD
 from luce.ops.activation import host_sigmoid, host_softplus
+from luce.ops.fp16 import Fp16Rows, empty_fp16
 from luce.ops.quantise import SECTION, Quantised, as_arguments, empty_quantised
 from luce.runtime.cpu import CpuDevice
 from luce.runtime.device import Array, Device
@@ -30,7 +31,7 @@ _STEP_COLUMNS, _STEP_ELEMENTS = 4, 8
 _CONV_THREADS, _CONV_ROWS = 128, 16
 _PREPARE_THREADS = 256
 _CHUNK_THREADS, _CHUNK_COLUMNS = 256, 32
-_OUTPUT_THREADS, _OUTPUT_ROWS = 128, 4
+_OUTPUT_THREADS, _OUTPUT_ROWS, _FP16_THREADS = 128, 4, 256
 
 # Of compiled code, for steps without such rows.
 _NO_PENDING, _NO_BRANCHES = np.empty((0, 2), np.int32), np.empty((0, 2, 1), np.int32)
@@ -82,12 +83,14 @@ def gated_delta_net(
     spans: SpanArrays,
     *,
     int8_group: int = 0,
-) -> Array | Quantised:
+    fp16: bool = False,
+) -> Array | Quantised | Fp16Rows:
     """The layer between its input and its output product, over each span: float32 [n, value_heads d].
 
     x float32 [n, channels + value_heads d + 2 value_heads] (any row stride): q, k and v of all heads, the output gate
     z, alpha, beta. `state.memory` and `state.past` get the states after the last row of each span. With a nonzero
-    `int8_group`, for n <= 16 rows on a GPU: quantised in such groups, if one kernel can do that too.
+    `int8_group`, for n <= 16 rows on a GPU: quantised in such groups, if one kernel can do that too. With `fp16`, for
+    one span of more than RECURRENT_ROWS rows on a GPU: as fp16 (luce.ops.fp16).
 
     A speculative span of at most `most` <= RECURRENT_ROWS rows leaves memory and past unchanged; its rows go to
     `speculative_rows` and `speculative_decays`. A later span that accepts some of them first takes memory and past
@@ -122,7 +125,10 @@ def gated_delta_net(
     if spans.longest <= RECURRENT_ROWS or spans.count > 1 or spans.pending is not None:
         _launch_recurrent(device, x, weights, state, spans, out if rows is None else rows)
     if spans.longest > RECURRENT_ROWS:
+        halves = empty_fp16(device, n, heads * d) if fp16 and spans.count == 1 else None
         _launch_chunks(device, x, weights, state, spans, out)
+        _launch_output(device, x, weights, spans, out, halves)
+        return out if halves is None else halves
     return out if rows is None else rows
 
 
@@ -180,9 +186,21 @@ def _launch_chunks(
     grid = (d // _CHUNK_COLUMNS, heads, count)
     device.launch("deltanet_chunk", "delta_chunks", grid, (_CHUNK_THREADS,), chunks, defines=defines)
 
-    output = (out, x, weights.norm, table, stride, key_heads, value_heads, np.float32(weights.eps))
-    grid = (-(-longest // _OUTPUT_ROWS), -(-heads // (_OUTPUT_THREADS // device.lanes)), count)
-    device.launch("deltanet_chunk", "delta_output", grid, (_OUTPUT_THREADS,), output, defines=defines)
+
+def _launch_output(
+    device: Device, x: Array, weights: DeltaWeights, spans: SpanArrays, out: Array, halves: Fp16Rows | None
+) -> None:
+    """The norm and the gate of the long spans' rows of `out`, in place, or of one span to `halves`."""
+    (n, width), d = out.shape, len(weights.norm)
+    sizes = (np.int64(x.strides[0] // 4), np.int32(weights.key_heads), np.int32(width // d), np.float32(weights.eps))
+    if halves is not None:
+        to = (halves.values, halves.scale, np.int32(halves.values.shape[1]))
+        rows_args = (out, x, weights.norm, *to, *sizes)
+        device.launch("deltanet_chunk", "delta_output_fp16", (n,), (_FP16_THREADS,), rows_args, defines={"HEAD": d})
+        return
+    grid = (-(-spans.longest // _OUTPUT_ROWS), -(-(width // d) // (_OUTPUT_THREADS // device.lanes)), spans.count)
+    args = (out, x, weights.norm, spans.table, *sizes)
+    device.launch("deltanet_chunk", "delta_output", grid, (_OUTPUT_THREADS,), args, defines={"HEAD": d})
 
 
 def _compiled(device: CpuDevice, x: Array, weights: DeltaWeights, state: RecurrentState, spans: SpanArrays) -> Array:

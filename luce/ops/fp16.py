@@ -3,39 +3,83 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from gguf import GGMLQuantizationType
 
 from luce.runtime.device import Array, Device
 
+if TYPE_CHECKING:
+    from luce.models.spec import Activation
+
 #: fp16 rows are padded with zeros to a multiple of so many columns, which the tile kernel takes at a time
 PADDING = 128
 # Threads of dequant.cu, and for a row in fp16.cu.
 _DEQUANT_THREADS, _ROW_THREADS = 128, 256
+# The numbers of kernels/fp16.cu.
+_ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu": 1, "clamped_swiglu": 2}
 
 
 @dataclass(frozen=True)
 class Fp16Rows:
     """Rows x as `values` times `scale`."""
 
+    #: columns of x
+    cols: int
     #: float16 [rows, padded]: x divided by the row's scale, with zeros beyond the columns of x
     values: Array
     #: float32 [rows]: 1, or a power of two that brings the row into the range of fp16
     scale: Array
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of x."""
+        return self.values.shape[0], self.cols
+
+
+def empty_fp16(device: Device, rows: int, cols: int) -> Fp16Rows:
+    """Rows that a kernel is about to write (kernels/fp16_rows.h)."""
+    padded = -(-cols // PADDING) * PADDING
+    return Fp16Rows(cols, device.empty((rows, padded), np.float16), device.empty(rows))
 
 
 def to_fp16(device: Device, x: Array) -> Fp16Rows:
     """Rows of x, float32 [n, cols] or [n, slots, cols] with any strides but the last, as fp16 [n * slots, padded]."""
     n, cols = x.shape[0], x.shape[-1]
     slots, x_slot = (x.shape[1], x.strides[1] // 4) if x.ndim == 3 else (1, 0)
-    padded = -(-cols // PADDING) * PADDING
-    rows = Fp16Rows(device.empty((n * slots, padded), np.float16), device.empty(n * slots))
-    # Chosen by the row's length alone: 8 columns a thread, and again.
-    threads = min(256, max(64, 1 << (padded // 8 - 1).bit_length()))
-    sizes = (np.int32(slots), np.int32(cols), np.int32(padded), np.int64(x.strides[0] // 4), np.int64(x_slot))
-    device.launch("fp16", "rows_to_fp16", (n * slots,), (threads,), (x, rows.values, rows.scale, *sizes))
+    rows = empty_fp16(device, n * slots, cols)
+    padded = np.int32(rows.values.shape[1])
+    sizes = (np.int32(slots), np.int32(cols), padded, np.int64(x.strides[0] // 4), np.int64(x_slot))
+    device.launch("fp16", "rows_to_fp16", (n * slots,), _threads(rows), (x, rows.values, rows.scale, *sizes))
     return rows
+
+
+def gated_to_fp16(device: Device, gate: Array, up: Array, activation: Activation) -> Fp16Rows:
+    """`to_fp16` of luce.ops.activation.gated_activation, on a GPU, n > 0: the same bits."""
+    n, cols = gate.shape
+    rows = empty_fp16(device, n, cols)
+    sizes = (np.int32(_ACTIVATIONS[activation]), np.int32(cols), np.int32(rows.values.shape[1]))
+    strides = np.int64(gate.strides[0] // 4), np.int64(up.strides[0] // 4)
+    args = (gate, up, rows.values, rows.scale, *sizes, *strides)
+    device.launch("fp16", "gated_to_fp16", (n,), _threads(rows), args)
+    return rows
+
+
+def sigmoid_gate_to_fp16(device: Device, x: Array, gate: Array) -> Fp16Rows:
+    """`to_fp16` of luce.ops.activation.sigmoid_gate, on a GPU, n > 0: the same bits."""
+    n, heads, d = x.shape
+    rows = empty_fp16(device, n, heads * d)
+    sizes = (np.int32(heads), np.int32(d), np.int32(rows.values.shape[1]))
+    strides = np.int64(gate.strides[0] // 4), np.int64(gate.strides[1] // 4)
+    args = (x, gate, rows.values, rows.scale, *sizes, *strides)
+    device.launch("fp16", "sigmoid_gate_to_fp16", (n,), _threads(rows), args)
+    return rows
+
+
+def _threads(rows: Fp16Rows) -> tuple[int]:
+    # Chosen by the row's length alone: 8 columns a thread, and again.
+    return (min(256, max(64, 1 << (rows.values.shape[1] // 8 - 1).bit_length())),)
 
 
 def rescale(device: Device, out: Array, scale: Array) -> None:

@@ -13,6 +13,8 @@ This module and expert_matmul (moe.py) choose the way of each product:
 | .. MANY_ROWS      | Q4_K Q5_K Q6_K alone, with such products in hardware | the same (matmul_rows.py)  |
 | more              | any                      | x and weights as fp16, F32 weights in float32 (matmul_prefill.py)  |
 
+What makes x may make it as int8 or as fp16 at once (int8_group, multiplies_fp16).
+
 For up to FEW_ROWS rows (decoding, verification) a kernel reads each quant block of the weights once for all rows. The
 order of the sums is the same for every such number of rows, so a row has the same bits in all of them.
 """
@@ -26,6 +28,7 @@ import numpy as np
 from gguf import GGMLQuantizationType
 
 from luce.ops.activation import add_bias
+from luce.ops.fp16 import Fp16Rows
 from luce.ops.matmul_bf16 import Split, multiply_bf16, split_rows, takes_tiles
 from luce.ops.matmul_int8 import INT8_TYPES, group_for, multiply, multiply_pair, pairs
 from luce.ops.matmul_packed import multiply_packed
@@ -45,11 +48,12 @@ MANY_ROWS = BLAS_ROWS - 1
 _WAVES = 4
 
 
-def matmul(device: Device, x: Array | Quantised, weight: Weight) -> Array:
+def matmul(device: Device, x: Array | Quantised | Fp16Rows, weight: Weight) -> Array:
     """x float32 [n, cols] (any row stride) times weight [rows, cols] transposed, plus its bias: float32 [n, rows].
 
-    Quantised rows need no float32 values if all parts of the weight multiply int8 in the rows' groups. Sums are
-    accumulated in float32. Raises ValueError if the inner dimensions differ.
+    Quantised rows need no float32 values if all parts of the weight multiply int8 in the rows' groups. Rows are
+    fp16 only where `multiplies_fp16` says so. Sums are accumulated in float32. Raises ValueError if the inner
+    dimensions differ.
     """
     if x.shape[1] != weight.cols:
         raise ValueError(f"matmul: x has {x.shape[1]} features, the weight {weight.cols}")
@@ -59,6 +63,8 @@ def matmul(device: Device, x: Array | Quantised, weight: Weight) -> Array:
             multiply_packed(device, x, weight, out)
     elif device.host:
         _host(x, weight, out)
+    elif isinstance(x, Fp16Rows):
+        matmul_prefill(device, x, weight, out)
     elif x.shape[0] > FEW_ROWS and x.shape[0] <= MANY_ROWS and _takes_rows(device, weight):
         _many(device, x, weight, out)
     elif x.shape[0] > FEW_ROWS:
@@ -68,6 +74,13 @@ def matmul(device: Device, x: Array | Quantised, weight: Weight) -> Array:
     if weight.bias is not None and x.shape[0]:
         add_bias(device, out, weight.bias)
     return out
+
+
+def multiplies_fp16(device: Device, rows: int, weight: Weight) -> bool:
+    """Whether all parts of the weight multiply `rows` rows as fp16."""
+    if isinstance(device, HostDevice) or rows <= FEW_ROWS or (rows <= MANY_ROWS and _takes_rows(device, weight)):
+        return False
+    return all(part.type != GGMLQuantizationType.F32 for part in weight.parts)
 
 
 def int8_group(device: Device, rows: int, weight: Weight) -> int:

@@ -26,8 +26,10 @@ _T = GGMLQuantizationType
 #: 140 rows
 BLAS_ROWS = 144
 #: Bytes of the buffer of dequantised weights. A prompt of 8192 tokens of a 27B model took 901 ms with 128 MB, 893 with
-#: 256 and 881 with a buffer for whole matrices, of 350 MB (no fp16 copies, H200); at 2048 rows, 64 MB cost 5%.
-BUFFER_BYTES = 256 << 20
+#: 256 and 881 with a buffer for whole matrices, of 350 MB (no fp16 copies, H200); at 2048 rows, 64 MB cost 5%. With fp16
+#: copies, whose products have the same slices, 916 ms with 256 and 909 with 384 (H100): 34816 features in slices of 26112
+#: and 8704 take 1037 us, whole 995.
+BUFFER_BYTES = 384 << 20
 # The library needs rows in multiples of 16 bytes.
 _BLAS_COLS = 8
 #: the constants of kernels/tile.h
@@ -39,11 +41,14 @@ _BLOCKS, _PART_SLICES = 528, 4
 _ADD_THREADS = 256
 
 
-def matmul_prefill(device: Device, x: Array, weight: Weight, out: Array) -> None:
-    """out = x W^T: x float32 [n, cols] (any row stride), out float32 [n, rows]."""
+def matmul_prefill(device: Device, x: Array | Fp16Rows, weight: Weight, out: Array) -> None:
+    """out = x W^T: x float32 [n, cols] (any row stride) or, for weights without F32, fp16, out float32 [n, rows]."""
     cols = weight.cols
     blas = device.blas and x.shape[0] >= BLAS_ROWS and cols % _BLAS_COLS == 0
-    fp16 = to_fp16(device, x) if any(part.type != _T.F32 for part in weight.parts) else None
+    if isinstance(x, Fp16Rows):
+        fp16: Fp16Rows | None = x
+    else:
+        fp16 = to_fp16(device, x) if reads_fp16(weight) else None
     packed: list[WeightPart] = []
     for part in weight.parts:
         if fp16 is not None and blas and part.type not in (_T.F32, _T.F16):
@@ -51,6 +56,7 @@ def matmul_prefill(device: Device, x: Array, weight: Weight, out: Array) -> None
             continue
         to = _columns(out, part.first, part.first + part.rows)
         if fp16 is None or part.type == _T.F32:
+            assert not isinstance(x, Fp16Rows)
             if blas:
                 device.gemm(x, part.data.view(np.float32), to)
             else:
@@ -61,6 +67,11 @@ def matmul_prefill(device: Device, x: Array, weight: Weight, out: Array) -> None
             _tiles(device, fp16.values, fp16.scale, part, cols, to)
     if fp16 is not None and packed:
         _multiply_packed(device, fp16, packed, weight, out)
+
+
+def reads_fp16(weight: Weight) -> bool:
+    """Whether products of many rows read x as fp16, for any part of the weight."""
+    return any(part.type != _T.F32 for part in weight.parts)
 
 
 def _multiply(device: Device, x: Fp16Rows, weight: Array, out: Array) -> None:

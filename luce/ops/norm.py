@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 
 from luce.cpu_kernels.dimensions import LANES
+from luce.ops.fp16 import Fp16Rows, empty_fp16
 from luce.ops.quantise import Quantised, as_arguments, empty_quantised
 from luce.runtime.cpu import CpuDevice
 from luce.runtime.device import Array, Device
@@ -53,6 +54,19 @@ def quantised_rms_norm(
     n, d = x.shape
     quantised = empty_quantised(device, n, d, group)
     return replace(quantised, x=_norm(device, x, delta, weight, eps, quantised))
+
+
+def rms_norm_to_fp16(device: Device, x: Array, delta: Array | None, weight: Array, eps: float) -> Fp16Rows:
+    """luce.ops.fp16.to_fp16 of add_rms_norm, or of rms_norm without a delta, on a GPU, n > 0: the same bits."""
+    n, d = x.shape
+    rows = empty_fp16(device, n, d)
+    # Without a delta, a pointer that the kernel does not dereference.
+    more, stride = (x, np.int64(0)) if delta is None else (delta, np.int64(delta.strides[0] // 4))
+    added = (more, stride, np.int32(delta is not None))
+    sizes = (np.int32(d), np.int32(rows.values.shape[1]), np.float32(eps))
+    args = (rows.values, rows.scale, x, np.int64(x.strides[0] // 4), *added, weight, *sizes)
+    device.launch("norm", "rms_norm_to_fp16", (n,), (_threads(d),), args)
+    return rows
 
 
 def _norm(

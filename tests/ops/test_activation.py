@@ -82,3 +82,9 @@ def test_gelu(device: Device, n: int, f: int) -> None:
 @on_devices("n, d", [(1, 1), (3, 257), (2, 600)], gpu=[(1, 1), (3, 257), (512, 5120)])
 def test_add_bias(device: Device, n: int, d: int) -> None:
     checks.check_add_bias(device, n, d)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "clamped_swiglu"])
+@on_devices("n, heads, d", host=[], emulated=[(3, 2, 24), (2, 1, 65), (2, 9, 128)], gpu=[(33, 24, 256), (3, 1, 65)])
+def test_gates_as_fp16(device: Device, n: int, heads: int, d: int, activation: Activation) -> None:
+    checks.check_fp16_gates(device, n, heads, d, activation)

@@ -154,3 +154,13 @@ def test_no_rows(device: Device) -> None:
 )
 def test_quantised_output(device: Device, lengths: Lengths, key_heads: int, heads: int, d: int) -> None:
     checks.check_quantised_output(device, lengths, key_heads=key_heads, heads=heads, d=d)
+
+
+@on_devices(
+    "rows, key_heads, heads, d",
+    host=[],
+    emulated=[(17, 1, 3, 64), (20, 1, 1, 128)],
+    gpu=[(17, 1, 3, 64), (300, 16, 48, 128)],
+)
+def test_output_as_fp16(device: Device, rows: int, key_heads: int, heads: int, d: int) -> None:
+    checks.check_fp16_output(device, rows, key_heads=key_heads, heads=heads, d=d)

@@ -73,3 +73,9 @@ QUANTISED = [(*shape, adding, group) for shape, adding, group in itertools.produ
 @on_devices("n, d, adding, group", QUANTISED, host=[])
 def test_quantised_norm(device: Device, n: int, d: int, adding: bool, group: int) -> None:
     checks.check_quantised_norm(device, n, d, adding=adding, group=group)
+
+
+@on_devices("n, d", host=[], emulated=[(3, 63), (4, 260), (2, 8300), (2, 8301)], gpu=[(9, 5120), (3, 63), (5, 17408)])
+def test_norm_as_fp16(device: Device, n: int, d: int) -> None:
+    for adding in (False, True):
+        checks.check_fp16_norm(device, n, d, adding=adding)

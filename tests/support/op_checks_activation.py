@@ -18,7 +18,9 @@ from luce.ops.activation import (
     softplus_gate,
 )
 from luce.ops.activation import gelu as plain_gelu
+from luce.ops.fp16 import gated_to_fp16, sigmoid_gate_to_fp16
 from luce.runtime.device import Device
+from tests.support.quantised import same_halves
 
 if TYPE_CHECKING:
     from luce.models.spec import Activation
@@ -142,3 +144,21 @@ def check_add(device: Device, n: int, d: int) -> None:
     after = device.download(stream)
     np.testing.assert_array_equal(after[:, :d], x + delta)
     assert (after[:, d:] == 7).all()
+
+
+def check_fp16_gates(device: Device, n: int, heads: int, d: int, activation: Activation) -> None:
+    """The halves of the gates' floats, of rows that need a scale and of others, beside each other and at odd places."""
+    f = heads * d
+    x = values(n, 2 * f)
+    x[0] *= 1e-3
+    x[1:2] *= 1e3
+    x[-1, 0] = np.nan
+    for left in (0, 1):
+        wide = device.upload(np.pad(x, ((0, 0), (left, 3))))
+        gate, up = wide[:, left : left + f], wide[:, left + f : left + 2 * f]
+        floats = gated_activation(device, gate, up, activation)
+        same_halves(device, gated_to_fp16(device, gate, up, activation), floats)
+        of_heads = device.upload(x[:, f:].reshape(n, heads, d).copy())
+        gates = gate.reshape(n, heads, d)
+        floats = sigmoid_gate(device, of_heads, gates)
+        same_halves(device, sigmoid_gate_to_fp16(device, of_heads, gates), floats)

@@ -14,6 +14,7 @@ from luce.ops.deltanet import RECURRENT_ROWS, DeltaWeights, RecurrentState, gate
 from luce.runtime.device import Device
 from luce.runtime.step import Span, SpanArrays, branches_of
 from tests.support.op_checks_attention import same_output
+from tests.support.quantised import same_halves
 
 Floats = NDArray[np.floating[Any]]
 #: slot, start, rows, position, and where anything is pending: accepted, speculative
@@ -434,3 +435,19 @@ def check_no_rows(device: Device) -> None:
     out, after = run(device, case, [])
     assert out.shape == (0, 128)
     np.testing.assert_array_equal(after.memory, case.state.memory)
+
+
+def check_fp16_output(device: Device, rows: int, *, key_heads: int, heads: int, d: int) -> None:
+    """The halves of the outputs as floats, of rows that need a scale too, and the same states; rows of a step with
+    several spans stay floats."""
+    case = make_case(rows, key_heads=key_heads, heads=heads, d=d)
+    case.z[::3] *= 1e-5
+    floats, state = queue(device, case, [(0, 0, rows, 3)])
+    halves, after = queue(device, case, [(0, 0, rows, 3)], fp16=True)
+    same_halves(device, halves, floats)
+    np.testing.assert_array_equal(after.memory, state.memory)
+    np.testing.assert_array_equal(after.past, state.past)
+    several = queue(
+        device, make_case(rows + 1, key_heads=1, heads=1, d=d, slots=2), laid_out((0, rows, 3), (1, 1, 3)), fp16=True
+    )
+    assert several[0].dtype == np.float32

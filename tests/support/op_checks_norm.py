@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from luce.ops.norm import add_rms_norm, head_rms_norm, layer_norm, quantised_rms_norm, rms_norm
+from luce.ops.norm import add_rms_norm, head_rms_norm, layer_norm, quantised_rms_norm, rms_norm, rms_norm_to_fp16
 from luce.ops.quantise import quantise
 from luce.runtime.device import Device
-from tests.support.quantised import same_rows
+from tests.support.quantised import same_halves, same_rows
 
 EPS = 1e-6
 
@@ -121,3 +121,16 @@ def check_no_rows(device: Device) -> None:
     """A step may need no logits."""
     w = device.upload(vector(8))
     assert rms_norm(device, device.zeros((0, 8)), w, EPS).shape == (0, 8)
+
+
+def check_fp16_norm(device: Device, n: int, d: int, *, adding: bool) -> None:
+    """The halves of the norm's floats, and the same sums; rows that need a scale, and an infinity."""
+    x, delta, weight = rows(n, d), rows(n, d, 1), device.upload(vector(d) * np.float32(2.0**-9))
+    x[-1, -1] = np.inf
+    streams = [device.upload(np.pad(x, ((0, 0), (0, 4)))) for _ in range(2)]
+    more = device.upload(delta) if adding else None
+    halves = rms_norm_to_fp16(device, streams[0][:, :d], more, weight, EPS)
+    other = streams[1][:, :d]
+    floats = rms_norm(device, other, weight, EPS) if more is None else add_rms_norm(device, other, more, weight, EPS)
+    same_halves(device, halves, floats)
+    np.testing.assert_array_equal(*(device.download(stream) for stream in streams))

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from luce.ops.fp16 import Fp16Rows, to_fp16
 from luce.ops.matmul import FEW_ROWS, MANY_ROWS
 from luce.ops.quantise import BLOCK, Quantised
 from luce.runtime.cpu import CpuDevice
-from luce.runtime.device import Device
+from luce.runtime.device import Array, Device
 from tests.support.quant_blocks import PLAIN
 
 INT8 = ("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
@@ -125,3 +126,12 @@ def brain(x: NDArray[np.float32]) -> NDArray[np.float32]:
     bits = x.view(np.uint32).astype(np.uint64)
     rounded = (bits + 0x7FFF + (bits >> np.uint64(16) & np.uint64(1))) & np.uint64(0xFFFF0000)
     return rounded.astype(np.uint32).view(np.float32)
+
+
+def same_halves(device: Device, actual: Array | Fp16Rows | Quantised, expected: Array) -> None:
+    """The bits of to_fp16 of `expected`, float32 [n, cols]."""
+    assert isinstance(actual, Fp16Rows)
+    assert actual.shape == expected.shape
+    made = to_fp16(device, expected)
+    for own, other in ((actual.values, made.values), (actual.scale, made.scale)):
+        np.testing.assert_array_equal(device.download(own).view(np.uint8), device.download(other).view(np.uint8))

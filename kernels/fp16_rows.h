@@ -1,0 +1,54 @@
+// Rows of floats as fp16 with a scale for each row, as products of many rows read them: for fp16.cu, and for kernels
+// that make such rows of what they compute. A block has a row.
+#pragma once
+#include "mma.h"
+#include "reduce.h"
+
+// Almost every row needs no scale, and is written once. A kernel writes its row and asks `again`; if so, the row's
+// largest finite magnitude is 0 < m < 2^-7 or m >= 2^15, and the kernel writes the row again, now times `factor`.
+struct Fp16Row {
+    f16_t* to;
+    float* scale;
+    float factor = 1.0f, most = 0.0f;
+
+    __device__ __forceinline__ Fp16Row(f16_t* to, float* scale) : to(to), scale(scale) {}
+
+    // COUNT neighbouring values at a column, both multiples of 8 or both of 4; or one value.
+    template <int COUNT> __device__ __forceinline__ void put(int column, const float (&v)[COUNT]) {
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            const float size = fabsf(v[i]);
+            most = fmaxf(most, size <= LUCE_FLT_MAX ? size : 0.0f);
+        }
+        if constexpr (COUNT == 1) {
+            to[column] = luce_f16(v[0] * factor);
+        } else if constexpr (COUNT == 4) {
+            *reinterpret_cast<uint2*>(to + column) =
+                make_uint2(luce_f16_pair(v[0] * factor, v[1] * factor), luce_f16_pair(v[2] * factor, v[3] * factor));
+        } else {
+            static_assert(COUNT == 8, "as many values as a thread stores at once");
+            *reinterpret_cast<uint4*>(to + column) =
+                make_uint4(luce_f16_pair(v[0] * factor, v[1] * factor), luce_f16_pair(v[2] * factor, v[3] * factor),
+                           luce_f16_pair(v[4] * factor, v[5] * factor), luce_f16_pair(v[6] * factor, v[7] * factor));
+        }
+    }
+
+    // Zeros from column `cols` to `padded`.
+    __device__ __forceinline__ void pad(int cols, int padded) {
+        for (int column = cols + luce_thread(); column < padded; column += luce_threads()) to[column] = luce_f16(0.0f);
+    }
+
+    // Whether the row has to be written again; every thread of the block asks. The scale is 1, or the power of two that
+    // brings the row's largest finite magnitude to 2^14 or more but less than 2^15.
+    __device__ __forceinline__ bool again() {
+        if (factor != 1.0f) return false;
+        const float largest = luce_block_max(most);
+        const int exponent = (int)(__float_as_uint(largest) >> 23) - 127;
+        // The smallest rows would need more than a float's largest power of two.
+        const int shift =
+            largest == 0.0f || (exponent >= -7 && exponent <= 14) ? 0 : luce_min(14 - exponent, 126);
+        if (luce_thread() == 0) *scale = __uint_as_float((u32)(127 - shift) << 23);
+        factor = __uint_as_float((u32)(127 + shift) << 23);
+        return shift != 0;
+    }
+};
