@@ -105,6 +105,12 @@ class Backend(Protocol):
     def lost(self) -> str:
         """The reason why the states of all sequences were lost since the last call; empty if they were not."""
 
+    def ready(self) -> bool:
+        """Whether a step can run now, as no shard is away."""
+
+    def down(self) -> str:
+        """The reason why all further steps will fail; empty while steps can succeed. Any thread may call it."""
+
     def forward(self, step: Step, queued: Callable[[], None] = lambda: None) -> Output:
         """Run one step. Raises BackendError or DeviceError: the step's sequences are lost, later steps work.
 

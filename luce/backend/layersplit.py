@@ -121,6 +121,9 @@ class LayerSplitBackend:
             lost, self._lost = losses, ""
         return lost
 
+    def ready(self) -> bool:
+        return all(shard.ready() for shard in self.shards if isinstance(shard, RemoteShard))
+
     def down(self) -> str:
         """The reason why all further steps will fail; empty while steps can succeed. Any thread may call it."""
         return "; ".join(filter(None, [shard.down() for shard in self.shards]))

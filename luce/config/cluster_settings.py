@@ -50,3 +50,10 @@ class ClusterSettings:
         metavar="RATE",
         group="cluster",
     )
+    cluster_resume: float = setting(
+        120.0,
+        number(0, 86400),
+        "seconds that replies wait for a member that was lost, to go on then (0: they fail at once)",
+        metavar="SECONDS",
+        group="cluster",
+    )

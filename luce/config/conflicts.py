@@ -195,7 +195,14 @@ def _cluster_problems(values: Mapping[str, Any], spelled: Mapping[str, str]) -> 
             given = f"{spelled['target_layer_split']}: not with {spelled['cluster']}"
             yield "target_layer_split", f"{given}, whose members' devices are not known yet"
         return
-    for name in ("cluster_listen", "cluster_min", "cluster_wait", "cluster_stream", "cluster_stream_rate"):
+    for name in (
+        "cluster_listen",
+        "cluster_min",
+        "cluster_wait",
+        "cluster_stream",
+        "cluster_stream_rate",
+        "cluster_resume",
+    ):
         if values.get(name, FIELDS[name].default) != FIELDS[name].default:
             yield name, f"{spelled[name]}: requires {flag('cluster')}"
 

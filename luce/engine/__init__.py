@@ -7,6 +7,7 @@ luce.kvcache, luce.draft, and luce.backend through the Backend protocol.
     engine_options   EngineOptions, and EngineStats: the numbers of an engine
     events           the events of a reply, TextOutput
     sequence         Sequence: a prompt and its reply, with the state that each part of the engine writes
+    recovery         replies go on behind the loss of a shard
     failures         the boundary between one sequence's bookkeeping and what all share
     scheduler        pure: waiting and running sequences in, steps out
     draft_tree       pure: draft trees as rows of a step, and the pages of their branches

@@ -139,6 +139,12 @@ class Admission:
         with self.lock:
             self._work.wait_for(lambda: self.commands or self._closing or more())
 
+    def wait_for_command(self, seconds: float) -> None:
+        """Sleep until there is a command, or for so long; nothing stalls meanwhile."""
+        with self.lock:
+            self._work.wait_for(lambda: self.commands or self._closing, seconds)
+            self._last_progress = time.monotonic()
+
     def run_commands(self) -> None:
         """Run the commands of other threads."""
         while self._inbox:

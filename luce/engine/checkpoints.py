@@ -67,7 +67,11 @@ class Checkpoints:
         if sequence.scores_prompt or sequence.cache.max_tokens == 0:
             return None
         assert sequence.slot is not None
-        hit = self._cache.resume(sequence.prefix_ids, sequence.slot, sequence.cache.max_tokens)
+        limit = sequence.cache.max_tokens
+        if sequence.reply:
+            # Behind a loss: the row of the reply's last token is the next one, whatever the cache has.
+            limit = sequence.read_end if limit is None else min(limit, sequence.read_end)
+        hit = self._cache.resume(sequence.prefix_ids, sequence.slot, limit)
         if self._cache.checkpoints_only and hit.length < hit.matched < len(sequence.prompt):
             # Two prompts diverge at this length. With a checkpoint here, the next prompt that diverges here can resume.
             sequence.cache.lengths = tuple(sorted({*sequence.cache.lengths, hit.matched}))
@@ -105,7 +109,7 @@ class Checkpoints:
     def reply_finished(self, sequence: Sequence, texts: Texts) -> None:
         """The reply is complete. `texts` as in TextOutput."""
         reply: ReplyTokens | None = None
-        if texts and sequence.reply and not sequence.prompt_remaining:
+        if texts and sequence.reply and not sequence.unread:
             reply = ReplyTokens(texts, tuple(sequence.tokens[sequence.computed :].tolist()))
         self._save(sequence, extras=SnapshotExtras(reply))
 

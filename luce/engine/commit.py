@@ -41,15 +41,25 @@ class Committer:
         if hit is not None and hit.logits is not None:
             self._begin(reply, OutputRow(int(hit.logits.argmax()), hit.logits), time.monotonic())
 
+    def resume_lost(self, reply: Reply) -> None:
+        """Let a sequence that is read again begin with what the prefix cache has of its tokens."""
+        sequence, checkpoints = reply.sequence, self._parts.checkpoints
+        hit = None if checkpoints is None else checkpoints.resume(sequence)
+        if hit is not None:
+            self._parts.scheduler.resume(sequence, hit.length)
+
     def _commit(
         self, reply: Reply, scheduled: ScheduledSequence, rows: list[OutputRow], output: Output, now: float
     ) -> None:
         sequence, checkpoints = reply.sequence, self._parts.checkpoints
         total = len(sequence.prompt)
-        if scheduled.position >= total:
+        if scheduled.position >= sequence.read_end:
             self.extend(reply, rows, scheduled)
             return
         self.prompt_tokens += scheduled.rows
+        if scheduled.position >= total:
+            # A part of the reply, whose tokens are chosen.
+            return
         # Where the logits of the prompt's last row were cached, the reply has begun before the prompt's last rows are
         # read.
         begun = bool(sequence.reply)
@@ -61,7 +71,8 @@ class Committer:
             if checkpoints is not None:
                 checkpoints.prompt_part_read(sequence)
             return
-        reply.report_scores()
+        if not begun:
+            reply.report_scores()
         row = rows[-1] if rows else OutputRow(-1)
         if checkpoints is not None:
             checkpoints.prompt_read(sequence, row.logits)

@@ -46,6 +46,8 @@ class EngineOptions:
     grammar_threads: int = 0
     #: seconds that the mask of a row may take
     grammar_mask_seconds: float = 0.05
+    #: seconds that replies wait for a lost shard, to go on then; 0: they fail
+    resume_seconds: float = 0
     #: why there is no drafter although one is wanted; empty otherwise
     no_drafter_reason: str = ""
 
@@ -71,6 +73,7 @@ class EngineOptions:
             lookup=config.draft not in ("", "ngram"),
             grammar_threads=config.grammar_threads,
             grammar_mask_seconds=config.grammar_mask_ms / 1000,
+            resume_seconds=config.cluster_resume if config.cluster else 0,
             no_drafter_reason=no_drafter_reason,
         )
 
@@ -94,6 +97,8 @@ class EngineStats:
     cache: CacheStats
     draft: DraftStats | None = None
     paging: PagingStats | None = None
+    #: how often replies went on behind the loss of a shard
+    resumed: int = 0
     #: the masks of constrained replies
     masks: MaskStats | None = None
     #: draft rows that grammars forced, and how many of them were accepted

@@ -29,6 +29,7 @@ from luce.engine.events import EventSink, FinishReason, Started, TextOutput, Tim
 from luce.engine.failures import Failures
 from luce.engine.parts import EngineParts
 from luce.engine.reasoning_limit import ReasoningLimit
+from luce.engine.recovery import POLL_INTERVAL, Recovery
 from luce.engine.reply import Reply
 from luce.engine.sampling import needs_candidates, needs_logits, reply_ends
 from luce.engine.scheduler import ScheduledStep
@@ -77,6 +78,7 @@ class Engine:
         self._masker = parts.masker
         self._delivery = Delivery(parts)
         self._committer = Committer(parts, self._delivery)
+        self._recovery = Recovery(backend, parts, self._delivery, self._committer, options.resume_seconds)
         #: whether there is a drafter: without one, only what grammars force is drafted
         self._drafts = drafter is not None
         self._cancelled = self._steps = 0
@@ -152,6 +154,7 @@ class Engine:
             draft=parts.speculator.stats() if self._drafts and parts.speculator is not None else no_draft,
             forced=(0, 0) if parts.speculator is None else parts.speculator.forced(),
             paging=None if parts.pager is None else parts.pager.stats(),
+            resumed=self._recovery.resumed,
             masks=parts.masker.stats(),
             finished=self._delivery.finished,
         )
@@ -319,6 +322,9 @@ class Engine:
             self._forget_lost(loss)
         now = time.monotonic()
         self._end_expired(now)
+        if self._recovery.waits():
+            self._admission.wait_for_command(POLL_INTERVAL)
+            return True
         self._admit(now)
         self._swap_pages()
         if self._speculator is not None:
@@ -377,7 +383,7 @@ class Engine:
             return self._scheduler.schedule()
         scheduled = None
         # Prompts take turns, which each scheduled step counts, and pages are swapped out for the rows of a step.
-        if self.parts.paging is None and not any(s.prompt_remaining for s in self._scheduler.running):
+        if self.parts.paging is None and not any(s.unread for s in self._scheduler.running):
             scheduled = self._scheduler.schedule()
         failures = self._speculator.receive()
         if failures:
@@ -389,8 +395,7 @@ class Engine:
         """The backend has lost its state: forget everything that was built on it."""
         if self.cache is not None:
             self.cache.memory.clear()
-        for reply in self._delivery.of(s for s in self._scheduler.running if s.computed):
-            self._delivery.fail(reply, ShardLostError(loss))
+        self._recovery.lose(loss)
 
     def _add(self, reply: Reply) -> None:
         self._delivery.add(reply)
@@ -418,11 +423,14 @@ class Engine:
             step = scheduled.step if masks is None else replace(scheduled.step, masks=masks)
             output = self._backend.forward(step, lambda: self._queued(scheduled))
         except Exception as error:
+            self._admission.note_step()
+            if self._recovery.seconds and isinstance(error, ShardLostError) and (loss := self._backend.lost()):
+                self._forget_lost(loss)
+                return
             if not isinstance(error, LuceError):
                 _log.exception("a step failed")
             for reply in self._delivery.of(one.sequence for one in scheduled.sequences):
                 self._delivery.fail_step(reply, error)
-            self._admission.note_step()
             return
         now = time.monotonic()
         self._admission.note_step()

@@ -237,8 +237,8 @@ class StepMasks(PendingMasks):
 
 def _rows(one: ScheduledSequence) -> int:
     """How many of a sequence's last rows in a step may have a token of the reply chosen from them."""
-    sequence, prompt = one.sequence, len(one.sequence.prompt)
-    if one.position >= prompt:
+    sequence, end = one.sequence, one.sequence.read_end
+    if one.position >= end:
         return one.rows
-    ends = one.position + one.rows >= prompt and one.ids.stop > one.ids.start
+    ends = one.position + one.rows >= end and one.ids.stop > one.ids.start
     return int(ends and sequence.max_new_tokens > 0 and not sequence.reply)

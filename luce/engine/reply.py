@@ -102,6 +102,8 @@ class Reply:
         #: the tier that they came from: ram, disk, or none
         self.cache_tier = "none"
         self.drafts = DraftCounts()
+        #: how often the backend has lost its state
+        self.losses = 0
 
     def can_choose(self, row: OutputRow) -> bool:
         """Whether the next token can be chosen from a row. Where the mask of a draft row cannot be made, the next step

@@ -217,6 +217,14 @@ class Scheduler:
         """Note that the first `length` positions of an admitted sequence were restored from the prefix cache."""
         sequence.schedule.computed = length
 
+    def restart(self, sequence: Sequence) -> None:
+        """Let a running sequence be read again from its first token: the backend has lost its state."""
+        state = sequence.schedule
+        assert state.slot is not None
+        state.accept_applied()
+        state.computed, state.reread = 0, max(0, len(sequence.reply) - 1)
+        self._pages.clear(state.slot)
+
     def schedule(self) -> ScheduledStep | None:
         """The next step, None if nothing runs. If the step runs, `advance` is called before the next `schedule`.
 
@@ -227,7 +235,7 @@ class Scheduler:
         chains_only = self._lacks_branch_pages()
         shares, prompts = [], []
         for sequence in self._running:
-            if sequence.prompt_remaining:
+            if sequence.unread:
                 prompts.append(sequence)
             else:
                 draft = _first_chain(sequence.draft) if chains_only else sequence.draft
@@ -284,7 +292,7 @@ class Scheduler:
         wanted: list[tuple[_Turn, tuple[float, int], int, Sequence]] = []
         for sequence in prompts:
             with failures.of(sequence):
-                rows = min(sequence.prompt_rows, self._max_scored_rows if sequence.scores_prompt else self._chunk)
+                rows = min(sequence.rows_to_read, self._max_scored_rows if sequence.scores_prompt else self._chunk)
                 own = (sequence.schedule.skipped_turn, sequence.schedule.last_turn)
                 if queued - {sequence.session}:
                     # Others wait for a slot: the prompt that ends first gives one back.
@@ -409,15 +417,18 @@ def _position_ids(step: Step, scheduled: Many[ScheduledSequence]) -> Int32 | Non
 def _tokens(share: _Share) -> list[int]:
     """The tokens of a share's rows."""
     sequence, position = share.sequence, share.sequence.computed
-    if not sequence.prompt_remaining:
+    if not sequence.unread:
         return [sequence.reply[-1], *share.draft.tokens]
-    tokens: list[int] = sequence.prompt[position : position + share.rows].tolist()
+    read = sequence.prompt if sequence.prompt_remaining else sequence.tokens
+    tokens: list[int] = read[position : position + share.rows].tolist()
     return tokens
 
 
 def _outputs(share: _Share) -> tuple[int, bool, bool]:
     """How many of a share's last rows are output rows, and whether they need whole logits, or candidates."""
     sequence, prompt = share.sequence, share.sequence.prompt_remaining
+    if sequence.unread and not prompt:
+        return 0, False, False
     if sequence.scores_prompt and prompt:
         return share.rows, True, False
     if share.draft.tokens:

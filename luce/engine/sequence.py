@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from luce.draft.draw import Draw
 from luce.engine.reasoning_limit import ReasoningLimit
 from luce.kvcache.prefix_ids import PrefixIds, prefix_ids
+from luce.ops.matmul import FEW_ROWS
 from luce.runtime.step import Int32
 
 
@@ -33,6 +34,8 @@ class ScheduleState:
     accepted: int = 0
     #: the rows of that span that were accepted, if they are not its first ones
     path: tuple[int, ...] = ()
+    #: first tokens of the reply that are read as the prompt is, because the backend has lost its state
+    reread: int = 0
     #: number of the sequence in order of arrival
     number: int = -1
     #: sequences that came later and got a slot before it
@@ -248,8 +251,22 @@ class Sequence:
         return max(0, len(self.prompt) - self.schedule.computed)
 
     @property
-    def prompt_rows(self) -> int:
-        """Prompt rows up to the next position at which a step has to end."""
+    def read_end(self) -> int:
+        """Positions that are read before a step chooses from the reply's last token: the prompt, and behind a loss the
+        reply without its last token."""
+        return len(self.prompt) + self.schedule.reread
+
+    @property
+    def unread(self) -> int:
+        """Rows that are read before that and are not computed yet."""
+        return max(0, self.read_end - self.schedule.computed)
+
+    @property
+    def rows_to_read(self) -> int:
+        """Rows that are read up to the next position at which a step has to end."""
+        if not self.prompt_remaining:
+            # As few as share the products of replies, so that they have the bits that they had.
+            return min(FEW_ROWS, self.unread)
         return rows_to_boundary(self.computed, len(self.prompt), self.paging, self.cache.lengths)
 
 

@@ -117,7 +117,7 @@ class Speculator:
         whose own bookkeeping failed; a drafter that fails costs drafts only.
         """
         failures = Failures()
-        decoding = [s for s in running if not s.prompt_remaining]
+        decoding = [s for s in running if not s.unread]
         for sequence in running:
             sequence.draft = Draft()
             if sequence not in self._sequences:
@@ -216,7 +216,7 @@ class Speculator:
 
     def record_step(self, scheduled: ScheduledStep, seconds: float) -> None:
         """Record what a step took."""
-        if all(one.position >= len(one.sequence.prompt) for one in scheduled.sequences):
+        if all(one.position >= one.sequence.read_end for one in scheduled.sequences):
             self._pace.record_step(scheduled.step.rows, len(scheduled.sequences), seconds, *self._drafting)
         self._drafting = 0.0, 0
 

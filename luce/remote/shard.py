@@ -188,6 +188,10 @@ class RemoteShard:
                     self._steps = int(flag[0])
         return why
 
+    def ready(self) -> bool:
+        """Whether the daemon has its layers. Any thread may call it."""
+        return self._daemon.ready()
+
     def down(self) -> str:
         return self._daemon.down()
 

@@ -147,6 +147,7 @@ class _EngineCollector:
         yield from _cache_metrics(stats.cache)
         yield CounterMetricFamily("luce_generated_tokens", "Tokens generated.", stats.predicted_tokens)
         yield CounterMetricFamily("luce_steps", "Steps (forward passes).", stats.steps)
+        yield CounterMetricFamily("luce_replies_resumed", "Replies that went on behind a lost member.", stats.resumed)
         if stats.draft is not None:
             yield from _draft_metrics(stats.draft)
         if stats.masks is not None:

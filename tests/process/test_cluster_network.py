@@ -2,47 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import shutil
 import signal
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from tests.support.cluster_processes import EXPECTED, PROMPT, REFERENCE, ask, greedy, member_of, serve, starting
 from tests.support.daemons import within
+from tests.support.network_namespaces import ADDRESS, HERE, NAMESPACE, NETWORK, cable, ip
 
-#: names of the namespace and of the ends of the cable; a name has at most 15 letters
-NAMESPACE, HERE, THERE = (f"luce{os.getpid()}{suffix}" for suffix in ("n", "a", "b"))
-ADDRESS, NETWORK = "10.213.77.1", "10.213.77."
-
-
-def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True)
-
-
-@pytest.fixture
-def cable() -> Iterator[None]:
-    """A namespace and its cable. Skips the test where they cannot be made."""
-    if os.geteuid() or shutil.which("ip") is None:
-        pytest.skip("makes a network namespace, which only root can, with the program ip")
-    with contextlib.ExitStack() as made:
-        try:
-            ip("netns", "add", NAMESPACE)
-            made.callback(ip, "netns", "del", NAMESPACE)
-            ip("link", "add", HERE, "type", "veth", "peer", "name", THERE)
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"network namespaces cannot be made here: {error.stderr.decode().strip()}")
-        made.callback(subprocess.run, ["ip", "link", "del", HERE], capture_output=True)
-        ip("link", "set", THERE, "netns", NAMESPACE)
-        ip("addr", "add", f"{ADDRESS}/24", "dev", HERE)
-        ip("link", "set", HERE, "up")
-        ip("-n", NAMESPACE, "addr", "add", f"{NETWORK}2/24", "dev", THERE)
-        ip("-n", NAMESPACE, "link", "set", THERE, "up")
-        yield
+__all__ = ["cable"]
 
 
 def test_a_pulled_cable_and_a_coordinator_that_is_killed(cable: None, tmp_path: Path) -> None:
@@ -51,7 +18,7 @@ def test_a_pulled_cable_and_a_coordinator_that_is_killed(cable: None, tmp_path: 
     (models / "model.gguf").symlink_to(REFERENCE.path)
     prefix = ["ip", "netns", "exec", NAMESPACE]
     with starting(tmp_path) as start:
-        server, port = serve(start, listen=f"{ADDRESS}:0")
+        server, port = serve(start, "--cluster-resume", "0", listen=f"{ADDRESS}:0")
         flags = ["--model-dir", str(models), "--devices", "cpu:0"]
         member = start("member", "join", server.found(r"luce join (\S+)"), *flags, prefix=prefix)
         assert within(200, lambda: ask(port, "/health")[0] == 200), (server.log, member.log)

@@ -120,3 +120,24 @@ def member_of(start: Any) -> dict[str, Any]:
     assert status.ended() == 0, status.log
     (member,) = json.loads("".join(status.out))["members"]
     return dict(member)
+
+
+def stream(port: int, tokens: int, ids: list[int], prompt: Sequence[int] = PROMPT) -> str:
+    """The error of a streamed greedy reply, "" without one. Its tokens go to `ids` as they come."""
+    body = {"prompt": list(prompt), "n_predict": tokens, "temperature": 0, "ignore_eos": True, "return_tokens": True}
+    data = json.dumps({**body, "stream": True}).encode()
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/completion", data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=300) as answer:
+            for line in answer:
+                if not line.startswith(b"data: {"):
+                    continue
+                event = json.loads(line[6:])
+                if "error" in event:
+                    return str(event["error"])
+                if not event.get("stop"):
+                    ids += event["tokens"]
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.read().decode()
+    return ""

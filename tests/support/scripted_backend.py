@@ -115,12 +115,25 @@ class ScriptedBackend:
         self.closed = False
         #: what the next `lost` says
         self.gone = ""
+        #: whether a shard is away, and whether that is for good
+        self.away = self.lasting = False
         self.state = ScriptedState(self.capacity, lag)
         self.ranking = ScriptedRanking()
 
     def lost(self) -> str:
         gone, self.gone = self.gone, ""
+        if gone:
+            for rows in self.state.rows:
+                rows[:] = -1
+            for slot in range(self.capacity.slots):
+                self.state.seen[slot], self.state.proposed[slot] = [], []
         return gone
+
+    def ready(self) -> bool:
+        return not self.away
+
+    def down(self) -> str:
+        return "a shard is down" if self.lasting else ""
 
     def forward(self, step: Step, queued: Callable[[], None] = lambda: None) -> Output:
         if self.hook is not None:

@@ -58,7 +58,7 @@ def test_a_torn_line_is_not_believed(tmp_path: Path) -> None:
     parts.write(0, 0, np.zeros(10, np.uint8))
     parts.close()
     with open(tmp_path / "f" / "journal", "ab") as journal:
-        journal.write(b"[0, 10, 9")
+        journal.write(b"[0, 10, 20]")
     again = Parts(tmp_path, "f", [100])
     assert again.there[0].missing(0, 100) == [(10, 100)]
     again.write(0, 20, np.zeros(10, np.uint8))

@@ -1,0 +1,40 @@
+"""A network namespace for a machine of its own, behind a cable: a veth pair. Only root can make it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+#: names of the namespace and of the ends of the cable; a name has at most 15 letters
+NAMESPACE, HERE, THERE = (f"luce{os.getpid()}{suffix}" for suffix in ("n", "a", "b"))
+ADDRESS, NETWORK = "10.213.77.1", "10.213.77."
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+
+@pytest.fixture
+def cable() -> Iterator[None]:
+    """A namespace and its cable. Skips the test where they cannot be made."""
+    if os.geteuid() or shutil.which("ip") is None:
+        pytest.skip("makes a network namespace, which only root can, with the program ip")
+    with contextlib.ExitStack() as made:
+        try:
+            ip("netns", "add", NAMESPACE)
+            made.callback(ip, "netns", "del", NAMESPACE)
+            ip("link", "add", HERE, "type", "veth", "peer", "name", THERE)
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"network namespaces cannot be made here: {error.stderr.decode().strip()}")
+        made.callback(subprocess.run, ["ip", "link", "del", HERE], capture_output=True)
+        ip("link", "set", THERE, "netns", NAMESPACE)
+        ip("addr", "add", f"{ADDRESS}/24", "dev", HERE)
+        ip("link", "set", HERE, "up")
+        ip("-n", NAMESPACE, "addr", "add", f"{NETWORK}2/24", "dev", THERE)
+        ip("-n", NAMESPACE, "link", "set", THERE, "up")
+        yield
