@@ -17,7 +17,7 @@ from luce.backend.kvflash_size import KVFlashRequest, tail_pages
 from luce.backend.layersplit import LayerSplitBackend
 from luce.backend.measured_devices import ModelOnDevices
 from luce.backend.observation import observe
-from luce.backend.placement import default_chunk, default_context
+from luce.backend.placement import default_chunk, default_context, fits_beside
 from luce.backend.prediction_facts import PredictedPlan
 from luce.backend.serving_options import Claim, ServingOptions
 from luce.compress.compressor import Compressor
@@ -218,7 +218,8 @@ def _open_model(
         ring, claims, tails = (None, (), None) if prepared is None else (prepared.ring, prepared.claims, prepared.tails)
         reserved = claims
         if config.prefill_drafter:
-            reserved = (*claims, *scorers.find(config.prefill_drafter, config.prefill_drafter_device)[0].claims)
+            options = dataclasses.replace(serving_options(config, spec, devices, claims), layers=placed.layers)
+            reserved = (*claims, *scorers.beside(partial(fits_beside, file, spec, devices, options)).claims)
         with _as_drafter_error(*[OutOfMemoryError] if claims else []):
             backend = open_backend(
                 opened, file, spec, devices, config, on_progress, ring=ring, claims=reserved, layers=placed.layers
@@ -374,8 +375,17 @@ class Scorers:
             own = Tokenizer(plan.file.metadata, nfc=plan.spec.nfc, eos_texts=plan.spec.eos)
             target = self._tokenizer()
             retokenize = None if own.alike(target) else Retokenizer(target, own)
-            self._shared[place] = plan, SharedScorer(lambda: plan.load(retokenize))
+            self._shared[place] = plan, SharedScorer(lambda: self._shared[place][0].load(retokenize))
         return self._shared[place]
+
+    def beside(self, fits: Callable[[tuple[Claim, ...]], bool]) -> ScorerPlan:
+        """The small model of --prefill-drafter, before it is loaded. `fits`: as for ScorerPlan.beside.
+
+        Raises as `find`.
+        """
+        plan, shared = self.find(self._config.prefill_drafter, self._config.prefill_drafter_device)
+        self._shared[plan.path.resolve()] = beside = plan.beside(self._config, fits), shared
+        return beside[0]
 
     def daemon(self) -> RemoteDevice | None:
         """The device of the small model of --prefill-drafter if it is in a daemon; no other one is."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from luce.backend.boundary_memory import boundary_memory
 from luce.backend.expert_placement import ExpertBytes
@@ -18,7 +18,7 @@ from luce.backend.kvflash_size import (
 )
 from luce.backend.layer_assignment import DeviceBudget, align, check_devices, fill_layers, plan_layers
 from luce.backend.microbatch import default_microbatch_rows, max_microbatch_rows
-from luce.backend.serving_options import ServingOptions
+from luce.backend.serving_options import Claim, ServingOptions
 from luce.errors import OutOfMemoryError, UsageError
 from luce.gguf.reader import GGUFFile
 from luce.layers.tensors import tensor_bytes
@@ -256,6 +256,18 @@ def check_memory(spec: ModelSpec, plan: ModelPlan, options: ServingOptions) -> N
             f"{shard.state} of context state{buffers}), {shard.free} are free{draft}; {advice}",
             param="max_ctx" if resident is None else "kvflash",
         )
+
+
+def fits_beside(
+    file: GGUFFile, spec: ModelSpec, devices: Sequence[Device], options: ServingOptions, claims: Sequence[Claim]
+) -> bool:
+    """Whether a model fits beside further claims. Raises UsageError as plan_model."""
+    options = replace(options, claims=(*options.claims, *claims))
+    try:
+        check_memory(spec, plan_model(file, spec, devices, options), options)
+    except OutOfMemoryError:
+        return False
+    return True
 
 
 def shard_name(number: int, shard: ShardPlan) -> str:

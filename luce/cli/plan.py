@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from rich.table import Table
@@ -17,7 +17,7 @@ from rich.table import Table
 from luce.assembly import place, serving_options
 from luce.backend.fastest_placement import Goal
 from luce.backend.measured_devices import ModelOnDevices
-from luce.backend.placement import default_context, plan_model
+from luce.backend.placement import default_context, fits_beside, plan_model
 from luce.backend.serving_options import ServingOptions
 from luce.cli import progress
 from luce.cli.arguments import add_json, add_model, add_settings, settings
@@ -93,6 +93,8 @@ def opened(arguments: argparse.Namespace, *, planned: bool = False) -> Iterator[
         if config.prefill_drafter:
             chosen = config.prefill_drafter_device
             scorer = plan_scorer(stack, config, config.prefill_drafter, devices, chosen, weights=weights)
+            alone = Opened(config, file, spec, devices, draft, layers=layers).options
+            scorer = scorer.beside(config, partial(fits_beside, file, spec, devices, alone))
         yield Opened(config, file, spec, devices, draft, scorer, layers)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -56,7 +56,10 @@ class ScorerPlan:
 
     @cached_property
     def sizes(self) -> tuple[int, int]:
-        """Bytes of its weights on its device, and of all else. Raises ModelError if the model cannot score."""
+        """Bytes of its weights on its device, parked ones those that are there at once, and of all else.
+
+        Raises ModelError if the model cannot score.
+        """
         return scorer_bytes(self.file, self.spec, self.device, self.longest, self.reading)
 
     @property
@@ -78,14 +81,26 @@ class ScorerPlan:
     def facts(self) -> dict[str, str | int]:
         """Its file, device and size, for users."""
         shared = {"shared_weights": self.sizes[0]} if self.shares else {}
-        return {"file": str(self.path), "device": str(self.device.name), "bytes": self.bytes, **shared}
+        parked = {"weights": "parked"} if self.reading.parked else {}
+        return {"file": str(self.path), "device": str(self.device.name), "bytes": self.bytes, **shared, **parked}
 
     def identity(self, target: GGUFFile) -> str:
         """Names all that the kept tokens of a prompt depend on beside the prompt and the keep ratio.
 
         `target`: its vocabulary says what token ids mean.
         """
-        return f"{fingerprint(target)} {fingerprint(self.file)} {self.reading} {self.longest}"
+        # Parked weights are the same ones.
+        return f"{fingerprint(target)} {fingerprint(self.file)} {replace(self.reading, parked=False)} {self.longest}"
+
+    def beside(self, config: Config, fits: Callable[[tuple[Claim, ...]], bool]) -> ScorerPlan:
+        """This small model beside a target, with its weights parked where only so both fit and the settings allow it.
+
+        `fits`: whether the target fits beside the claims.
+        """
+        if self.reading.parked or self.shares or config.draft_residency != "auto" or fits(self.claims):
+            return self
+        parked = replace(self, reading=replace(self.reading, parked=True))
+        return parked if fits(parked.claims) else self
 
     def load(self, retokenize: Retokenize | None) -> Scorer:
         """Load it."""
@@ -131,9 +146,16 @@ def plan_scorer(
         (found,) = open_all([name], _DEVICE, config.cpu_weights, beside=here)
     opened.enter_context(contextlib.closing(found))
     rows = default_chunk([found], config.chunk)
-    reading = Reading(rows, config.prefill_alpha, config.prefill_layers, config.prefill_scored_layers)
     weights = weights or WeightPool()
-    plan = ScorerPlan(place, file, spec, found, reading, longest, weights, weights.plan(file, found))
+    shares = weights.plan(file, found)
+    reading = Reading(
+        rows,
+        config.prefill_alpha,
+        config.prefill_layers,
+        config.prefill_scored_layers,
+        parked=config.draft_residency == "request-scoped" and not shares,
+    )
+    plan = ScorerPlan(place, file, spec, found, reading, longest, weights, shares)
     # Refuses models that cannot score before anything large is loaded.
     assert plan.bytes
     return plan

@@ -259,7 +259,8 @@ class Config(ServerSettings, ClusterSettings, PoolSettings, PlanningSettings, Pr
         "auto",
         choice("auto", "persistent", "request-scoped"),
         "when the draft's weights are loaded: persistent (always), request-scoped (only while requests run), auto "
-        "(persistent)",
+        "(persistent). Those of --prefill-drafter: persistent, request-scoped (one layer after the other, while a "
+        "prompt is read), auto (persistent, unless the model fits only beside request-scoped ones)",
         metavar="MODE",
         group="drafting",
     )

@@ -245,7 +245,7 @@ class LayerBuilder:
     def _attention(self, index: int, spec: Attention) -> AttentionLayer:
         group = self._spec.group_of(index)
         assert group is not None
-        if spec.donor is None:
+        if spec.donor is None and index not in self._pools:
             self._pools[index] = self._pool(index, spec)
         return AttentionLayer(
             self._device,

@@ -34,6 +34,10 @@ class WeightLoader:
         self.used: set[str] = set()
         self.nbytes = 0
 
+    def forget(self) -> None:
+        """Hold no weight: each one stays as long as a layer has it, and is loaded anew when it is asked for again."""
+        self._matrices.clear()
+
     def matrix(
         self, names: Sequence[str], cols: int, rows: Sequence[int], biases: Sequence[tuple[str, int]] = ()
     ) -> Weight:

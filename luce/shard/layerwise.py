@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +13,7 @@ from luce.errors import ModelError
 from luce.gguf.reader import GGUFFile
 from luce.layers.attention import AttentionLayer
 from luce.layers.build import LayerBuilder
-from luce.layers.decoder_layer import Residual
+from luce.layers.decoder_layer import DecoderLayer, Embedding, Residual, SandwichDecoderLayer
 from luce.layers.latent_attention import LatentAttentionLayer
 from luce.layers.rotary import Rotary
 from luce.layers.state import DeltaState, KVPool, StateOptions
@@ -25,6 +26,8 @@ from luce.ops.qkv import Rotation
 from luce.ops.tail_attention import TailAttention, tail_attention_bytes
 from luce.runtime.device import Device
 from luce.runtime.step import PAGE, DeviceStep, Int32, PageView, Span, Step
+
+Layer = DecoderLayer | SandwichDecoderLayer
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,8 @@ class Reading:
     #: count; 0: all
     layers: int = 0
     scored: int = 0
+    #: the weights of one layer after the other come to the device while a text is read, and leave it
+    parked: bool = False
 
     @property
     def step(self) -> int:
@@ -49,8 +54,8 @@ class Reading:
 class LayerwiseModel:
     """The layers of a model up to its last one with full attention, for texts of up to `longest` tokens.
 
-    Layers with pages of the same form share one pool. `weights`: shares the weights with others. Raises ModelError if
-    no layer that reads has full attention.
+    Layers with pages of the same form share one pool. `weights`: shares the weights with others, unless they are
+    parked: then a text finds what is wrong with them. Raises ModelError if no layer that reads has full attention.
     """
 
     def __init__(
@@ -72,10 +77,11 @@ class LayerwiseModel:
         self._groups = len(spec.page_groups)
         self._pages = -(-longest // PAGE)
         states = StateOptions([self._pages] * self._groups, slots=1, rank_pages=True, one_layer_at_a_time=True)
-        builder = LayerBuilder(file, spec, layers, device, states, pool=weights)
-        self._embedding = builder.embedding()
-        self._per_layer = builder.per_layer() if spec.per_layer else None
-        self._layers = [builder.layer(index) for index in layers]
+        self._builder = LayerBuilder(file, spec, layers, device, states, pool=None if reading.parked else weights)
+        self._indices = layers
+        self._embedding = None if reading.parked and not spec.per_layer else self._builder.embedding()
+        self._per_layer = self._builder.per_layer() if spec.per_layer else None
+        self._layers = None if reading.parked else [self._builder.layer(index) for index in layers]
         self._hidden = spec.hidden
         device.synchronize()
 
@@ -98,16 +104,22 @@ class LayerwiseModel:
         device, n = self._device, len(tokens)
         steps = self._steps(tokens, sparse=not dense and self.sparse(n))
         x = device.empty((n, self._hidden))
+        embedding: Embedding | None = self._load_embedding()
+        assert embedding is not None
         for step, at in zip(steps, self._ranges(n), strict=True):
-            device.copy(x[at.start : at.stop], self._embedding(step))
+            device.copy(x[at.start : at.stop], embedding(step))
+        if self._per_layer is None:
+            # Parked, it makes room for the layers.
+            embedding = None
         attention = TailAttention(device, rows, n)
         rotations: dict[Rotary, Rotation] = {}
-        for index, layer in enumerate(self._layers):
+        for index, layer in enumerate(self._each_layer()):
             check()
             for step, at in zip(steps, self._ranges(n), strict=True):
                 stream = Residual(device, x[at.start : at.stop])
                 if self._per_layer is not None:
-                    stream.inputs = self._per_layer(self._embedding(step), step)
+                    assert embedding is not None
+                    stream.inputs = self._per_layer(embedding(step), step)
                 layer(stream, step)
                 stream.settle()
             mixer = layer.mixer
@@ -130,8 +142,26 @@ class LayerwiseModel:
 
     def close(self) -> None:
         """Release weights and states. Idempotent."""
-        self._layers.clear()
-        self._per_layer = None
+        self._layers = []
+        self._embedding = self._per_layer = None
+
+    def _load_embedding(self) -> Embedding:
+        return self._embedding or self._builder.embedding()
+
+    def _each_layer(self) -> Iterator[Layer]:
+        """The layers in order. Parked weights of two are on the device at most: those in use, and the next ones."""
+        if self._layers is not None:
+            yield from self._layers
+            return
+        weights = self._builder.weights
+        for index in self._indices:
+            # What was queued reads the weights whose memory these ones may take; what follows reads these ones.
+            self._device.synchronize()
+            weights.forget()
+            layer = self._builder.layer(index)
+            self._device.synchronize()
+            weights.forget()
+            yield layer
 
     def _ranges(self, n: int) -> list[range]:
         return [range(begin, min(begin + self._rows, n)) for begin in range(0, n, self._rows)]
@@ -178,7 +208,8 @@ class ReadingSize:
 def layerwise_bytes(file: GGUFFile, spec: ModelSpec, device: Device, size: ReadingSize) -> tuple[int, int]:
     """Bytes of a LayerwiseModel's weights, and of its states and arrays while it reads its longest text.
 
-    The weights include a head if the model's last layer is read. Raises as LayerwiseModel.
+    The weights include a head if the model's last layer is read. Parked ones are those on the device at once. Raises
+    as LayerwiseModel.
     """
     longest, reading = size.longest, size.reading
     layers = _read_layers(file, spec, reading)
@@ -204,7 +235,13 @@ def layerwise_bytes(file: GGUFFile, spec: ModelSpec, device: Device, size: Readi
                 tables[mixer.rope] = 4 * longest * mixer.rope.dims
     states = slots + -(-longest // PAGE) * sum(pools.values())
     arrays = 4 * longest * spec.hidden + scores + sum(tables.values()) + sum(sparse.values())
-    return tensor_bytes(file, spec, layers, device), states + arrays
+    weights = tensor_bytes(file, spec, layers, device)
+    if reading.parked:
+        owned = [tensor_bytes(file, spec, range(index, index + 1), device, layers_only=True) for index in layers]
+        ends, two = weights - sum(owned), max(before + own for before, own in pairwise([0, *owned]))
+        # Inputs of each layer need the embedding.
+        weights = ends + two if spec.per_layer else max(ends, two)
+    return weights, states + arrays
 
 
 def _may_be_sparse(mixer: Attention) -> bool:

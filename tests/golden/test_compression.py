@@ -72,8 +72,15 @@ PLACES: dict[str, dict[str, Any]] = {
         "target_shard_ipc_bin": f"cpu={WARM}",
         "prefill_drafter_device": "cpu:2",
     },
+    "small model in a daemon, weights for each prompt": {
+        "target_devices": "cpu:0,cpu:1",
+        "target_shard_ipc_bin": f"cpu={WARM}",
+        "prefill_drafter_device": "cpu:2",
+        "draft_residency": "request-scoped",
+    },
     "drafting": {"draft": str(TINY / "draft.gguf"), "verify_width": 16},
     "trees": {"draft": str(TINY / "draft.gguf"), "verify_width": 16, "ddtree": True},
+    # Those of one layer after the other.
     "weights for each prompt": {"draft_residency": "request-scoped"},
     "KVFlash with the same small model": {
         "kvflash": "4160",

@@ -15,6 +15,7 @@ import luce.assembly
 import luce.cli.plan
 from luce.cli.main import main
 from luce.config.settings import Config
+from luce.errors import OutOfMemoryError
 from luce.runtime.device import Device, DeviceName, Memory
 from luce.runtime.host import HostDevice
 from luce.runtime.step import PAGE
@@ -152,6 +153,37 @@ def test_weights_that_small_models_share_are_planned_once(
     with luce.load(HYBRID.path, **(given | SMALL_MODELS["shared"])) as model:
         assert model.compression.compressor is not None
         assert model.compression.compressor.facts["bytes"] == shared["bytes"]
+
+
+def test_a_small_model_is_parked_where_only_so_the_layers_fit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = {"target_devices": "cpu:0", "cpu_weights": "float32", "max_ctx": 1000, "prefill_drafter": MODEL}
+
+    def facts(memory: int, **more: str) -> tuple[int, dict[str, Any]]:
+        monkeypatch.setattr(HostDevice, "memory", lambda self: Memory(memory, memory))
+        flags = [f"--{key.replace('_', '-')}={value}" for key, value in (given | more).items()]
+        status = main(["run", str(HYBRID.path), "--dry-run", "--json", *flags])
+        return status, json.loads(capsys.readouterr().out)
+
+    status, wide = facts(MEMORY)
+    shard, scorer = wide["plan"][0], wide["prefill_drafter"]
+    assert status == 0 and "weights" not in scorer
+    needed = shard["weights"] + shard["state"] + shard["buffers"] + scorer["bytes"]
+    # 6 % of the free memory stay free.
+    short = int(needed / 0.94) - 10_000
+    status, narrow = facts(short)
+    assert status == 0 and narrow["prefill_drafter"]["weights"] == "parked"
+    saved = scorer["bytes"] - narrow["prefill_drafter"]["bytes"]
+    assert 10_000 < saved < scorer["bytes"]
+    assert facts(short, draft_residency="persistent")[0] != 0
+    assert facts(int((needed - saved) / 0.94) - 10_000)[0] != 0
+    with pytest.raises(OutOfMemoryError, match=r"need \d+ bytes .* \d+ are free beside \d+ for the draft"):
+        luce.load(HYBRID.path, **given)
+    monkeypatch.setattr(HostDevice, "memory", lambda self: Memory(short, short))
+    with luce.load(HYBRID.path, **given) as model:
+        assert model.compression.compressor is not None
+        assert model.compression.compressor.facts["weights"] == "parked"
 
 
 @pytest.mark.parametrize(("reference", "settings"), SETTINGS, ids=str)

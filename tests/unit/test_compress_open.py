@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from luce.compress.open import SharedScorer, plan_scorer
+from luce.compress.scorer import scorer_bytes
 from luce.config.settings import Config
 from luce.errors import FormatError, LuceError, UsageError
+from luce.layers.weight_pool import WeightPool
 from luce.runtime.host import HostDevice
 from tests.support.reference import Reference
 from tests.support.scorers import ScriptedScorer
@@ -102,3 +105,36 @@ def test_a_load_that_fails_leaves_no_user() -> None:
         shared.open()
     user = shared.open()
     user.close()
+
+
+@pytest.mark.parametrize(
+    ("residency", "shares", "room", "parked"),
+    [
+        ("auto", False, "resident", False),
+        ("auto", False, "parked", True),
+        # Neither fits: the error names what the resident weights need.
+        ("auto", False, "none", False),
+        ("auto", True, "parked", False),
+        ("persistent", False, "parked", False),
+        ("request-scoped", False, "resident", True),
+        ("request-scoped", True, "resident", False),
+    ],
+)
+def test_weights_are_parked_where_only_so_the_target_fits(
+    residency: str, shares: bool, room: str, parked: bool
+) -> None:
+    config = dataclasses.replace(HOST, draft_residency=residency)
+    with contextlib.ExitStack() as opened, contextlib.ExitStack() as other:
+        pool = WeightPool()
+        if shares:
+            pool.plan(plan_scorer(other, config, SMALL, []).file, HostDevice())
+        plan = plan_scorer(opened, config, SMALL, [], weights=pool)
+        whole = replace(plan.reading, parked=False)
+        resident = scorer_bytes(plan.file, plan.spec, plan.device, plan.longest, whole)
+        small = scorer_bytes(plan.file, plan.spec, plan.device, plan.longest, replace(whole, parked=True))
+        assert sum(small) < sum(resident)
+        most = {"resident": sum(resident), "parked": sum(small), "none": 0}[room]
+        beside = plan.beside(config, lambda claims: sum(claim.bytes for claim in claims) <= most)
+        assert beside.reading.parked is parked and (beside.facts.get("weights") == "parked") is parked
+        assert beside.bytes == sum((small if parked else resident)[shares:])
+        assert beside.identity(plan.file) == plan.identity(plan.file)

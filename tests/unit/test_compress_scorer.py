@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +14,16 @@ import pytest
 from numpy.typing import NDArray
 
 from luce.compress.scorer import READING, Retokenized, TextScorer, scorer_bytes, segment_tokens, smoothed, spread
-from luce.errors import DeviceError, LuceError, ModelError, RequestError
+from luce.errors import DeviceError, LuceError, ModelError, OutOfMemoryError, RequestError
 from luce.gguf.reader import GGUFFile, open_gguf
 from luce.layers.attention import AttentionLayer
+from luce.layers.build import LayerBuilder
 from luce.models.keys import Source
 from luce.models.registry import read_spec
 from luce.models.spec import ModelSpec
 from luce.ops.block_sparse import BLOCK, SparseStep
 from luce.ops.tail_attention import TailAttention
+from luce.ops.weight import upload_weight
 from luce.runtime.host import HostDevice
 from luce.shard.layerwise import Reading, ReadingSize, layerwise_bytes
 from luce.text.tokenizer import Tokenizer
@@ -31,6 +35,8 @@ F64 = NDArray[np.float64]
 SMALL = Reference("qwen3-a-F32")
 TINY = Path(__file__).parents[2] / "models" / "tiny" / "drafter.gguf"
 ROWS = 16
+#: more weights than a layer of any reference model has beside its experts, and fewer than two layers
+MATRICES = 8
 
 
 @pytest.fixture(scope="module")
@@ -218,6 +224,84 @@ def test_every_kind_of_layer_scores_the_same_in_steps_of_any_size(name: str) -> 
     assert (found[0] > 0).all()
     np.testing.assert_array_equal(found[0], found[1])
     np.testing.assert_allclose(found[0], found[2], rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3-a-F32", "qwen35-a-F32", "gemma4-e-F32", "deepseek2-a-F32", "lfm2-a-F32", "gptoss-a-F32"]
+)
+def test_parked_weights_score_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In two texts, one behind the other; while a layer is loaded the one before it is the only one that is there."""
+    reference = Reference(name)
+    tokens = np.random.default_rng(3).integers(0, reference.spec.vocab, 90).astype(np.int32)
+    layers: list[weakref.ref[Any]] = []
+    weights: list[weakref.ref[Any]] = []
+    build, upload = LayerBuilder.layer, upload_weight
+
+    def there(built: list[weakref.ref[Any]]) -> int:
+        return sum(each() is not None for each in built)
+
+    def layer(self: LayerBuilder, index: int) -> Any:
+        assert there(layers) <= 1 and there(weights) <= MATRICES
+        made = build(self, index)
+        layers.append(weakref.ref(made))
+        return made
+
+    def uploaded(*given: Any) -> Any:
+        made = upload(*given)
+        weights.append(weakref.ref(made))
+        return made
+
+    with open_gguf(reference.path) as file:
+        scorer = TextScorer(file, reference.spec, HostDevice(), reading=Reading(32))
+        expected = [scorer(tokens), scorer(tokens[:50])]
+        scorer.close()
+        monkeypatch.setattr(LayerBuilder, "layer", layer)
+        monkeypatch.setattr("luce.layers.weights.upload_weight", uploaded)
+        parked = TextScorer(file, reference.spec, HostDevice(), reading=Reading(32, parked=True))
+        outside = there(weights)
+        assert not layers and (not outside or reference.spec.per_layer)
+        for text, scores in zip((tokens, tokens[:50]), expected, strict=True):
+            np.testing.assert_array_equal(parked(text), scores)
+            assert there(layers) == 0 and there(weights) == outside
+        assert len(weights) > MATRICES
+        parked.close()
+
+
+def test_parked_weights_that_cannot_be_loaded_leave_the_next_text_as_it_was(
+    file: GGUFFile, scorer: TextScorer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = np.arange(50, dtype=np.int32)
+    parked = TextScorer(file, SMALL.spec, HostDevice(), reading=Reading(ROWS, parked=True))
+    before = parked(tokens)
+    np.testing.assert_array_equal(before, scorer(tokens))
+    calls = []
+    whole = LayerBuilder.layer
+
+    def layer(self: LayerBuilder, index: int) -> Any:
+        calls.append(index)
+        if len(calls) == 4:
+            raise OutOfMemoryError("no memory for it")
+        return whole(self, index)
+
+    monkeypatch.setattr(LayerBuilder, "layer", layer)
+    with pytest.raises(OutOfMemoryError):
+        parked(tokens)
+    np.testing.assert_array_equal(parked(tokens), before)
+    assert calls == [0, 1, 2, 3, 0, 1, 2, 3, 4, 5]
+
+
+def test_parked_weights_take_the_memory_of_two_layers(file: GGUFFile) -> None:
+    """Or that of the embedding, whichever is more: it goes before the layers come."""
+    sizes = [
+        sum(tensor.nbytes for name, tensor in file.tensors.items() if name.startswith(f"blk.{index}."))
+        for index in range(6)
+    ]
+    two = max(a + b for a, b in pairwise(sizes))
+    # With the tied head.
+    ends = 2 * file.tensors["token_embd.weight"].nbytes + file.tensors["output_norm.weight"].nbytes
+    resident, rest = scorer_bytes(file, SMALL.spec, HostDevice())
+    parked, same = scorer_bytes(file, SMALL.spec, HostDevice(), reading=Reading(parked=True))
+    assert (parked, same) == (max(ends, two), rest) and parked < resident == ends + sum(sizes)
 
 
 def test_keys_that_a_later_layer_borrows_are_still_there(file: GGUFFile, monkeypatch: pytest.MonkeyPatch) -> None:
