@@ -17,7 +17,7 @@ from tools.bench_retrieval import Case, cases, recalled
 
 TINY = Path(__file__).parents[2] / "models" / "tiny"
 CONTEXT = 4096
-#: tokens of the prompts that are read on several placements: their scores take a third of the time
+#: tokens of the prompts that are read by default: their scores take a third of the time
 SHORT = 2048
 DEPTHS = np.linspace(0, 1, 20).tolist()
 #: of these, the ones that are tried at once, and in other ways: two, one behind the other
@@ -40,12 +40,14 @@ def opened(**settings: Any) -> luce.Model:
     return luce.load(TINY / "target.gguf", max_ctx=CONTEXT + 64, **chosen)
 
 
-def test_numbers_come_back_at_all_depths() -> None:
+@pytest.mark.parametrize("length", [SHORT, pytest.param(CONTEXT, marks=pytest.mark.slow)])
+def test_numbers_come_back_at_all_depths(length: int) -> None:
     with opened() as model:
-        found = list(recalled(model, list(cases(model, CONTEXT, DEPTHS, FILLER))))
+        found = list(recalled(model, list(cases(model, length, DEPTHS, FILLER))))
         assert model.compression.compressor is not None
         stats = model.compression.compressor.stats()
-    assert stats.original == len(DEPTHS) * CONTEXT and stats.kept < 0.25 * stats.original
+    # A tenth, the end with the question, and whole segments.
+    assert stats.original == len(DEPTHS) * length and stats.kept < 0.3 * stats.original
     assert sum(right for right, _ in found) >= 19
 
 

@@ -128,7 +128,7 @@ def draw(
     width: int,
     tree: bool = False,
     recurrent: bool = True,
-    replies: int = 24,
+    replies: int = 16,
     tokens: int = 480,
 ) -> tuple[list[list[int]], float]:
     """Replies by different seeds, four at once, and how many tokens a verification gave."""
