@@ -11,7 +11,7 @@ from __future__ import annotations
 #: the share of the time of plain steps that drafts may lose
 SHARE = 0.01
 # Plain steps' worth of time to begin with, and the most that past gains or losses count for.
-_FIRST_STEPS, _MOST_STEPS = 4, 16
+_FIRST_STEPS, _MOST_STEPS = 3, 8
 
 
 class DraftAccount:

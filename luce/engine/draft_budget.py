@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Hashable
 from collections.abc import Sequence as Many
 
 import numpy as np
@@ -17,7 +17,9 @@ _PRIOR = 0.5
 # A token that is copied behind so many tokens, which are known to be copied too, is assumed to be right in half of the
 # places. The last bin of such lengths begins at 2 to the power of the second number.
 _PRIOR_LENGTH, _LONGEST_BIN = 4, 4
-# How fast rates go back to the assumed ones while no draft token is verified.
+# An assumed rate counts as so many outcomes.
+_ASSUMED_OUTCOMES = 2
+# How fast rates go back to the assumed ones while no draft token is compared.
 _DECAY = 0.005
 _BINS = 10
 # The first steps of a number of rows build kernels and capture graphs: their times say nothing about later steps.
@@ -27,6 +29,8 @@ _WARM_UP_STEPS = 2
 class StepTimes:
     """Seconds of steps by number of rows: measured, or interpolated; 0 until the first measurement.
 
+    The first steps of each shape build kernels and capture graphs, and do not count.
+
     fixed  the share of the time of the fewest measured rows that still fewer rows are assumed to take
     """
 
@@ -34,24 +38,30 @@ class StepTimes:
         self._fixed = fixed
         self._rows: list[int] = []
         self._seconds: list[float] = []
-        self._seen: Counter[int] = Counter()
+        self._seen: Counter[Hashable] = Counter()
 
     def measured(self, rows: int) -> bool:
         """Whether steps of this number of rows were measured."""
-        return self._seen[rows] > _WARM_UP_STEPS
-
-    def add(self, rows: int, seconds: float) -> None:
-        """Record a step. A step slower than the estimate weighs less than a faster one."""
-        self._seen[rows] += 1
-        if not self.measured(rows):
-            return
         at = bisect_left(self._rows, rows)
-        if at == len(self._rows) or self._rows[at] != rows:
+        return at < len(self._rows) and self._rows[at] == rows
+
+    def add(self, rows: int, seconds: float, shape: Hashable = None) -> bool:
+        """Record a step of a shape, without one of its number of rows. Returns whether it counts.
+
+        A step slower than the estimate weighs less than a faster one.
+        """
+        kind = rows if shape is None else shape
+        self._seen[kind] += 1
+        if self._seen[kind] <= _WARM_UP_STEPS:
+            return False
+        at = bisect_left(self._rows, rows)
+        if not self.measured(rows):
             self._rows.insert(at, rows)
             self._seconds.insert(at, seconds)
-            return
+            return True
         known = self._seconds[at]
         self._seconds[at] += 0.5 * (seconds - known) if seconds < known else 0.1 * (min(seconds, 2 * known) - known)
+        return True
 
     def __call__(self, rows: int) -> float:
         """Seconds of a step. Above the measured range the nearest measurement holds, so that numbers of rows that were
@@ -139,11 +149,15 @@ def fair_shares(budget: int, demands: Many[int]) -> list[int]:
 
 class AcceptanceRates:
     """How often draft tokens were accepted whose parents were, by the drafter's own probability if it gives one, and by
-    how much of the text before them is known to be copied."""
+    how much of the text before them is known to be copied.
+
+    like  rates that are assumed for what has few outcomes; they may go on learning
+    """
 
     def __init__(self, like: AcceptanceRates | None = None) -> None:
-        #: each bin's rate, and its number of outcomes
-        self._rates: dict[tuple[int, int], tuple[float, int]] = {} if like is None else dict(like._rates)
+        self._like = like
+        #: each bin's mean outcome, and its number of outcomes
+        self._means: dict[tuple[int, int], tuple[float, int]] = {}
 
     def probabilities(self, proposal: Proposal) -> list[float]:
         """The probability that row 1, 2, ... is accepted; none is above that of the row before it."""
@@ -153,27 +167,32 @@ class AcceptanceRates:
         """The probability that each token is accepted, as the product of the rates on the path to it."""
         found: list[float] = []
         for index in range(len(proposal.tokens)):
-            key, prior = _bin(proposal, index)
             parent = proposal.parents[index] if proposal.parents else index - 1
-            rate = self._rates[key][0] if key in self._rates else prior
-            found.append((found[parent] if parent >= 0 else 1.0) * rate)
+            found.append((found[parent] if parent >= 0 else 1.0) * self._rate(*_bin(proposal, index)))
         return found
 
     def update(self, proposal: Proposal, outcomes: Many[tuple[int, bool]], weight: float) -> None:
         """Learn from draft tokens whose parents were accepted: (index, whether the token was accepted). `weight`: that
         of an outcome, once there are many."""
         for index, accepted in outcomes:
-            key, prior = _bin(proposal, index)
-            rate, count = self._rates.get(key, (prior, 0))
-            # The first outcomes weigh as in a mean, in which the assumed rate counts as two.
-            move = max(weight, 1 / (count + 3))
-            self._rates[key] = rate + move * (float(accepted) - rate), count + 1
+            key, _ = _bin(proposal, index)
+            mean, count = self._means.get(key, (0.0, 0))
+            self._means[key] = mean + max(weight, 1 / (count + 1)) * (float(accepted) - mean), count + 1
 
     def decay(self, proposal: Proposal) -> None:
-        """Learn that no token of a proposal was verified: rates go back until drafts are verified again."""
+        """Learn that no token of a proposal was compared: rates go back until some are."""
         for key, prior in {_bin(proposal, index) for index in range(len(proposal.tokens))}:
-            rate, count = self._rates.get(key, (prior, 0))
-            self._rates[key] = rate + _DECAY * (prior - rate), count
+            if key in self._means:
+                mean, count = self._means[key]
+                self._means[key] = mean + _DECAY * (self._assumed(key, prior) - mean), count
+
+    def _rate(self, key: tuple[int, int], prior: float) -> float:
+        assumed = self._assumed(key, prior)
+        mean, count = self._means.get(key, (0.0, 0))
+        return assumed + (mean - assumed) * count / (count + _ASSUMED_OUTCOMES)
+
+    def _assumed(self, key: tuple[int, int], prior: float) -> float:
+        return prior if self._like is None else self._like._rate(key, prior)
 
 
 def _bin(proposal: Proposal, index: int) -> tuple[tuple[int, int], float]:

@@ -1,8 +1,8 @@
 """Chooses the sequences to draft for: by times, by forecasts of the gain of each sequence's drafts, and by the account.
 
-A forecast is the mean over a sequence's recent proposals of the probabilities that their rows are accepted; a new
-sequence has that of all sequences. Sequences for which drafting does not pay by it rest. Each is tried again from time
-to time, as far as the account of drafting allows (luce.engine.draft_account).
+A forecast is the mean over a sequence's recent proposals of the probabilities that their rows are accepted, by what is
+known once the reply has gone on; a new sequence has that of all sequences. Sequences for which drafting does not pay by
+it rest. Each is tried again from time to time, as far as the account of drafting allows (luce.engine.draft_account).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from luce.engine.draft_account import DraftAccount
 from luce.engine.draft_budget import StepTimes, worth_drafting
 from luce.engine.drafted import DraftedSequence
 
-# Weight of the newest proposal in the forecast of its sequence, and in that of new sequences.
-_OWN_WEIGHT, _NEW_WEIGHT = 0.25, 0.05
+# Weight of the newest proposal in the forecast of its sequence, once there are many, and in that of new sequences.
+_OWN_WEIGHT, _NEW_WEIGHT = 0.25, 0.1
 # The share by which drafting must be faster than plain steps.
 _MARGIN = 0.02
 # Forecasts are compared with the times again after so many steps at most.
@@ -61,7 +61,7 @@ class Pace:
 
     def _choose(self, able: Many[DraftedSequence], budget: int, plain: int) -> None:
         times = self.step_times, self.draft_times
-        forecasts = [self._new if one.forecast is None else one.forecast for one in able]
+        forecasts = [self._forecast(one) for one in able]
         known = [index for index, forecast in enumerate(forecasts) if forecast]
         expected = [forecasts[index] for index in known]
         pays = worth_drafting(expected, budget, plain, *times, self.sizes, margin=_MARGIN)
@@ -70,28 +70,36 @@ class Pace:
             # Without any forecast each of them is tried.
             one.judge(pays=index in worth or (one.forecast is None and not self._new))
 
+    def _forecast(self, one: DraftedSequence) -> list[float]:
+        """A sequence's, and as far as that is from few proposals that of all sequences."""
+        return _mean(self._new, one.forecast or [], min(1.0, _OWN_WEIGHT * one.learned))
+
     def _tried(self, resting: Many[DraftedSequence], asked: int) -> DraftedSequence | None:
         """One of the resting sequences whose pause is over, if the account affords the time of its proposal."""
         ready = [one for one in resting if one.waited()]
         cost = self.draft_times(asked + 1) - (self.draft_times(asked) if asked else 0.0)
         if not ready or not self.account.affords(max(cost, 0.0)):
             return None
-        return max(ready, key=lambda one: one.pause)
+        return max(ready, key=lambda one: (not one.learned, sum(one.forecast or [])))
 
     def learn(self, one: DraftedSequence, probabilities: Many[float]) -> None:
         """The rows of a sequence's newest proposal are accepted with these probabilities."""
-        one.forecast = _mean(self._new if one.forecast is None else one.forecast, probabilities, _OWN_WEIGHT)
+        one.forecast = _mean(one.forecast or [], probabilities, max(_OWN_WEIGHT, 1 / (one.learned + 1)))
+        one.learned += 1
         self._new = _mean(self._new, probabilities, _NEW_WEIGHT)
         # Choosing among 15 sequences takes a quarter of a millisecond, with which the devices wait.
         self._stale = min(self._stale, len(self._chosen_for) // 4)
 
-    def record_step(self, rows: int, plain: int, seconds: float, drafting: float, asked: int) -> None:
-        """A step of only replies took so long, with proposals for `asked` sequences that took `drafting` seconds."""
+    def record_step(self, rows: int, plain: int, longest: int, seconds: float, drafting: float, asked: int) -> None:
+        """A step of only replies took so long, with proposals for `asked` sequences that took `drafting` seconds.
+        `longest`: the most rows of a sequence."""
         self._settle()
-        self.step_times.add(rows, seconds)
-        if not self.step_times.measured(plain):
+        # What launches depend on (luce.runtime.step.StepShape): two steps of each shape take several times as long,
+        # once, which says nothing of drafting.
+        shape = rows, plain, (longest - 1).bit_length(), rows > plain
+        if not self.step_times.add(rows, seconds, shape) or not self.step_times.measured(plain):
             return
-        # The first steps and proposals of a kind build kernels, and any may be held up.
+        # Any step may be held up.
         seconds = min(seconds, 2 * self.step_times(rows))
         if asked:
             self._drafted = seconds + min(drafting, 2 * self.draft_times(asked)), plain
@@ -111,8 +119,8 @@ class Pace:
 
 def _mean(old: Many[float], new: Many[float], weight: float) -> list[float]:
     """The mean of two lists of probabilities, the shorter one with zeros behind it; `new` if there is no old one."""
-    if not old:
-        return list(new)
+    if not old or not new:
+        return list(new or old)
     length = max(len(old), len(new))
     padded = ([*own, *[0.0] * (length - len(own))] for own in (old, new))
     return [a + weight * (b - a) for a, b in zip(*padded, strict=True)]

@@ -124,6 +124,16 @@ def behind(proposal: Proposal, tokens: Sequence[int], most: int) -> Proposal:
     return part_of(proposal, nodes[: max(0, most)], root)
 
 
+def compared(proposal: Proposal, text: Sequence[int]) -> list[tuple[int, bool]]:
+    """The tokens of a proposal that follow on what the text began with, each with whether the text goes on so."""
+    children, found, node = children_of(proposal.parents or range(-1, len(proposal.tokens) - 1)), [], -1
+    for token in text:
+        outcomes = [(child, proposal.tokens[child] == token) for child in children.get(node, [])]
+        found += outcomes
+        node = next((child for child, right in outcomes if right), len(proposal.tokens))
+    return found
+
+
 def in_row_order(proposal: Proposal, count: int) -> tuple[Proposal, tuple[int, ...]]:
     """The first `count` tokens of a tree in the order of rows, and the row of each token's parent.
 

@@ -83,6 +83,10 @@ class DraftedSequence:
     ends_reasoning: bool = False
     #: the newest proposal
     proposal: Proposal = field(default_factory=Proposal)
+    #: all that the drafter proposed last, if it was asked, and nothing was learned from that yet
+    offered: Proposal | None = None
+    #: length of the reply before what was offered
+    offered_at: int = 0
     #: tokens of it that are verified
     rows: int = 0
     #: whether the drafter failed while the sequence ran
@@ -95,6 +99,8 @@ class DraftedSequence:
     copy: Copy | None = None
     #: the mean over recent proposals of the probability that row 1, 2, ... is accepted; None before the first one
     forecast: list[float] | None = None
+    #: proposals that it was learned from
+    learned: int = 0
     #: whether drafting pays by the forecast
     pays: bool = False
     #: whether the drafter was asked since that was judged last

@@ -29,7 +29,7 @@ from luce.draft.feature_tail import FeatureTail, FeatureTails
 from luce.draft.prompt_lookup import Lookup
 from luce.engine.draft_budget import AcceptanceRates, choose_draft_rows, fair_shares
 from luce.engine.draft_pace import Pace
-from luce.engine.draft_tree import behind, in_row_order, merge_branches, part_of, refused_tokens, well_formed
+from luce.engine.draft_tree import behind, compared, in_row_order, merge_branches, part_of, refused_tokens, well_formed
 from luce.engine.drafted import DraftedSequence, DraftLimits, DraftRequest, DraftStats, DraftText, SequenceDrafts
 from luce.engine.failures import Failures
 from luce.engine.scheduler import ScheduledSequence, ScheduledStep
@@ -217,7 +217,9 @@ class Speculator:
     def record_step(self, scheduled: ScheduledStep, seconds: float) -> None:
         """Record what a step took."""
         if all(one.position >= one.sequence.read_end for one in scheduled.sequences):
-            self._pace.record_step(scheduled.step.rows, len(scheduled.sequences), seconds, *self._drafting)
+            sequences = scheduled.sequences
+            longest = max(one.rows for one in sequences)
+            self._pace.record_step(scheduled.step.rows, len(sequences), longest, seconds, *self._drafting)
         self._drafting = 0.0, 0
 
     def feature_tail(self, slot: int, end: int) -> FeatureTail | None:
@@ -255,8 +257,7 @@ class Speculator:
         self._copied += sum(known.repeats(row - forced - 1) for row in accepted if row > forced)
         rows = [(row, parent) for row, parent in enumerate(parents, 1) if row > forced]
         outcomes = [(row - forced - 1, row in accepted) for row, parent in rows if parent in compared]
-        known.rates.update(known.proposal, outcomes, _SEQUENCE_WEIGHT)
-        self._rates.update(known.proposal, outcomes, _GLOBAL_WEIGHT)
+        self._learn(known, known.proposal, outcomes)
 
     def forget(self, sequence: Sequence) -> None:
         """A sequence that had a slot has ended."""
@@ -340,7 +341,27 @@ class Speculator:
         known = [self._sequences[sequence] for sequence in decoding]
         if not self.drafter.block or self._disabled:
             return [False] * len(known)
+        for sequence, one in zip(decoding, known, strict=True):
+            self._compare(sequence, one)
         return [not one.off for one in known] if self._fixed else self._pace.ask(known, budget)
+
+    def _compare(self, sequence: Sequence, known: DraftedSequence) -> None:
+        """Learn from a proposal of which no token was verified, once the reply has gone on otherwise."""
+        offered = known.offered
+        if offered is None or known.rows:
+            return
+        text = sequence.reply[known.offered_at :]
+        outcomes = compared(offered, text)
+        if sum(right for _, right in outcomes) < len(text):
+            self._learn(known, offered, outcomes)
+
+    def _learn(self, known: DraftedSequence, proposal: Proposal, outcomes: Many[tuple[int, bool]]) -> None:
+        """Learn from tokens of a sequence's newest proposal, and what it promised by what is known now."""
+        known.rates.update(proposal, outcomes, _SEQUENCE_WEIGHT)
+        self._rates.update(proposal, outcomes, _GLOBAL_WEIGHT)
+        if known.offered is not None:
+            self._pace.learn(known, known.rates.probabilities(known.offered))
+            known.offered = None
 
     def _text(self, sequence: Sequence, budget: int, *, asks: bool) -> DraftText | None:
         """A sequence with the draft rows that could be verified after its seed; None if there are none."""
@@ -418,22 +439,20 @@ class Speculator:
                     probabilities.append([*sure, *known.rates.probabilities(proposal)])
                     rated.append((text, proposal))
             proposals = rated
-            for (text, _), own in zip(proposals, probabilities, strict=True):
-                # What grammars force, and what repeats, says nothing of the drafter.
-                if text.asked is not None:
-                    self._pace.learn(self._sequences[text.sequence], own)
             pace = self._pace
             counts, _ = choose_draft_rows(probabilities, budget, request.plain, pace.step_times, seconds, pace.sizes)
         for (text, proposal), count in zip(proposals, counts, strict=True):
             with failures.of(text.sequence):
                 self._give(text.sequence, proposal, count)
+                known = self._sequences[text.sequence]
+                # What grammars force, and what repeats, says nothing of the drafter.
+                if text.asked is not None and not known.forced and (count or known.offered is None):
+                    known.offered, known.offered_at = proposal, len(text.sequence.reply)
 
     def _give(self, sequence: Sequence, proposal: Proposal, count: int) -> None:
         """Let the next step verify the first `count` tokens of what is forced and, behind it, of a proposal."""
         known = self._sequences[sequence]
         known.rows = count
-        if not count:
-            known.rates.decay(proposal)
         forced = known.forced[:count]
         rest = count - len(forced)
         parents: tuple[int, ...] = ()

@@ -269,7 +269,7 @@ class StepShape:
     rows: int
     #: number of spans
     spans: int
-    #: rows of the longest span; with draft trees rounded up
+    #: rows of the longest span; rounded up to a power of two if a span is speculative
     longest: int
     #: number of output rows
     output_rows: int
@@ -294,8 +294,8 @@ class StepShape:
         seen = tuple(view.seen is not None for view in step.views)
         pending = any(span.speculative or span.accepted for span in step.spans)
         branching = any(span.path or span.ancestors for span in step.spans)
-        if any(span.ancestors for span in step.spans):
-            # Rounded up, so that trees of all forms have few shapes.
+        if any(span.speculative for span in step.spans):
+            # Rounded up, so that chains and trees of all forms have few shapes.
             longest = 1 << (longest - 1).bit_length()
         copies = tuple(0 if view.copies is None else len(view.copies) for view in step.views)
         sizes = step.rows, len(step.spans), longest, len(step.output_rows)

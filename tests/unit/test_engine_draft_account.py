@@ -14,7 +14,7 @@ def test_plain_steps_earn_a_share_of_their_time() -> None:
     for _ in range(100):
         account.book_plain(1.0)
     # The first steps of drafts are a loan.
-    assert account.affords(4 + 100 * SHARE - 1e-9) and not account.affords(4 + 100 * SHARE + 1e-9)
+    assert account.affords(3 + 100 * SHARE - 1e-9) and not account.affords(3 + 100 * SHARE + 1e-9)
 
 
 def test_what_drafts_gain_and_lose() -> None:
@@ -22,14 +22,14 @@ def test_what_drafts_gain_and_lose() -> None:
     account.book_plain(1.0)
     # Two sequences: six tokens in two seconds, where three steps without drafts take three.
     account.book_drafted(2.0, 6, 2, 1.0)
-    assert account.affords(5.0) and not account.affords(5.1)
-    account.book_drafted(7.0, 2, 2, 1.0)
+    assert account.affords(4.0) and not account.affords(4.1)
+    account.book_drafted(6.0, 2, 2, 1.0)
     assert account.overdrawn
     # Gains and losses count for so much time at most.
     account.book_drafted(1.0, 1000, 2, 1.0)
-    assert account.affords(16.0) and not account.affords(16.1)
+    assert account.affords(8.0) and not account.affords(8.1)
     account.book_drafted(1000.0, 2, 2, 1.0)
-    for _ in range(int(16 / SHARE) - 1):
+    for _ in range(int(8 / SHARE) - 1):
         account.book_plain(1.0)
     assert account.overdrawn
     account.book_plain(1.0 + 1e-6)
@@ -49,4 +49,4 @@ def test_no_drafter_loses_more_than_its_share(steps: list[tuple[float, int]]) ->
             account.book_drafted(1.0 + longer, 1 + more, 1, 1.0)
             drafted, plain = drafted + 1.0 + longer, plain + 1.0 + more
     # The loan, the last step, and the share.
-    assert drafted <= plain * (1 + SHARE) + 4 + 3.0 + 1e-6
+    assert drafted <= plain * (1 + SHARE) + 3 + 3.0 + 1e-6

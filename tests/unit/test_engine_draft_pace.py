@@ -32,7 +32,7 @@ class Run:
     def plain(self, steps: int = 3) -> None:
         """Steps before there are drafts."""
         for _ in range(steps):
-            self.pace.record_step(len(self.known), len(self.known), self.step(len(self.known)), 0.0, 0)
+            self.pace.record_step(len(self.known), len(self.known), 1, self.step(len(self.known)), 0.0, 0)
 
     @staticmethod
     def step(rows: int) -> float:
@@ -44,7 +44,7 @@ class Run:
         plain = len(self.known)
         for _ in range(count):
             asks = self.pace.ask(self.known, 16 - plain)
-            rows, accepted, asked = plain, 0, sum(asks)
+            rows, longest, accepted, asked = plain, 1, 0, sum(asks)
             if asked:
                 self.pace.draft_times.add(asked, self.drafting(asked))
             for index, one in enumerate(self.known):
@@ -52,9 +52,9 @@ class Run:
                     self.asked[index] += 1
                     gain = self.gains[index]
                     self.pace.learn(one, [1.0] * gain + [0.0] * (7 - gain))
-                    rows, accepted = rows + gain, accepted + gain
+                    rows, longest, accepted = rows + gain, max(longest, 1 + gain), accepted + gain
             seconds, drafting = self.step(rows), self.drafting(asked) if asked else 0.0
-            self.pace.record_step(rows, plain, seconds, drafting, asked)
+            self.pace.record_step(rows, plain, longest, seconds, drafting, asked)
             self.pace.record_accepted(accepted)
             self.seconds += seconds + drafting
             self.tokens += plain + accepted

@@ -1,0 +1,182 @@
+"""Several replies at once by the speculator, as the engine drives it, on a device whose times come from a table.
+
+No thread, no wall time: the clock is the sum of what the table says.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from luce.draft.drafter import Draftable, PendingProposals, Proposal
+from luce.draft.no_drafter import NoDrafter
+from luce.engine.drafted import DraftLimits
+from luce.engine.scheduler import ScheduledSequence, ScheduledStep
+from luce.engine.sequence import Sequence
+from luce.engine.speculate import Speculator
+from luce.runtime.step import Span, Step
+
+PROMPT = 8
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a device takes, in ms."""
+
+    #: a step by its rows, of one sequence
+    rows: dict[int, float]
+    #: each further sequence of a step
+    sequence: float
+    #: proposals by the number of sequences
+    drafting: dict[int, float]
+    #: the host between two steps, for each sequence
+    host: float = 0.03
+    #: the first step of a shape, and the second one, which is captured
+    first: tuple[float, float] = (10.0, 22.0)
+
+    def step(self, rows: int, sequences: int) -> float:
+        """A step."""
+        return float(np.interp(rows, [*self.rows], [*self.rows.values()])) + self.sequence * (sequences - 1)
+
+    def drafts(self, count: int) -> float:
+        """Proposals for so many sequences."""
+        return float(np.interp(count, [0, *self.drafting], [0.0, *self.drafting.values()]))
+
+
+@dataclass
+class Device:
+    """A clock, in seconds, and the shapes of steps that were seen."""
+
+    costs: Costs
+    seconds: float = 0.0
+    shapes: Counter[tuple[int, ...]] = field(default_factory=Counter)
+
+    def clock(self) -> float:
+        return self.seconds
+
+    def run(self, *shape: int, ms: float) -> float:
+        """Work of a shape; returns what it took."""
+        seen, first = self.shapes[shape], self.costs.first
+        self.shapes[shape] += 1
+        spent = 1e-3 * (ms + (first[seen] if seen < len(first) else 0.0))
+        self.seconds += spent
+        return spent
+
+
+class Given(NoDrafter):
+    """Blocks whose tokens are right with a chance, which depends on place and sequence alone. The right token at
+    position p is p."""
+
+    def __init__(self, device: Device, chances: Many[float], block: int) -> None:
+        self.block = block
+        self._device, self.chances = device, list(chances)
+        self.asked = [0] * len(chances)
+
+    def right(self, slot: int, position: int) -> bool:
+        return bool(np.random.default_rng((slot, position)).random() < self.chances[slot])
+
+    def propose(self, asked: Many[Draftable]) -> PendingProposals:
+        def wait() -> list[Proposal]:
+            self._device.run(-1, len(asked), ms=self._device.costs.drafts(len(asked)))
+            return [self._block(one) for one in asked]
+
+        return wait
+
+    def _block(self, one: Draftable) -> Proposal:
+        self.asked[one.slot] += 1
+        places = range(len(one.tokens), len(one.tokens) + one.max_tokens)
+        return Proposal([place if self.right(one.slot, place) else -place % 1_000_000 for place in places])
+
+
+@dataclass
+class Load:
+    """Replies of `tokens` tokens each, one for each chance, again and again with one speculator."""
+
+    costs: Costs
+    chances: Many[float]
+    tokens: int = 96
+    block: int = 7
+    step_rows: int = 16
+
+    def __post_init__(self) -> None:
+        self.device = Device(self.costs)
+        self.drafter = Given(self.device, self.chances, self.block)
+        limits = DraftLimits(vocab=1 << 20, step_rows=self.step_rows, verify_rows=16)
+        self.speculator = Speculator(self.drafter, limits, clock=self.device.clock)
+        #: (rows, sequences, asked, seconds) of each step
+        self.steps: list[tuple[int, int, int, float]] = []
+
+    def replies(self) -> float:
+        """All replies at once; returns how many times faster than plain steps they are until the first one ends."""
+        known = [self._begun(slot) for slot in range(len(self.chances))]
+        begun, plain_steps = self.device.seconds, 0
+        while known:
+            self._step(known)
+            if any(len(one.reply) >= one.max_new_tokens for one in known) and not plain_steps:
+                seconds, tokens = self.device.seconds - begun, sum(len(one.reply) - 1 for one in known)
+                plain_steps = len(known)
+                plain = 1e-3 * (self.costs.step(plain_steps, plain_steps) + self.costs.host * plain_steps)
+                gain = tokens / seconds / (plain_steps / plain)
+            for one in known:
+                if len(one.reply) >= one.max_new_tokens:
+                    self.speculator.forget(one)
+            known = [one for one in known if len(one.reply) < one.max_new_tokens]
+        return gain
+
+    def _begun(self, slot: int) -> Sequence:
+        one = Sequence(prompt=np.arange(PROMPT, dtype=np.int32), max_new_tokens=self.tokens)
+        one.schedule.slot, one.schedule.computed = slot, PROMPT
+        one.reply.append(PROMPT)
+        return one
+
+    def _step(self, known: list[Sequence]) -> None:
+        begun = self.device.seconds
+        asked_before = sum(self.drafter.asked)
+        assert not self.speculator.propose(known)
+        for call in self._later:
+            call()
+        self._later = []
+        assert not self.speculator.receive()
+        host = 1e-3 * self.costs.host * len(known)
+        # The host works while drafts are made.
+        self.device.seconds = max(self.device.seconds, begun + host)
+        counts = [1 + len(one.draft.tokens) for one in known]
+        rows = sum(counts)
+        # As StepShape.
+        shape = rows, len(known), (max(counts) - 1).bit_length(), int(rows > len(known))
+        spent = self.device.run(*shape, ms=self.costs.step(rows, len(known)))
+        found, at = [], 0
+        for one, count in zip(known, counts, strict=True):
+            part = slice(at, at + count)
+            found.append(ScheduledSequence(one, PROMPT + len(one.reply) - 1, count, part, part, part, one.draft))
+            at += count
+        spans = tuple(Span(one.sequence.slot or 0, one.ids.start, one.rows, one.position) for one in found)
+        step = Step.of_spans(spans, np.zeros(rows, np.int32), (), np.arange(rows, dtype=np.int32))
+        self.speculator.record_step(ScheduledStep(step, tuple(found)), spent)
+        self.steps.append((rows, len(known), sum(self.drafter.asked) - asked_before, spent))
+        for one in found:
+            self._commit(one)
+
+    _later: list[Callable[[], None]] = field(default_factory=list)  # type: ignore[assignment]
+
+    def _commit(self, one: ScheduledSequence) -> None:
+        sequence, accepted = one.sequence, list[int]()
+        room = sequence.max_new_tokens - len(sequence.reply)
+        place = PROMPT + len(sequence.reply)
+        for token in one.draft.tokens:
+            if token != place + len(accepted) or len(accepted) >= room - 1:
+                break
+            accepted.append(len(accepted) + 1)
+        sequence.reply.extend(range(place, place + 1 + len(accepted)))
+        sequence.schedule.computed = PROMPT + len(sequence.reply) - 1
+        if one.draft.tokens:
+            ended = len(sequence.reply) >= sequence.max_new_tokens
+            record = self.speculator.record_verification
+            if ended:
+                record(sequence, one, accepted, ended=ended)
+            else:
+                self._later.append(lambda: record(sequence, one, accepted, ended=ended))

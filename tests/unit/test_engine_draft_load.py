@@ -1,0 +1,62 @@
+"""Drafting under load never costs: several replies by the speculator on a device whose times are an H100's."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.draft_load import Costs, Load
+
+#: the synthetic 27B (Q4_K_M) with a DFlash2 draft of the published size, docs/measurements/2026-11-26-h100-drafts.md
+H100 = Costs(
+    rows={1: 7.57, 2: 8.45, 3: 8.1, 4: 8.05, 8: 8.35, 9: 9.15, 16: 9.25, 17: 15.9, 32: 16.4, 64: 25.3},
+    sequence=0.12,
+    drafting={1: 3.0, 2: 3.5, 3: 4.2, 4: 5.0, 8: 6.4},
+)
+# What drafting has to gain at least, by sequences and by acceptance 0, 0.3, 0.6 and 0.8.
+GAINS = {
+    1: (0.98, 0.98, 1.7, 2.9),
+    2: (0.98, 0.98, 1.6, 2.6),
+    4: (0.98, 0.98, 1.15, 1.5),
+    8: (0.98, 0.98, 0.98, 1.02),
+    16: (0.99, 0.99, 0.99, 0.99),
+}
+
+
+@pytest.mark.parametrize("sequences", GAINS)
+def test_replies_with_drafts_are_never_slower_than_without(sequences: int) -> None:
+    for chance, least in zip((0.0, 0.3, 0.6, 0.8), GAINS[sequences], strict=True):
+        load = Load(H100, [chance] * sequences)
+        # Shapes are captured and times are measured once.
+        gains = [load.replies() for _ in range(5)][2:]
+        assert min(gains) > 0.98 and sum(gains) / len(gains) > least, (chance, gains)
+        assert load.drafter.asked != [0] * sequences or sequences == 16
+
+
+def test_first_steps_of_shapes_are_no_debt() -> None:
+    """Steps that capture graphs take several times as long, once: they do not end drafting."""
+    load = Load(H100, [0.8] * 4)
+    load.replies()
+    before = sum(load.drafter.asked)
+    load.replies()
+    assert sum(load.drafter.asked) - before > 80
+
+
+def test_an_acceptance_that_rises_or_falls_is_noticed() -> None:
+    for sequences, least in ((1, 2.0), (4, 1.2)):
+        load = Load(H100, [0.0] * sequences, tokens=384)
+        load.replies()
+        load.drafter.chances = [0.8] * sequences
+        load.replies()
+        assert load.replies() > least
+        load.drafter.chances = [0.0] * sequences
+        load.replies()
+        assert load.replies() > 0.98
+
+
+def test_one_that_copies_gains_beside_others() -> None:
+    load = Load(H100, [0.9, 0.0, 0.0, 0.0], tokens=384)
+    load.replies()
+    before = load.drafter.asked[:]
+    assert load.replies() > 1.2
+    own, *others = (after - before for before, after in zip(before, load.drafter.asked, strict=True))
+    assert own > 60 and max(others) < 60
