@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from luce.config.directories import user_cache_directory
 from tests.support.agent_conversations import ChatConversation, ClaudeConversation, CodexConversation
 
 Json = dict[str, Any]
@@ -34,6 +35,16 @@ FUNCTIONS: list[Json] = [
 ]
 
 
+def home(top: Path) -> Path:
+    """A new home, in which only the CPU's kernels are those of this user: to compile them takes a minute."""
+    compiled, linked = user_cache_directory() / "cpu", top / "home" / ".cache" / "luce" / "cpu"
+    compiled.mkdir(parents=True, exist_ok=True)
+    linked.parent.mkdir(parents=True, exist_ok=True)
+    if not linked.is_symlink():
+        linked.symlink_to(compiled)
+    return top / "home"
+
+
 @contextlib.contextmanager
 def serving(cache: Path, *flags: str) -> Iterator[str]:
     """The address of a server whose prefix cache is on the disk; it is stopped in order at the end."""
@@ -46,18 +57,12 @@ def serving(cache: Path, *flags: str) -> Iterator[str]:
         "--port",
         "0",
         "--kv-cache-dir",
-        str(cache),
+        str(cache / "prefixes"),
         "--kv-cache-min-tokens",
         "64",
         *flags,
     ]
-    # A new home would compile the CPU's kernels for packed weights.
-    environment = {
-        "PATH": os.environ["PATH"],
-        "HOME": str(cache),
-        "OPENBLAS_NUM_THREADS": "1",
-        "LUCE_CPU_WEIGHTS": "float32",
-    }
+    environment = {"PATH": os.environ["PATH"], "HOME": str(home(cache)), "OPENBLAS_NUM_THREADS": "1"}
     with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:

@@ -43,10 +43,10 @@ def of(target: Reference, draft: str, *, right: float = 0.0, tree: bool = False)
 
 
 PAIRS = {
-    "trained model": Pair(TINY / "target.gguf", str(TINY / "drafter.gguf"), 0.3, (20, 64)),
-    "trained draft": Pair(TINY / "target.gguf", str(TINY / "draft.gguf"), 0.2, (20, 64)),
-    "trained draft's trees": Pair(TINY / "target.gguf", str(TINY / "draft.gguf"), 0.2, (20, 64), tree=True),
-    "prompt lookup": Pair(TINY / "target.gguf", "ngram", 0.2, (20, 64)),
+    "trained model": Pair(TINY / "target.gguf", str(TINY / "drafter.gguf"), 0.3, (12, 64)),
+    "trained draft": Pair(TINY / "target.gguf", str(TINY / "draft.gguf"), 0.2, (12, 64)),
+    "trained draft's trees": Pair(TINY / "target.gguf", str(TINY / "draft.gguf"), 0.2, (12, 64), tree=True),
+    "prompt lookup": Pair(TINY / "target.gguf", "ngram", 0.2, (12, 64)),
     "fitted draft": of(FIT.target, str(FIT.path), right=0.005),
     "random draft": of(FIT.target, str(DraftReference("qwen35-a-draft-var-F32").path)),
     "fitted draft's trees": of(FIT.target, str(FIT.path), right=0.005, tree=True),
