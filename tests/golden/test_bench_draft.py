@@ -56,6 +56,12 @@ def test_tokens_of_a_step_of_code(draft: str, capsys: pytest.CaptureFixture[str]
     assert found["tasks"]["code"]["tokens_per_step"] >= LEAST[draft]
 
 
+def test_a_copy_gives_ten_tokens_a_step() -> None:
+    """A block, and what is looked up behind it."""
+    found = measured("draft", 96, 4, ("copy",), target_devices="cpu:0")
+    assert found["tasks"]["copy"]["tokens_per_step"] >= 10
+
+
 def test_steps_of_a_made_draft(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     draft = tmp_path / "draft.gguf"
     bench_draft.make(TARGET, draft, Type.Q8_0, 2, (4, 2, 32), 8)

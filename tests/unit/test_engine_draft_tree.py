@@ -17,7 +17,7 @@ from luce.draft.prompt_lookup import Copy
 from luce.engine import draft_tree
 from luce.engine.events import FinishReason
 from luce.kvcache.page_table import PageTable
-from luce.runtime.step import PAGE, Span
+from luce.runtime.step import PAGE, Span, Step, StepShape
 from tests.support.drafters import BranchingDrafter, always, never, sometimes
 from tests.support.replies import EOS, PROMPT, draft_counts, engine, same, submit
 from tests.support.scripted_backend import ScriptedBackend, after
@@ -51,6 +51,29 @@ def test_branches_tile_the_rows_and_are_chains(nodes: list[int]) -> None:
             assert path_to(row, parents) == (*one.ancestors, *range(one.first, row + 1))
     # As few as there can be: each ends in a leaf.
     assert len(found) == len(set(range(len(parents) + 1)) - set(parents))
+
+
+def test_a_proposal_is_compared_with_the_text() -> None:
+    chain = Proposal([5, 6, 7])
+    assert draft_tree.compared(chain, []) == []
+    assert draft_tree.compared(chain, [5, 6]) == [(0, True), (1, True)]
+    # Behind a wrong token nothing is known.
+    assert draft_tree.compared(chain, [5, 9, 7]) == [(0, True), (1, False)]
+    assert draft_tree.compared(chain, [5, 6, 7, 8]) == [(0, True), (1, True), (2, True)]
+    tree = Proposal([5, 6, 7, 8, 9], (), [-1, -1, 0, 1, 1])
+    assert draft_tree.compared(tree, [6, 9, 1]) == [(0, False), (1, True), (3, False), (4, True)]
+
+
+def test_chains_of_several_lengths_share_a_shape() -> None:
+    def shape(*rows: int, speculative: bool = True) -> StepShape:
+        starts = np.cumsum((0, *rows))
+        spans = [Span(slot, int(starts[slot]), n, 9, speculative=speculative) for slot, n in enumerate(rows)]
+        total = int(starts[-1])
+        return StepShape.of(Step.of_spans(spans, np.zeros(total, np.int32), (), np.arange(total, dtype=np.int32)))
+
+    assert shape(5, 11) == shape(7, 9) != shape(8, 8)
+    # Kernels for prompts read how long the longest is.
+    assert shape(5, speculative=False).longest == 5
 
 
 @given(st.data())
