@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -36,6 +37,9 @@ _EPSILONS = (
 _MARGIN = 4.0
 
 
+Key = int | float | bool | list[bool] | list[float]
+
+
 @dataclass(frozen=True)
 class Recipe:
     """A tiny model with everything that could go wrong: every kind of layer, fewer KV heads than heads, windows shorter
@@ -48,13 +52,15 @@ class Recipe:
     #: of the configuration, beside `vocab_size` and the common ones of `_config`
     config: Mapping[str, Any] = field(default_factory=dict)
     #: metadata beside those of `_keys`, under the architecture's prefix
-    keys: Mapping[str, int | float | bool] = field(default_factory=dict)
+    keys: Mapping[str, Key] = field(default_factory=dict)
     #: standard deviation of the embedding table: where embeddings are scaled up, 1 drowns the layers
     embedding: float = 1.0
     #: what the converter adds to norms
     norm_offset: float = 0.0
     #: parts of parameters' names that the gguf package does not know, and what it knows them as
     names: Mapping[str, str] = field(default_factory=dict)
+    #: what begins the names of parameters that the converter stacks, in order, into one tensor of the part before it
+    stacked: tuple[str, ...] = ()
 
 
 RECIPES: Mapping[str, Recipe] = {
@@ -115,6 +121,42 @@ RECIPES: Mapping[str, Recipe] = {
             "expert_shared_feed_forward_length": 96,
         },
     ),
+    "gemma3n-a": Recipe(
+        "gemma3n",
+        "Gemma3nForCausalLM",
+        {
+            "num_hidden_layers": 6,
+            "intermediate_size": 48,
+            "head_dim": 16,
+            "vocab_size_per_layer_input": 352,
+            "hidden_size_per_layer_input": 16,
+            "laurel_rank": 8,
+            "sliding_window": 32,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "num_kv_shared_layers": 2,
+            "activation_sparsity_pattern": [0.8, 0.8, 0.0, 0.0, 0.9, 0.0],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+        {
+            "feed_forward_length": 48,
+            "attention.sliding_window": 32,
+            "attention.sliding_window_pattern": [True, False] * 3,
+            "attention.shared_kv_layers": 2,
+            # NormalDist().inv_cdf of activation_sparsity_pattern.
+            "activation_sparsity_scale": [0.8416212, 0.8416212, -math.inf, -math.inf, 1.2815516, -math.inf],
+            "altup.active_idx": 0,
+            "altup.num_inputs": 4,
+            "embedding_length_per_layer_input": 16,
+            "rope.freq_base": 1e6,
+            "rope.freq_base_swa": 1e4,
+            "final_logit_softcapping": 30.0,
+        },
+        embedding=0.1,
+        stacked=("altup_projections.", "altup_unembed_projections."),
+    ),
     "gemma-a": Recipe(
         "gemma", "GemmaForCausalLM", {"head_dim": 32, "num_key_value_heads": 1}, embedding=0.1, norm_offset=1.0
     ),
@@ -170,7 +212,7 @@ def _tensors(recipe: Recipe, model: Any) -> Iterator[tuple[str, NDArray[np.float
     """The tensors of the file."""
     architecture = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == recipe.architecture)
     known = gguf.get_tensor_name_map(architecture, model.config.num_hidden_layers)
-    for name, value in _separate(model):
+    for name, value in _stacked(recipe, _separate(model)):
         for part, other in recipe.names.items():
             name = name.replace(part, other)
         stem, dot, ending = name.rpartition(".")
@@ -181,6 +223,20 @@ def _tensors(recipe: Recipe, model: Any) -> Iterator[tuple[str, NDArray[np.float
             raise SystemExit(f"{name}: the gguf package has no name for it in {recipe.architecture}")
         offset = np.float32(recipe.norm_offset if found.endswith("norm") else 0)
         yield f"{found}{dot}{ending}", np.ascontiguousarray(value + offset)
+
+
+def _stacked(
+    recipe: Recipe, parameters: Iterator[tuple[str, NDArray[np.float32]]]
+) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    """The parameters, those that the converter stacks as one; each before the parameter behind it."""
+    parts: dict[str, list[NDArray[np.float32]]] = {}
+    for name, value in parameters:
+        found = next((part for part in recipe.stacked if f".{part}" in name), None)
+        if found is None:
+            yield name, value
+        else:
+            parts.setdefault(f"model.{found}weight", []).append(value)
+    yield from ((name, np.stack(values)) for name, values in parts.items())
 
 
 def _separate(model: Any) -> Iterator[tuple[str, NDArray[np.float32]]]:
@@ -200,7 +256,7 @@ def _separate(model: Any) -> Iterator[tuple[str, NDArray[np.float32]]]:
 def _write(path: Path, name: str, recipe: Recipe, model: Any, vocabulary: Mapping[str, Any]) -> None:
     config, writer = model.config, gguf.GGUFWriter(path, recipe.architecture)
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    keys: dict[str, int | float | bool] = {
+    keys: dict[str, Key] = {
         "block_count": config.num_hidden_layers,
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
@@ -210,13 +266,17 @@ def _write(path: Path, name: str, recipe: Recipe, model: Any, vocabulary: Mappin
         "attention.key_length": size,
         "attention.value_length": size,
         **{key: getattr(config, field) for key, field in _EPSILONS if hasattr(config, field)},
-        "rope.freq_base": config.rope_parameters["rope_theta"],
+        "rope.freq_base": config.rope_parameters.get("rope_theta", 0.0),
         "rope.dimension_count": size,
         **recipe.keys,
     }
     writer.add_name(f"tiny {name}")
     for key, value in keys.items():
-        kinds: dict[type, Callable[[str, Any], None]] = {bool: writer.add_bool, int: writer.add_uint32}
+        kinds: dict[type, Callable[[str, Any], None]] = {
+            bool: writer.add_bool,
+            int: writer.add_uint32,
+            list: writer.add_array,
+        }
         kinds.get(type(value), writer.add_float32)(f"{recipe.architecture}.{key}", value)
     for key, found in vocabulary.items():
         if key.startswith("tokenizer."):
@@ -233,7 +293,10 @@ def _run(model: Any, ids: list[int], *, hidden: bool = False) -> tuple[NDArray[n
     """Logits [n, vocabulary], and the stream before each layer."""
     with torch.no_grad():
         found = model(torch.tensor([ids]), use_cache=False, output_hidden_states=hidden)
-    return found.logits[0].numpy(), [each[0].numpy() for each in found.hidden_states or ()]
+    # Of several copies of the stream the first.
+    return found.logits[0].numpy(), [
+        each.reshape(-1, *each.shape[-2:])[0].numpy() for each in found.hidden_states or ()
+    ]
 
 
 def _greedy(model: Any, prompt: list[int]) -> tuple[list[int], list[float]]:

@@ -21,7 +21,7 @@ from luce.errors import LuceError
 from luce.gguf.reader import GGUFFile
 from luce.layers.tensors import tensor_bytes
 from luce.models.model_card import ModelCard, find_card
-from luce.models.spec import Attention, GatedDeltaNet, Layer, ModelSpec, MoE, SandwichLayer, ShortConv
+from luce.models.spec import AnyLayer, Attention, GatedDeltaNet, ModelSpec, MoE, SandwichLayer, ShortConv
 from luce.models.tool_formats import choose_calls
 from luce.runtime.step import PAGE
 from luce.shard.sizes import pages_for, state_bytes
@@ -157,7 +157,7 @@ def place(model: Opened) -> dict[str, Any]:
     return {"per_layer": layers, "kv": groups, **facts, "weights": weights, **totals}
 
 
-def _mixer(layer: Layer | SandwichLayer) -> str:
+def _mixer(layer: AnyLayer) -> str:
     if isinstance(layer.mixer, GatedDeltaNet):
         return "gated DeltaNet"
     if isinstance(layer.mixer, ShortConv):
@@ -167,12 +167,12 @@ def _mixer(layer: Layer | SandwichLayer) -> str:
     return "attention" if layer.mixer.window is None else "sliding attention"
 
 
-def _ffn(layer: Layer | SandwichLayer) -> str:
+def _ffn(layer: AnyLayer) -> str:
     names = ([] if isinstance(layer.ffn, MoE) else ["MLP"]) + ["MoE"] * len(_mixtures(layer))
     return ", ".join(names)
 
 
-def _mixtures(layer: Layer | SandwichLayer) -> list[MoE]:
+def _mixtures(layer: AnyLayer) -> list[MoE]:
     """The MoE part of a layer, in the place of its MLP or beside it; empty if it has none."""
     part = layer.experts if isinstance(layer, SandwichLayer) else layer.ffn
     return [part] if isinstance(part, MoE) else []

@@ -4,9 +4,10 @@ Here: attention, convolutions, gated DeltaNet, MLP and MoE as callables of (rows
 allocates their weights, pages and recurrent states. Not here: page tables and slots, which come with each step, kernels
 (luce.ops) and the layers' order (luce.shard). Called by luce.shard and luce.draft; calls luce.ops.
 
-    build          spec to layers: names of tensors, checks of shapes
+    build          spec to layers: names of tensors, checks of shapes; build_deltanet those of DeltaNet
     tensors        the tensors that a shard reads, and their bytes
     decoder_layer  the parts of a layer on the residual stream; embedding and head
+    altup          layers that keep four copies of the stream
     attention      grouped-query attention over KV pages; latent_attention over pages of latents
     short_conv     gated short convolution
     dynamic_conv   grouped dynamic causal convolution around a part of a layer

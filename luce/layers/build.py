@@ -10,7 +10,9 @@ from numpy.typing import NDArray
 
 from luce.errors import UnsupportedError
 from luce.gguf.reader import GGUFFile
+from luce.layers.altup import AltUp, AltUpDecoderLayer, Laurel, StreamMaps
 from luce.layers.attention import AttentionLayer, AttentionWeights, Mirror
+from luce.layers.build_deltanet import MOST_ROWS, delta_net
 from luce.layers.decoder_layer import (
     DecoderLayer,
     Embedding,
@@ -20,7 +22,6 @@ from luce.layers.decoder_layer import (
     PerLayerMix,
     SandwichDecoderLayer,
 )
-from luce.layers.deltanet import DeltaNetLayer
 from luce.layers.dynamic_conv import DynamicConvLayer
 from luce.layers.latent_attention import LatentAttentionLayer, LatentWeights
 from luce.layers.mlp import GatedMLPLayer, PlainMLPLayer
@@ -46,7 +47,6 @@ from luce.models.shapes import fused_gate_up
 from luce.models.spec import (
     Attention,
     DynamicConv,
-    GatedDeltaNet,
     GatedMLP,
     Latent,
     Layer,
@@ -56,14 +56,13 @@ from luce.models.spec import (
     Rope,
     ShortConv,
 )
-from luce.ops.deltanet import DeltaWeights
 from luce.ops.page_ranking import NEWEST_QUERIES
 from luce.ops.qkv import HeadNorms
 from luce.ops.weight import Weight
 from luce.runtime.device import Array, Device
 
-#: more than a prompt's chunk and the verified rows of all sequences together
-_MOST_ROWS = 1 << 14
+AnyDecoderLayer = DecoderLayer | SandwichDecoderLayer | AltUpDecoderLayer
+
 _PER_LAYER_PARTS = {
     "inp_gate": "per_layer_inp_gate",
     "proj": "per_layer_proj",
@@ -110,7 +109,17 @@ class LayerBuilder:
         spec, bias = self._spec, "output.bias"
         biases = [(bias, spec.vocab)] if bias in self._file.tensors else []
         weight = self.weights.matrix([head_name(spec)], spec.hidden, [spec.vocab], biases)
-        return Head(self._device, self.norm(spec.final_norm), weight, spec.logit_scale, spec.logit_softcap)
+        join = self._maps("altup_unembd_proj.weight").join if spec.streams > 1 else None
+        return Head(self._device, self.norm(spec.final_norm), weight, spec.logit_scale, spec.logit_softcap, join)
+
+    def split(self) -> StreamMaps:
+        """Makes the copies of the stream, in the first shard of a model that keeps some."""
+        return self._maps("altup_proj.weight")
+
+    def _maps(self, name: str) -> StreamMaps:
+        hidden, copies = self._spec.hidden, self._spec.streams - 1
+        weight = self.weights.experts([name], hidden, [hidden], copies)
+        return StreamMaps(self._device, weight, self._numbered(copies))
 
     def norm(self, name: str) -> Norm:
         """A norm of rows: `name` is its tensors' without .weight or .bias."""
@@ -141,10 +150,14 @@ class LayerBuilder:
         pool = self._pools[donor] = KVPool.allocate(self._device, spec, self._states.pages[group], self._states.kv)
         return Mirror(self._device, donor, spec, pool=pool, group=group)
 
-    def layer(self, index: int) -> DecoderLayer | SandwichDecoderLayer:
+    def layer(self, index: int) -> AnyDecoderLayer:
         """Layer `index` of the spec. Raises UnsupportedError if the file holds tensors of it that the family lacks."""
         spec = self._spec.layers[index]
-        built = self._decoder_layer(index, spec) if isinstance(spec, Layer) else self._sandwich(index, spec)
+        built: AnyDecoderLayer
+        if isinstance(spec, Layer):
+            built = self._decoder_layer(index, spec)
+        else:
+            built = self._sandwich(index, spec) if isinstance(spec, models.SandwichLayer) else self._altup(index, spec)
         for name in sorted(shard_tensors(self._file, self._spec, range(index, index + 1), layers_only=True)):
             if name not in self.weights.used and (self.offloaded is None or name not in self.offloaded.used):
                 raise UnsupportedError(f"{self._file.paths[0]}: tensor {name} is unknown to family {self._spec.family}")
@@ -159,7 +172,8 @@ class LayerBuilder:
         elif isinstance(spec.mixer, ShortConv):
             mixer = self._short_conv(index, spec.mixer)
         else:
-            mixer = self._delta_net(index, spec.mixer)
+            state = DeltaState.allocate(self._device, spec.mixer, self._states.slots, self._states.verify_rows)
+            mixer = delta_net(self._device, self.weights, self._spec, index, spec.mixer, state)
         ffn: GatedMLPLayer | PlainMLPLayer | MoELayer
         if isinstance(spec.ffn, MoE):
             ffn = self._moe(index, spec.ffn)
@@ -210,13 +224,7 @@ class LayerBuilder:
                 post_norm=self._norm(index, "post_ffw_norm_2"),
             )
         if width:
-            per_layer = PerLayerMix(
-                index=index,
-                gate=self.weights.matrix([self._per_layer(index, "inp_gate")], self._spec.hidden, [width]),
-                out=self.weights.matrix([self._per_layer(index, "proj")], width, [self._spec.hidden]),
-                post_norm=self.norm(self._per_layer(index, "post_norm").removesuffix(".weight")),
-                activation=spec.ffn.activation,
-            )
+            per_layer = self._per_layer_mix(index, spec.ffn)
         return SandwichDecoderLayer(
             mixer_norm=self._norm(index, "attn_norm"),
             mixer=self._attention(index, spec.mixer),
@@ -227,6 +235,41 @@ class LayerBuilder:
             ffn_post_norm=self._norm(index, "post_ffw_norm"),
             per_layer=per_layer,
             scale=float(self._values(tensor_name(index, "layer_output_scale"), 1)[0]),
+        )
+
+    def _altup(self, index: int, spec: models.AltUpLayer) -> AltUpDecoderLayer:
+        device, weights, hidden, streams = self._device, self.weights, self._spec.hidden, self._spec.streams
+        router_norm = self._values(tensor_name(index, "altup_router_norm"), hidden) / np.float32(hidden)
+        return AltUpDecoderLayer(
+            altup=AltUp(
+                router_norm=Norm(device.upload(router_norm), self._spec.norm_eps),
+                router=weights.matrix([tensor_name(index, "altup_router")], hidden, [streams]),
+                predict=weights.filters(tensor_name(index, "altup_predict_coef"), streams, streams**2),
+                correct=weights.filters(tensor_name(index, "altup_correct_coef"), streams, streams),
+                scale=weights.vector(tensor_name(index, "altup_correct_scale"), hidden),
+            ),
+            laurel=Laurel(
+                left=weights.matrix([tensor_name(index, "laurel_l")], hidden, [spec.laurel]),
+                right=weights.matrix([tensor_name(index, "laurel_r")], spec.laurel, [hidden]),
+                post_norm=self._norm(index, "laurel_post_norm"),
+            ),
+            mixer_norm=self._norm(index, "attn_norm"),
+            mixer=self._attention(index, spec.mixer),
+            mixer_post_norm=self._norm(index, "post_attention_norm"),
+            ffn_norm=self._norm(index, "ffn_norm"),
+            ffn=self._mlp(index, spec.ffn, ""),
+            ffn_post_norm=self._norm(index, "post_ffw_norm"),
+            per_layer=self._per_layer_mix(index, spec.ffn),
+        )
+
+    def _per_layer_mix(self, index: int, ffn: GatedMLP) -> PerLayerMix:
+        hidden, width = self._spec.hidden, self._spec.per_layer
+        return PerLayerMix(
+            index=index,
+            gate=self.weights.matrix([self._per_layer(index, "inp_gate")], hidden, [width]),
+            out=self.weights.matrix([self._per_layer(index, "proj")], width, [hidden]),
+            post_norm=self.norm(self._per_layer(index, "post_norm").removesuffix(".weight")),
+            activation=ffn.activation,
         )
 
     def _per_layer(self, index: int, part: str) -> str:
@@ -313,7 +356,7 @@ class LayerBuilder:
         """0, 1, ... in each row, for as many rows as a step has at most."""
         if heads not in self._numbers:
             row = np.arange(heads, dtype=np.int32)
-            wide = np.broadcast_to(row, (_MOST_ROWS, heads))
+            wide = np.broadcast_to(row, (MOST_ROWS, heads))
             self._numbers[heads] = wide if self._device.host else self._device.upload(np.ascontiguousarray(wide))
         return self._numbers[heads]
 
@@ -372,69 +415,6 @@ class LayerBuilder:
         hidden = self._spec.hidden
         biases = _biases(index, {part: hidden} if bias else {})
         return self.weights.matrix([tensor_name(index, part)], cols, [hidden], biases)
-
-    def _grouped_delta_net(self, index: int, spec: GatedDeltaNet) -> DeltaNetLayer:
-        """The layer of a file whose value heads are grouped by key head.
-
-        The layer's head p is the file's head order[p], whose rows go there. The columns of ssm_out stay, as a quant
-        block may hold those of several heads; results go to them.
-        """
-        hidden, inner, d, heads = self._spec.hidden, spec.value_heads * spec.head_dim, spec.head_dim, spec.value_heads
-        readers = heads // spec.key_heads
-        order = np.arange(heads).reshape(spec.key_heads, readers).T.ravel()
-        keys, values = 2 * spec.key_heads * d, [range(head * d, (head + 1) * d) for head in order.tolist()]
-        alphas, betas = (
-            [range(at, at + 1) for at in (order // readers * 2 * readers + order % readers + first).tolist()]
-            for first in (readers, 0)
-        )
-        inputs = self.weights.reordered(
-            [
-                (tensor_name(index, "attn_qkv"), range(keys), *(range(keys + v.start, keys + v.stop) for v in values)),
-                (tensor_name(index, "attn_gate"), *values),
-                (tensor_name(index, "ssm_ba"), *alphas, *betas),
-            ],
-            hidden,
-        )
-        conv = self._device.download(
-            self.weights.filters(tensor_name(index, "ssm_conv1d"), spec.conv_kernel, spec.channels)
-        )
-        channels = np.concatenate([np.arange(keys), *(keys + np.arange(v.start, v.stop) for v in values)])
-        places = np.arange(_MOST_ROWS)[:, None] * heads + np.argsort(order)
-        return DeltaNetLayer(
-            self._device,
-            inputs=inputs,
-            out=self.weights.matrix([tensor_name(index, "ssm_out")], inner, [hidden]),
-            weights=DeltaWeights(
-                conv=self._device.upload(np.ascontiguousarray(conv[channels])),
-                decay=self._device.upload(self._values(f"blk.{index}.ssm_a", heads)[order]),
-                dt_bias=self._device.upload(self._values(f"blk.{index}.ssm_dt.bias", heads)[order]),
-                norm=self.weights.vector(tensor_name(index, "ssm_norm"), d),
-                eps=self._spec.norm_eps,
-                key_heads=spec.key_heads,
-            ),
-            state=DeltaState.allocate(self._device, spec, self._states.slots, self._states.verify_rows),
-            places=self._device.upload(places.astype(np.int32)),
-        )
-
-    def _delta_net(self, index: int, spec: GatedDeltaNet) -> DeltaNetLayer:
-        if spec.grouped:
-            return self._grouped_delta_net(index, spec)
-        hidden, inner, heads = self._spec.hidden, spec.value_heads * spec.head_dim, spec.value_heads
-        names = [tensor_name(index, part) for part in ("attn_qkv", "attn_gate", "ssm_alpha", "ssm_beta")]
-        return DeltaNetLayer(
-            self._device,
-            inputs=self.weights.matrix(names, hidden, [spec.channels, inner, heads, heads]),
-            out=self.weights.matrix([tensor_name(index, "ssm_out")], inner, [hidden]),
-            weights=DeltaWeights(
-                conv=self.weights.filters(tensor_name(index, "ssm_conv1d"), spec.conv_kernel, spec.channels),
-                decay=self.weights.vector(f"blk.{index}.ssm_a", heads),
-                dt_bias=self.weights.vector(f"blk.{index}.ssm_dt.bias", heads),
-                norm=self.weights.vector(tensor_name(index, "ssm_norm"), spec.head_dim),
-                eps=self._spec.norm_eps,
-                key_heads=spec.key_heads,
-            ),
-            state=DeltaState.allocate(self._device, spec, self._states.slots, self._states.verify_rows),
-        )
 
     def _mlp(self, index: int, spec: GatedMLP, suffix: str) -> GatedMLPLayer:
         parts = {"ffn_gate" + suffix: spec.hidden, "ffn_up" + suffix: spec.hidden}

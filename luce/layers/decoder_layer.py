@@ -37,6 +37,8 @@ class Residual:
     delta: Array | None = None
     #: float32 [rows, layers, per_layer] in models with per-layer embeddings
     inputs: Array | None = None
+    #: float32 [rows, (copies - 1) hidden] in models that keep copies of the stream beside x
+    beside: Array | None = None
 
     def norm(self, norm: Norm, reader: Weight, *, fp16: bool = False) -> Array | Quantised | Fp16Rows:
         """The norm of x + delta, which leaves the sum in x, as Norm.of_sum makes it for `reader`."""
@@ -208,11 +210,20 @@ class Head:
     weight: Weight
     scale: float
     softcap: float
+    #: of copies of the stream, what it becomes before the norm
+    join: Callable[[Residual], Array] | None = None
 
     def __call__(self, stream: Residual, step: DeviceStep) -> Array:
         """float32 [wanted, vocab]."""
         if step.shape.output_rows < step.shape.rows:
-            stream = Residual(self.device, take_rows(self.device, stream.settle(), step.output_rows))
+            x, beside = stream.settle(), stream.beside
+            stream = Residual(
+                self.device,
+                take_rows(self.device, x, step.output_rows),
+                beside=None if beside is None else take_rows(self.device, beside, step.output_rows),
+            )
+        if self.join is not None:
+            self.join(stream)
         logits = self.project(stream.norm(self.norm, self.weight))
         if self.scale != 1:
             scale(self.device, logits, self.scale)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from luce.models.spec import GatedMLP
 from luce.ops.activation import FUSED, gated_activation, gelu
+from luce.ops.altup import keep_largest
 from luce.ops.fp16 import Fp16Rows, gated_to_fp16
 from luce.ops.matmul import matmul, multiplies_fp16, sole_int8_group
 from luce.ops.quantise import Quantised, quantise_gated
@@ -20,6 +21,7 @@ class GatedMLPLayer:
     def __init__(self, device: Device, spec: GatedMLP, *, gate_up: Weight, down: Weight) -> None:
         self._device = device
         self._activation = spec.activation
+        self._sparsity = spec.sparsity
         self.input_weight = gate_up
         self.down = down
 
@@ -28,6 +30,8 @@ class GatedMLPLayer:
         gate_up = matmul(self._device, y, self.input_weight)
         half = gate_up.shape[1] // 2
         gate, up = gate_up[:, :half], gate_up[:, half:]
+        if self._sparsity is not None:
+            keep_largest(self._device, gate, self._sparsity)
         group = sole_int8_group(self._device, y.shape[0], self.down)
         if group and self._activation in FUSED:
             inner: Array | Quantised | Fp16Rows = quantise_gated(self._device, gate, up, self._activation, group)

@@ -28,7 +28,8 @@ def head_name(spec: ModelSpec) -> str:
 
 def _ends(spec: ModelSpec) -> set[str]:
     """The tensors behind the last layer; a file may lack the biases."""
-    return {f"{spec.final_norm}.weight", f"{spec.final_norm}.bias", head_name(spec), "output.bias"}
+    joining = {"altup_unembd_proj.weight"} if spec.streams > 1 else set()
+    return {f"{spec.final_norm}.weight", f"{spec.final_norm}.bias", head_name(spec), "output.bias", *joining}
 
 
 def shard_tensors(file: GGUFFile, spec: ModelSpec, layers: range, *, layers_only: bool = False) -> set[str]:
@@ -43,6 +44,8 @@ def shard_tensors(file: GGUFFile, spec: ModelSpec, layers: range, *, layers_only
         names -= _unused(spec, layer)
     if not layers_only:
         named = {EMBEDDING} if layers.start == 0 else set()
+        if layers.start == 0 and spec.streams > 1:
+            named |= {"altup_proj.weight"}
         if layers.stop == len(spec.layers):
             named |= _ends(spec)
         if spec.per_layer:

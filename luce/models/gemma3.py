@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from luce.models.keys import Source, model, read_attention, read_rope, sliding_layers
-from luce.models.spec import Attention, Dialect, GatedMLP, Layer, MessageMarkers, ModelSpec, Rope
+from luce.models.spec import AnyLayer, Attention, Dialect, GatedMLP, Layer, MessageMarkers, ModelSpec, Rope
 
 #: by the config of the 27B model, whose queries are scaled by its width; the files have no key for it
 _LAYERS_27B = 62
@@ -32,7 +32,7 @@ def by_width(source: Source, attention: Attention) -> Attention:
 
 
 def gemma(source: Source, family: str, mixers: Sequence[Attention], *, post_norms: bool = True) -> ModelSpec:
-    """The parts that Gemma, Gemma 2 and Gemma 3 share: all but attention."""
+    """A model of Gemma, Gemma 2 or Gemma 3, which share all parts but attention."""
     layers = [
         Layer(
             mixer,
@@ -42,6 +42,11 @@ def gemma(source: Source, family: str, mixers: Sequence[Attention], *, post_norm
         )
         for mixer in mixers
     ]
+    return gemma_model(source, family, layers)
+
+
+def gemma_model(source: Source, family: str, layers: Sequence[AnyLayer]) -> ModelSpec:
+    """What stands around the layers of every Gemma before the fourth."""
     return replace(
         model(source, family, layers),
         eos=("<end_of_turn>", "<eos>"),

@@ -80,12 +80,12 @@ def _attention(source: Source, layer: int, heads: int, kv_heads: int, sliding: l
         qk_norm="head",
         value_norm=True,
         value_from_key=f"blk.{layer}.attn_v.weight" not in source.tensors,
-        donor=_donor(source, layer, sliding),
+        donor=donor(source, layer, sliding),
         window=source.positive("attention.sliding_window") if sliding[layer] else None,
     )
 
 
-def _donor(source: Source, layer: int, sliding: list[bool]) -> int | None:
+def donor(source: Source, layer: int, sliding: list[bool]) -> int | None:
     """The layer whose keys and values a layer reads: the last of the same kind that has its own."""
     own = len(sliding) - source.integer("attention.shared_kv_layers", 0)
     if layer < own:

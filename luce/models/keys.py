@@ -10,15 +10,14 @@ from luce.errors import UnsupportedError
 from luce.gguf.metadata import Metadata, shown
 from luce.gguf.reader import TensorInfo
 from luce.models.spec import (
+    AnyLayer,
     Attention,
     GatedMLP,
     Gating,
-    Layer,
     LongContext,
     ModelSpec,
     MoE,
     Rope,
-    SandwichLayer,
     Temperature,
     Yarn,
 )
@@ -115,7 +114,7 @@ class Source:
 def model(
     source: Source,
     family: str,
-    layers: Sequence[Layer | SandwichLayer],
+    layers: Sequence[AnyLayer],
     *,
     eps: str = "attention.layer_norm_rms_epsilon",
 ) -> ModelSpec:

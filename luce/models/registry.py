@@ -16,6 +16,7 @@ from luce.models import (
     gemma,
     gemma2,
     gemma3,
+    gemma3n,
     gemma4,
     glm4,
     glm4moe,
@@ -57,6 +58,7 @@ FAMILIES: dict[str, Callable[[Source], ModelSpec]] = {
     "gemma": gemma.spec,
     "gemma2": gemma2.spec,
     "gemma3": gemma3.spec,
+    "gemma3n": gemma3n.spec,
     "gemma4": gemma4.spec,
     "glm4": glm4.spec,
     "glm4moe": glm4moe.spec,
@@ -88,7 +90,6 @@ FAMILIES: dict[str, Callable[[Source], ModelSpec]] = {
 #: what Luce has no code for, of architectures whose files people have
 MISSING: Mapping[str, str] = {
     "falcon-h1": "Mamba-2 states, and attention beside them in one layer",
-    "gemma3n": "AltUp, which keeps four streams, LAuReL, and activations of which only the largest count",
     "granitehybrid": "Mamba-2 states",
     "hunyuan-dense": "norms of query and key heads behind their rotation",
     "hunyuan-moe": "norms of query and key heads behind their rotation",

@@ -7,7 +7,17 @@ from collections.abc import Iterator, Mapping
 from luce.errors import UnsupportedError
 from luce.gguf.reader import TensorInfo
 from luce.models.keys import Source
-from luce.models.spec import Attention, GatedMLP, Layer, ModelSpec, MoE, PlainMLP, SandwichLayer, ShortConv
+from luce.models.spec import (
+    AltUpLayer,
+    AnyLayer,
+    Attention,
+    GatedMLP,
+    ModelSpec,
+    MoE,
+    PlainMLP,
+    SandwichLayer,
+    ShortConv,
+)
 
 #: name of a tensor, its expected elements of a row, and its expected rows; None: any
 _Expected = tuple[str, int | None, int | None]
@@ -52,7 +62,7 @@ def _expected(source: Source, spec: ModelSpec) -> Iterator[_Expected]:
             yield f"blk.{index}.{part}.weight", cols, rows
 
 
-def _of_layer(spec: ModelSpec, layer: Layer | SandwichLayer, *, fused: bool) -> Iterator[_Expected]:
+def _of_layer(spec: ModelSpec, layer: AnyLayer, *, fused: bool) -> Iterator[_Expected]:
     mixer = layer.mixer
     if isinstance(mixer, ShortConv):
         yield "shortconv.in_proj", spec.hidden, 3 * spec.hidden
@@ -76,6 +86,9 @@ def _of_layer(spec: ModelSpec, layer: Layer | SandwichLayer, *, fused: bool) -> 
     else:
         yield "attn_qkv", spec.hidden, mixer.channels
         yield "attn_gate", spec.hidden, mixer.value_heads * mixer.head_dim
+    if isinstance(layer, AltUpLayer):
+        yield "laurel_l", spec.hidden, layer.laurel
+        yield "laurel_r", layer.laurel, spec.hidden
     if isinstance(layer.ffn, GatedMLP):
         yield "ffn_gate", spec.hidden, layer.ffn.hidden
         yield "ffn_up", spec.hidden, layer.ffn.hidden * (2 if fused else 1)

@@ -168,6 +168,8 @@ class GatedMLP:
     activation: Activation = "silu"
     #: all projections have biases
     bias: bool = False
+    #: a gate becomes max(0, gate - mean - sparsity * std) over its row before the activation (Gemma 3n); None: it stays
+    sparsity: float | None = None
 
 
 @dataclass(frozen=True)
@@ -268,6 +270,27 @@ class SandwichLayer:
     experts: MoE | None = None
 
 
+#: copies of the residual stream for which kernels/altup.cu is compiled
+ALTUP_STREAMS = 4
+
+
+@dataclass(frozen=True)
+class AltUpLayer:
+    """Gemma 3n's layer, which keeps four copies x_0 .. x_3 of the stream (AltUp, Baykal et al., NeurIPS 2023).
+
+    With mod(u) = tanh(altup_router (rms(u) altup_router_norm / hidden)) and c = altup_predict_coef mod(x_0), copy j
+    becomes p_j = x_j + sum over i of c[4 j + i] x_i. With y = attn_norm(p_0) and LAuReL's
+    l = y + laurel_post_norm(laurel_r laurel_l y), b = (p_0 + post_attention_norm(mixer(y)) + l) / sqrt(2) and
+    r = b + post_ffw_norm(ffn(ffn_norm(b))). With d = altup_correct_coef mod(r), x_j = p_j + (1 + d[j]) (r - p_0).
+    The per-layer input is mixed with x_0 altup_correct_scale, and the result added to all copies but the first.
+    """
+
+    mixer: Attention
+    ffn: GatedMLP
+    #: rank of laurel_l
+    laurel: int
+
+
 @dataclass(frozen=True)
 class PageGroup:
     """Layers that share one page table: all attention layers and convolutions with the same window."""
@@ -345,6 +368,9 @@ class LongContext:
     factors: str
 
 
+AnyLayer = Layer | SandwichLayer | AltUpLayer
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """One model."""
@@ -355,7 +381,7 @@ class ModelSpec:
     vocab: int
     context_length: int
     norm_eps: float
-    layers: tuple[Layer | SandwichLayer, ...]
+    layers: tuple[AnyLayer, ...]
     #: the head is the embedding table
     tied_head: bool
     #: texts of tokens that end a reply, beside the file's own eos and eot ids
@@ -385,6 +411,11 @@ class ModelSpec:
     mask_token: int | None = None
     #: how sequences of more than `context_length` positions are run; None: there is no other way
     long_context: LongContext | None = None
+
+    @property
+    def streams(self) -> int:
+        """Copies of the residual stream: 1, or those that AltUp layers keep."""
+        return ALTUP_STREAMS if any(isinstance(layer, AltUpLayer) for layer in self.layers) else 1
 
     @property
     def longest_context(self) -> int:
@@ -444,7 +475,7 @@ class ModelSpec:
         return self.page_groups.index(PageGroup(mixer.window))
 
 
-def _with_factors(layer: Layer | SandwichLayer, factors: str) -> Layer | SandwichLayer:
+def _with_factors(layer: AnyLayer, factors: str) -> AnyLayer:
     """A layer whose rotation has these divisors in place of its own."""
     mixer = layer.mixer
     if not isinstance(layer, Layer) or not isinstance(mixer, Attention):

@@ -17,6 +17,7 @@ block_sparse        attention of a long text of which rows read some blocks
 qkv, rope           query, key and value heads before attention; rotary angles
 deltanet            gated DeltaNet
 short_conv          gated short convolution
+altup               copies of the residual stream; gates of which the largest count
 dynamic_conv        grouped dynamic causal convolution
 norm, activation    norms; gates and the residual addition
 embedding, sample   token embedding; argmax and candidates

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from luce.errors import ModelError
 from luce.gguf.reader import GGUFFile
 from luce.layers.attention import AttentionLayer
-from luce.layers.build import LayerBuilder
-from luce.layers.decoder_layer import DecoderLayer, Embedding, Residual, SandwichDecoderLayer
+from luce.layers.build import AnyDecoderLayer, LayerBuilder
+from luce.layers.decoder_layer import Embedding, Residual
 from luce.layers.latent_attention import LatentAttentionLayer
 from luce.layers.rotary import Rotary
 from luce.layers.state import DeltaState, KVPool, StateOptions
@@ -26,8 +26,6 @@ from luce.ops.qkv import Rotation
 from luce.ops.tail_attention import TailAttention, tail_attention_bytes
 from luce.runtime.device import Device
 from luce.runtime.step import PAGE, DeviceStep, Int32, PageView, Span, Step
-
-Layer = DecoderLayer | SandwichDecoderLayer
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,8 @@ class LayerwiseModel:
         self._embedding = None if reading.parked and not spec.per_layer else self._builder.embedding()
         self._per_layer = self._builder.per_layer() if spec.per_layer else None
         self._layers = None if reading.parked else [self._builder.layer(index) for index in layers]
-        self._hidden = spec.hidden
+        self._split = self._builder.split() if spec.streams > 1 else None
+        self._hidden, self._streams = spec.hidden, spec.streams
         device.synchronize()
 
     def tail_attention(
@@ -103,11 +102,14 @@ class LayerwiseModel:
         """
         device, n = self._device, len(tokens)
         steps = self._steps(tokens, sparse=not dense and self.sparse(n))
-        x = device.empty((n, self._hidden))
+        x, beside = device.empty((n, self._hidden)), device.empty((n, self._hidden * (self._streams - 1)))
         embedding: Embedding | None = self._load_embedding()
         assert embedding is not None
         for step, at in zip(steps, self._ranges(n), strict=True):
-            device.copy(x[at.start : at.stop], embedding(step))
+            own = x[at.start : at.stop]
+            device.copy(own, embedding(step))
+            if self._split is not None:
+                device.copy(beside[at.start : at.stop], self._split.split(own))
         if self._per_layer is None:
             # Parked, it makes room for the layers.
             embedding = None
@@ -116,7 +118,7 @@ class LayerwiseModel:
         for index, layer in enumerate(self._each_layer()):
             check()
             for step, at in zip(steps, self._ranges(n), strict=True):
-                stream = Residual(device, x[at.start : at.stop])
+                stream = Residual(device, x[at.start : at.stop], beside=beside[at.start : at.stop])
                 if self._per_layer is not None:
                     assert embedding is not None
                     stream.inputs = self._per_layer(embedding(step), step)
@@ -143,12 +145,12 @@ class LayerwiseModel:
     def close(self) -> None:
         """Release weights and states. Idempotent."""
         self._layers = []
-        self._embedding = self._per_layer = None
+        self._embedding = self._per_layer = self._split = None
 
     def _load_embedding(self) -> Embedding:
         return self._embedding or self._builder.embedding()
 
-    def _each_layer(self) -> Iterator[Layer]:
+    def _each_layer(self) -> Iterator[AnyDecoderLayer]:
         """The layers in order. Parked weights of two are on the device at most: those in use, and the next ones."""
         if self._layers is not None:
             yield from self._layers
@@ -234,7 +236,7 @@ def layerwise_bytes(file: GGUFFile, spec: ModelSpec, device: Device, size: Readi
             if mixer.rope is not None:
                 tables[mixer.rope] = 4 * longest * mixer.rope.dims
     states = slots + -(-longest // PAGE) * sum(pools.values())
-    arrays = 4 * longest * spec.hidden + scores + sum(tables.values()) + sum(sparse.values())
+    arrays = 4 * longest * spec.hidden * spec.streams + scores + sum(tables.values()) + sum(sparse.values())
     weights = tensor_bytes(file, spec, layers, device)
     if reading.parked:
         owned = [tensor_bytes(file, spec, range(index, index + 1), device, layers_only=True) for index in layers]

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from luce.errors import BackendError
 from luce.gguf.reader import GGUFFile
 from luce.layers.attention import AttentionLayer
-from luce.layers.build import LayerBuilder
-from luce.layers.decoder_layer import DecoderLayer, Embedding, Head, Residual, SandwichDecoderLayer
+from luce.layers.build import AnyDecoderLayer, LayerBuilder
+from luce.layers.decoder_layer import Embedding, Head, Residual
 from luce.layers.deltanet import DeltaNetLayer
 from luce.layers.latent_attention import LatentAttentionLayer
 from luce.layers.state import DeltaState, KVPool, StateOptions
@@ -63,8 +63,10 @@ class LocalShard:
         builder = LayerBuilder(file, spec, layers, device, states, own.offload, own.pool)
         self._graphs = GraphRunner(device, self._run, pages, long=long_graphs)
         self._embedding = builder.embedding() if layers.start == 0 else None
+        self._streams = spec.streams
+        self._split = builder.split() if layers.start == 0 and spec.streams > 1 else None
         self._mirrors = {donor: builder.mirror(donor) for donor in mirrored(spec, layers)}
-        self._layers: dict[int, DecoderLayer | SandwichDecoderLayer] = {}
+        self._layers: dict[int, AnyDecoderLayer] = {}
         for index in layers:
             self._layers[index] = builder.layer(index)
             hooks.on_layer()
@@ -151,12 +153,14 @@ class LocalShard:
         """Queue the work on a step. The last shard returns ids and logits of the output rows, if there are any, and the
         captured features; the others return the activation for the next shard."""
         if self._embedding is not None:
-            activation = (self._embedding(step),)
+            activation = embedded = (self._embedding(step),)
+            if self._split is not None:
+                activation += (self._split.split(*embedded),)
             if self._per_layer is not None:
                 # The layers change the stream; the next shard needs the embeddings as well.
-                activation += activation if self._head is not None else (self._embedding(step),)
+                activation += embedded if self._head is not None else (self._embedding(step),)
         x, *others = activation
-        stream = Residual(self.device, x)
+        stream = Residual(self.device, x, beside=others.pop(0) if self._streams > 1 else None)
         embeddings = others[:1] if self._per_layer is not None else []
         if self._per_layer is not None:
             stream.inputs = self._per_layer(embeddings[0], step)
@@ -174,7 +178,8 @@ class LocalShard:
                 capture(self.device, stream.x, stream.delta, output)
                 captured.append(output.view(np.float32))
         if self._head is None:
-            return (stream.settle(), *embeddings, *(step.lent[donor] for donor in self._lent), *captured)
+            copies = () if stream.beside is None else (stream.beside,)
+            return (stream.settle(), *copies, *embeddings, *(step.lent[donor] for donor in self._lent), *captured)
         if not step.shape.output_rows:
             return tuple(captured)
         logits = self._head(stream, step)
@@ -223,7 +228,7 @@ class LocalShard:
         self._masks.close()
         self.ranking.close()
         self.ends.close()
-        self._embedding = self._head = self._per_layer = None
+        self._embedding = self._head = self._per_layer = self._split = None
         self._mirrors, self._layers = {}, {}
 
 

@@ -25,16 +25,17 @@ def activation_bytes(spec: ModelSpec, boundary: int, captured: Sequence[int] = (
 def activation_widths(spec: ModelSpec, boundary: int, captured: Sequence[int] = ()) -> tuple[int, ...]:
     """Columns of each array of the Activation that crosses a boundary.
 
-    The arrays: the residual stream; with per-layer embeddings, the token's embedding; the keys and values of donors
-    before the boundary that later layers read. Neither end of the model has any of these. Then the output of each layer
-    of `captured` before the boundary, with two bfloat16 values in a column.
+    The arrays: the residual stream; its other copies, if layers keep some; with per-layer embeddings, the token's
+    embedding; the keys and values of donors before the boundary that later layers read. Neither end of the model has
+    any of these. Then the output of each layer of `captured` before the boundary, with two bfloat16 values in a column.
     """
     features = [spec.hidden // 2 for layer in captured if layer < boundary]
     if boundary in (0, len(spec.layers)):
         return tuple(features)
     mixers = [spec.layers[donor].mixer for donor in spec.lent(boundary)]
     rows = [2 * mixer.kv_heads * mixer.head_dim for mixer in mixers if isinstance(mixer, Attention)]
-    return (*[spec.hidden] * (2 if spec.per_layer else 1), *rows, *features)
+    copies = [spec.hidden * (spec.streams - 1)] if spec.streams > 1 else []
+    return (spec.hidden, *copies, *([spec.hidden] if spec.per_layer else []), *rows, *features)
 
 
 def mirrored(spec: ModelSpec, layers: range) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from tests.support.reference import Reference, check_logits
 SMALLEST = (
     *("qwen3-a-MIX", "qwen35-a-Q8_0", "qwen35moe-a-Q4_0", "gemma4-e-Q4_0", "gemma4-moe-F32", "laguna-a-F32"),
     *("gemma2-a-F32", "gptoss-a-F32", "cohere2-a-F32", "starcoder2-a-F32", "mistral3-a-F32", "olmo2-a-F32"),
-    *("lfm2-a-F32", "deepseek2-a-F32", "qwen3next-a-F32"),
+    *("lfm2-a-F32", "deepseek2-a-F32", "qwen3next-a-F32", "gemma3n-a-F32"),
 )
 smallest = pytest.mark.parametrize("name", SMALLEST)
 

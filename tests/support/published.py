@@ -6,6 +6,7 @@ is cut down to a few tokens; the embedding table has its true number of rows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -231,6 +232,57 @@ def _gemma3() -> Published:
     return _llama_like("Gemma3-4B", "gemma3", 34, hidden, vocab, keys, parts)
 
 
+def _gemma3n() -> Published:
+    """Without the keys and values with which the layers were trained that read those of others."""
+    hidden, vocab, layers, width, size, rank = 2048, 262144, 30, 256, 256, 64
+    keys: dict[str, Value] = {
+        "block_count": layers,
+        "context_length": 32768,
+        "embedding_length": hidden,
+        "embedding_length_per_layer_input": width,
+        "feed_forward_length": [8192] * layers,
+        "attention.head_count": 8,
+        "attention.head_count_kv": 2,
+        "attention.key_length": size,
+        "attention.value_length": size,
+        "attention.sliding_window": 512,
+        "attention.sliding_window_pattern": [bool((layer + 1) % 5) for layer in range(layers)],
+        "attention.shared_kv_layers": 10,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "activation_sparsity_scale": [1.6448534] * 10 + [-math.inf] * 20,
+        "altup.active_idx": 0,
+        "altup.num_inputs": 4,
+        "rope.freq_base": 1e6,
+        **tokenizer_keys("gemma4", None, ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"]),
+    }
+    norms = ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm", "post_norm", "laurel_post_norm")
+    parts = {
+        **dict.fromkeys((*norms, "altup_router_norm", "altup_correct_scale"), (hidden,)),
+        **attention_shapes(hidden, 8, 2, size),
+        **mlp_shapes(hidden, 8192),
+        "inp_gate": (hidden, width),
+        "proj": (width, hidden),
+        "altup_router": (hidden, 4),
+        "altup_predict_coef": (4, 16),
+        "altup_correct_coef": (4, 4),
+        "laurel_l": (hidden, rank),
+        "laurel_r": (rank, hidden),
+    }
+    shared = {part: shape for part, shape in parts.items() if part not in ("attn_k", "attn_v", "attn_k_norm")}
+    tensors = [
+        ("token_embd.weight", (hidden, vocab)),
+        ("output_norm.weight", (hidden,)),
+        ("per_layer_token_embd.weight", (layers * width, vocab)),
+        ("per_layer_model_proj.weight", (hidden, layers * width)),
+        ("per_layer_proj_norm.weight", (width,)),
+        ("altup_proj.weight", (hidden, hidden, 3)),
+        ("altup_unembd_proj.weight", (hidden, hidden, 3)),
+    ]
+    for layer in range(layers):
+        tensors += layer_tensors(layer, parts if layer < 20 else shared)
+    return Published("Gemma3n-E2B", "gemma3n", keys, tuple(tensors))
+
+
 def _gpt_oss() -> Published:
     hidden, heads, kv_heads, size, width, experts, vocab = 2880, 64, 8, 64, 2880, 32, 201088
     parts = attention_shapes(hidden, heads, kv_heads, size)
@@ -380,6 +432,7 @@ PUBLISHED = (
     laguna(),
     _qwen25(),
     _gemma3(),
+    _gemma3n(),
     _gpt_oss(),
     _deepseek_v2_lite(),
     _olmoe(),

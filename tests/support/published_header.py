@@ -14,7 +14,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 from tools.convert_dflash import add_key
 
 Type = GGMLQuantizationType
-Value = bool | int | float | str | list[int] | list[bool] | list[str]
+Value = bool | int | float | str | list[int] | list[float] | list[bool] | list[str]
 #: name and GGUF shape (ne0 first)
 Tensor = tuple[str, tuple[int, ...]]
 _ALIGNMENT = 32
@@ -58,6 +58,8 @@ def _type(name: str, shape: tuple[int, ...], tied: bool) -> Type:
     part = name.split(".")[-2]
     if len(shape) == 1 or part in ("ssm_conv1d", "ffn_gate_inp") or name.endswith(".bias"):
         return Type.F32
+    if part.startswith(("altup_", "laurel_")):
+        return Type.F16
     block = int(name.split(".")[1]) if name.startswith("blk.") else 0
     type = Type.Q4_K
     if part == "output" or (part == "token_embd" and tied):

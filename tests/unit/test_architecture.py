@@ -160,6 +160,7 @@ def test_functions_constructors_and_modules_are_short(path: Path) -> None:
 
 #: names that several modules share, and what each of these modules is
 SHARED_NAMES = {
+    "altup": "AltUp: the op and the layer",
     "attention": "attention: the op and the layer",
     "backend": "the package, and its protocol",
     "bench": "the package, and its verb",

@@ -110,6 +110,15 @@ def e2b() -> int:
     return 262144 * 1536 + 1536 + 256 + mixers + ffn + per_layer
 
 
+def gemma3n() -> int:
+    hidden = 2048
+    mixers = 30 * attention(hidden, 8, 2, 256, norms=6) - 10 * (2 * hidden * 512 + 256)
+    altup, laurel = 4 * hidden + 2 * hidden + 64 + 16, 2 * 64 * hidden
+    layers = mixers + 30 * (3 * hidden * 8192 + altup + laurel + 2 * hidden * 256)
+    per_layer = 262144 * 30 * 256 + hidden * 30 * 256 + 256
+    return 262144 * hidden + hidden + layers + per_layer + 2 * 3 * hidden**2
+
+
 def laguna() -> int:
     mixers = 10 * attention(2048, 48, 8, 128, gate=48) + 30 * attention(2048, 64, 8, 128, gate=64)
     sparse = 2048 * 256 + 256 + (256 + 1) * 3 * 2048 * 512
@@ -208,6 +217,15 @@ EXPECTED = {
         },
         parameters=262144 * 2560 + 2560 + 34 * (attention(2560, 8, 4, 256, norms=4) + 3 * 2560 * 10240),
     ),
+    "Gemma3n-E2B": Expected(
+        layers=30,
+        groups={
+            512: Group(others(5, 20), 2 * 2 * 256, 17 * 64, others(5, 30)[16:]),
+            None: Group(every(5, 20), 2 * 2 * 256, 32768, (24, 29)),
+        },
+        parameters=gemma3n(),
+        tables=262144 * 30 * 256,
+    ),
     "gpt-oss-20b": Expected(
         layers=24,
         groups={
@@ -302,6 +320,7 @@ def test_every_model_has_expected_sizes() -> None:
             "Laguna-XS.2": 33,
             "Qwen2.5-7B": 7.6,
             "Gemma3-4B": 3.9,
+            "Gemma3n-E2B": 4.46,
             "gpt-oss-20b": 20.9,
             "DeepSeek-V2-Lite": 15.7,
             "OLMoE-1B-7B": 6.9,

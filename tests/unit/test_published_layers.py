@@ -49,6 +49,8 @@ def build(path: Path) -> tuple[set[str], set[str]]:
             file, spec, range(len(spec.layers)), HostDevice(), StateOptions([1] * len(spec.page_groups), 1)
         )
         builder.embedding()
+        if spec.streams > 1:
+            builder.split()
         if spec.per_layer:
             builder.per_layer()
         for block in range(len(spec.layers)):
