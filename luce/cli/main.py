@@ -71,7 +71,13 @@ _ELSEWHERE = {
     "-ngl": "--target-device",
     "--n-gpu-layers": "--target-device",
     "--n-predict": "--max-tokens",
+    "--prefill-skip-park": "--draft-residency persistent",
+    "--disk-prefix-cache-compress": "--prefill-freeze",
     **{f"--reasoning-effort-{name}": "--effort" for name in ("low", "medium", "high", "x-high", "max")},
+}
+#: flags of other programs for what is not done here
+_NOWHERE = {
+    f"--prefill-upstream-{name}": "compressed prompts go to no other server" for name in ("base", "key", "model")
 }
 #: settings that the short help shows
 _COMMON = {
@@ -201,6 +207,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if unknown:
         flag = unknown[0].partition("=")[0]
         meant = f"; did you mean {_ELSEWHERE[flag]}?" if flag in _ELSEWHERE else nearest(flag, sub.flags)
+        meant = f": {_NOWHERE[flag]}" if flag in _NOWHERE else meant
         raise UsageError(f"{' '.join(unknown)}: unknown{meant} (luce {arguments.verb} --help tells more)")
     return arguments
 

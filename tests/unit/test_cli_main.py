@@ -64,6 +64,18 @@ def test_help_is_quick() -> None:
             ["serve", "x", "--reasoning-effort-x-high=5"],
             "--reasoning-effort-x-high=5: unknown; did you mean --effort? (",
         ),
+        (
+            ["serve", "x", "--prefill-skip-park"],
+            "--prefill-skip-park: unknown; did you mean --draft-residency persistent? (",
+        ),
+        (
+            ["serve", "x", "--disk-prefix-cache-compress"],
+            "--disk-prefix-cache-compress: unknown; did you mean --prefill-f",
+        ),
+        (
+            ["serve", "x", "--prefill-upstream-base", "http://x"],
+            "--prefill-upstream-base http://x: unknown: compressed prompts go to no other server (luce serve ",
+        ),
         (["run", "--help", "x"], "--help x: expected --help or --help all (luce run --help tells more)"),
         (["run"], "the following arguments are required: MODEL (luce run --help tells more)"),
         (["serve", "x", "--target-devices"], "argument --target-devices/--devices: expected one argument (luce serve "),
