@@ -75,11 +75,11 @@ def test_random_schemas_are_schemas_and_differ() -> None:
 def test_replies(tmp_path: Path) -> None:
     schema = tmp_path / "one.json"
     schema.write_text('{"type": "object", "properties": {"n": {"enum": [1, null]}}, "required": ["n"]}')
-    options = ["-n", "48", "--schemas", str(schema), "--max-tokens", "60", "--seed", "3", "--jobs", "2"]
+    options = ["-n", "24", "--schemas", str(schema), "--max-tokens", "60", "--seed", "3", "--jobs", "2"]
     command = [sys.executable, check_constrained.__file__, *options]
     ran = subprocess.run(command, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "\n48 replies, 0 invalid; " in ran.stdout
+    assert "\n24 replies, 0 invalid; " in ran.stdout
     for place in ("1 shard, plain", "1 shard, drafted", "3 shards, plain", "3 shards, drafted"):
         assert f"{place}, bodies" in ran.stdout and f"{place}, calls" in ran.stdout
 
