@@ -46,7 +46,7 @@ from luce.text.grammar_options import GrammarOptions
 from luce.text.output import ReplyText
 from luce.text.prompt_compression import PromptCompression
 from luce.text.protected import Message
-from luce.text.tokenizer import Tokenizer
+from luce.text.vocabulary import Vocabulary
 
 
 class Generation(Iterator[Token]):
@@ -110,7 +110,7 @@ class ModelParts:
 
     file: GGUFFile
     spec: ModelSpec
-    tokenizer: Tokenizer
+    vocabulary: Vocabulary
     #: conversations to ids, if the file has a chat template
     chat: ChatFormat
     backend: LayerSplitBackend
@@ -136,21 +136,23 @@ class Model:
 
     def __init__(self, parts: ModelParts, config: Config, resources: contextlib.ExitStack) -> None:
         """`resources` are released by `close`."""
-        backend, file = parts.backend, parts.file
+        backend, file, tokenizer = parts.backend, parts.file, parts.vocabulary.tokenizer
         self.backend = backend
         #: how fast the placement is; None without figures of its devices
         self.plan = parts.plan
         self._draft_devices = parts.draft_devices
         self._resources = resources
         self.spec = parts.spec
-        self.tokenizer = parts.tokenizer
+        self.tokenizer = tokenizer
         self.chat = parts.chat
-        self.grammars = GrammarCompiler(parts.tokenizer, parts.spec.vocab, GrammarOptions.of(config))
+        self.grammars = GrammarCompiler(
+            tokenizer, parts.spec.vocab, GrammarOptions.of(config), parts.vocabulary.grammars
+        )
         self.config = config
         self.path = file.paths[0]
         self.context = backend.capacity.context
         positions = parts.spec.context_length
-        self.compression = PromptCompression(parts.compressor, parts.tokenizer, self.context, positions)
+        self.compression = PromptCompression(parts.compressor, tokenizer, self.context, positions)
         self.chunk = backend.options.chunk
         self.tokenizer_id = file.metadata.string("tokenizer.ggml.pre", default="default")
         self.name = config.alias[0] if config.alias else file.name
@@ -162,7 +164,7 @@ class Model:
             backend,
             EngineOptions.of(
                 config,
-                eos=parts.tokenizer.eos_ids,
+                eos=tokenizer.eos_ids,
                 chunk=backend.options.chunk,
                 positions=parts.spec.context_length,
                 no_drafter_reason=parts.no_drafter_reason,

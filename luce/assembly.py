@@ -56,6 +56,7 @@ from luce.text.collector import COLLECTOR_OFF
 from luce.text.open import open_text
 from luce.text.retokenize import Retokenizer
 from luce.text.tokenizer import Tokenizer
+from luce.text.vocabulary import KeptVocabularies
 
 _log = logging.getLogger(__name__)
 
@@ -161,9 +162,14 @@ class _DrafterError(Exception):
 
 
 def open_model(
-    path: Path, config: Config, on_progress: Callable[[float], None] = lambda _: None, connects: Connects = NO_CONNECTS
+    path: Path,
+    config: Config,
+    on_progress: Callable[[float], None] = lambda _: None,
+    connects: Connects = NO_CONNECTS,
+    vocabularies: KeptVocabularies | None = None,
 ) -> Model:
-    """A Model from a file and a checked Config. `on_progress` gets the share of the layers that are read.
+    """A Model from a file and a checked Config. `on_progress` gets the share of the layers that are read;
+    `vocabularies` has those of models that were open before.
 
     The model has no drafter if the file of --draft is missing or refused, or if there is no memory for it;
     EngineStats.draft has the reason.
@@ -171,13 +177,13 @@ def open_model(
     # A vocabulary is hundreds of thousands of objects, of which none is garbage.
     with COLLECTOR_OFF:
         try:
-            return _open_model(path, config, on_progress, connects)
+            return _open_model(path, config, on_progress, connects, vocabularies)
         except _DrafterError as error:
             reason = str(error)
         _warn_without_drafter(reason)
         scorer = config.kvflash_drafter or config.draft
         without = dataclasses.replace(config, draft="", ddtree=False, kvflash_drafter=scorer)
-        return _open_model(path, without, on_progress, connects, no_drafter_reason=reason)
+        return _open_model(path, without, on_progress, connects, vocabularies, no_drafter_reason=reason)
 
 
 def _warn_without_drafter(reason: str) -> None:
@@ -196,7 +202,13 @@ def _as_drafter_error(*kinds: type[LuceError]) -> Iterator[None]:
 
 
 def _open_model(
-    path: Path, config: Config, on_progress: Callable[[float], None], connects: Connects, *, no_drafter_reason: str = ""
+    path: Path,
+    config: Config,
+    on_progress: Callable[[float], None],
+    connects: Connects,
+    vocabularies: KeptVocabularies | None,
+    *,
+    no_drafter_reason: str = "",
 ) -> Model:
     """As open_model. `no_drafter_reason`: why there is no drafter although --draft names one. Raises _DrafterError."""
     limit_threads(config.threads)
@@ -208,13 +220,13 @@ def _open_model(
         recommend = partial(find_recommended, config, file, spec)
         advice = recommend()
         config, spec = advice.config, advice.spec
-        tokenizer, chat = open_text(opened, file, spec, config)
+        vocabulary, chat = open_text(opened, file, spec, config, vocabularies)
         placed = place(opened, config, file, spec, connects=connects)
         devices, config = placed.devices, placed.config
         with _as_drafter_error(LuceError):
             context, weights = default_context(spec, config.max_ctx), WeightPool()
             prepared = open_drafter(opened, config, file, spec, devices, context=context, weights=weights)
-        scorers = Scorers(opened, config, devices, lambda: tokenizer, weights)
+        scorers = Scorers(opened, config, devices, lambda: vocabulary.tokenizer, weights)
         ring, claims, tails = (None, (), None) if prepared is None else (prepared.ring, prepared.claims, prepared.tails)
         reserved = claims
         if config.prefill_drafter:
@@ -237,7 +249,7 @@ def _open_model(
         parts = ModelParts(
             file=file,
             spec=spec,
-            tokenizer=tokenizer,
+            vocabulary=vocabulary,
             chat=chat,
             backend=backend,
             disk=disk,

@@ -111,7 +111,8 @@ class ShardLoader:
         shard, experts = self._plan.shards[number], self._options.experts
         unpack_bytes = shard.unpack_bytes if self._options.unpack else 0
         offload = ExpertOffload(experts.device, frozenset(shard.offloaded)) if experts and shard.offloaded else None
-        return DeviceLayers(self._plan.devices[number], shard.layers, unpack_bytes, offload)
+        planned = shard.weights + shard.state
+        return DeviceLayers(self._plan.devices[number], shard.layers, unpack_bytes, offload, planned_bytes=planned)
 
     def _report(self, own: int) -> None:
         done = own + sum(shard.progress * len(shard.layers) for shard in self._remote.values())

@@ -39,6 +39,7 @@ from luce.server.model_pool import ModelEntry, ModelPool
 from luce.server.sdnotify import Notifier
 from luce.server.sockets import inherited, listen, url
 from luce.server.state import Server
+from luce.text.vocabulary import KeptVocabularies
 
 _log = logging.getLogger("luce.serve")
 
@@ -131,19 +132,25 @@ def _in_directory(folder: Path) -> list[ModelTable]:
     ]
 
 
-def _open(cluster: ServedCluster | None, entry: ModelEntry, progress: Callable[[float], None]) -> Model:
+def open_entry(
+    cluster: ServedCluster | None,
+    vocabularies: KeptVocabularies,
+    entry: ModelEntry,
+    progress: Callable[[float], None],
+) -> Model:
     """The model of an entry, ready for requests."""
     path = resolve_model(entry.source, memory=partial(device_memory, entry.config))
     if cluster is None:
-        model = open_model(path, entry.config, progress)
+        model = open_model(path, entry.config, progress, vocabularies=vocabularies)
     else:
 
         def wait(text: str) -> None:
             entry.waiting = text
 
         model = cluster.open_model(path, entry.config, progress, wait)
-    if entry.config.warmup:
-        # Kernels, graphs and the grammars' vocabulary: clients that wait for READY do not wait for them.
+    if entry.config.warmup and not entry.waiting_requests:
+        # Kernels, graphs and the grammars' vocabulary: clients that wait for READY do not wait for them. A request that
+        # waits for this load is answered sooner without.
         model.warm_up()
     return model
 
@@ -179,7 +186,10 @@ class _Service:
         self._notifier = notifier
         self._sockets = sockets
         self._pool = ModelPool(
-            entries, partial(_open, cluster), max_loaded=config.max_loaded_models, wait=config.load_wait
+            entries,
+            partial(open_entry, cluster, KeptVocabularies()),
+            max_loaded=config.max_loaded_models,
+            wait=config.load_wait,
         )
         self._server = Server(config, self._pool)
         self._cluster = cluster

@@ -50,6 +50,8 @@ class ModelFile:
         #: bytes
         self.size = facts.st_size
         self._changed = facts.st_mtime_ns
+        #: equal for two objects of the same file without a change in between
+        self.identity = facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns
         if not self.size:
             self.close()
             raise FormatError(f"{path}: is empty")

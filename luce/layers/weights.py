@@ -132,18 +132,23 @@ class WeightLoader:
 
         A second call with the same number does the same work in the same memory.
         """
-        unused = spare
+        chosen, planned = [], 0
         for names, weight in self._matrices.items():
             size = fp16_bytes(self._device, weight)
             # The embedding and the head are multiplied with few rows only.
-            if names[0].startswith("blk.") and 0 < size <= unused:
-                try:
-                    store_fp16(self._device, weight)
-                except OutOfMemoryError:
-                    # Another process has taken memory since `spare` was measured: the rest stays packed.
-                    break
-                unused -= size
-        return spare - unused
+            if names[0].startswith("blk.") and 0 < size <= spare - planned:
+                chosen.append((weight, size))
+                planned += size
+        self._device.reserve(sum(size for weight, size in chosen if weight.fp16 is None))
+        stored = 0
+        for weight, size in chosen:
+            try:
+                store_fp16(self._device, weight)
+            except OutOfMemoryError:
+                # Another process has taken memory since `spare` was measured: the rest stays packed.
+                break
+            stored += size
+        return stored
 
     def vector(self, name: str, size: int) -> Array:
         """A GGUF [size] tensor as float32 [size]."""

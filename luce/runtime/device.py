@@ -249,6 +249,11 @@ class Device(ABC):
         C type. `shared` is dynamic shared memory in bytes. Raises DeviceError naming source and kernel.
         """
 
+    def reserve(self, size: int) -> None:
+        """Take the memory of the next arrays, `size` bytes in all, in one piece. Does nothing where it is not free, and
+        by default, as on devices whose allocations take no time."""
+        return
+
     def warm_up(self, work: Callable[[], object]) -> None:
         """Compile and load all kernels that `work` launches, side by side, without running them.
 

@@ -107,6 +107,12 @@ class GpuDevice(Device):
             free = self.memory().free
             raise OutOfMemoryError(f"{self.name}: {asked} bytes asked, {free} bytes free") from error
 
+    def reserve(self, size: int) -> None:
+        # The pool cuts later arrays from a free piece. An allocation of the driver takes 0.5 ms (H100), however large:
+        # 0.35 s for the 900 arrays of a model of 64 layers.
+        with contextlib.suppress(OutOfMemoryError):
+            self.empty(size, np.uint8)
+
     def zeros(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> Array:
         array = self.empty(shape, dtype)
         if array.nbytes:

@@ -41,6 +41,8 @@ class ModelEntry:
         self.state: State = "unloaded"
         #: requests that use the model, or wait for its load
         self.users = 0
+        #: requests among them that wait for the load; the loading thread reads it
+        self.waiting_requests = 0
         #: time.monotonic() of the last end of a request
         self.last_used = time.monotonic()
         #: share of the model that is loaded; the loading thread writes it
@@ -220,6 +222,7 @@ class ModelPool:
         """As _acquire, for a request, which does not wait for ever."""
         task = asyncio.create_task(self._acquire(entry))
         self._acquiring.add(task)
+        entry.waiting_requests += 1
         try:
             await asyncio.wait((task,), timeout=self._wait)
             while not task.done():
@@ -237,6 +240,7 @@ class ModelPool:
                 self._release(entry)
             raise
         finally:
+            entry.waiting_requests -= 1
             self._acquiring.discard(task)
 
     def _release(self, entry: ModelEntry) -> None:

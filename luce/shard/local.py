@@ -57,6 +57,7 @@ class LocalShard:
         processes that drive several GPUs.
         """
         layers, device = own.layers, own.device
+        device.reserve(own.planned_bytes)
         self.device = device
         self._hooks = hooks
         states = StateOptions(pages, options.slots, options.kv, options.verify_rows, options.rank_pages)

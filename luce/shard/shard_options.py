@@ -50,6 +50,8 @@ class DeviceLayers:
     offload: ExpertOffload | None = None
     #: shares their weights with other models of the same file; None: they are this model's own
     pool: WeightPool | None = None
+    #: bytes of the layers' weights and states on the device, as planned; 0: not planned
+    planned_bytes: int = 0
 
     @property
     def offloaded(self) -> tuple[int, ...]:

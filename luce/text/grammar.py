@@ -99,11 +99,13 @@ class GrammarCompiler:
         tokenizer: Tokenizer,
         vocab: int,
         options: GrammarOptions = GrammarOptions(),  # noqa: B008  # frozen
+        library: GrammarLibrary | None = None,
     ) -> None:
+        """`library`: of this tokenizer; None makes one."""
         self._options = options
         self._tokenizer = tokenizer
         self._vocab = vocab
-        self._library = GrammarLibrary(tokenizer)
+        self._library = library or GrammarLibrary(tokenizer)
         self._lock = threading.Lock()
         self._digits: DigitLimit | None = None
         late = too_complex("", f"takes longer than {options.seconds:g} s to compile")

@@ -14,18 +14,22 @@ from luce.text.chat import ChatFormat
 from luce.text.effort import check_default
 from luce.text.template import ChatTemplate
 from luce.text.template_child import TemplateChild
-from luce.text.tokenizer import Tokenizer
+from luce.text.vocabulary import KeptVocabularies, Vocabulary
 
 _log = logging.getLogger(__name__)
 
 
 def open_text(
-    opened: contextlib.ExitStack, file: GGUFFile, spec: ModelSpec, config: Config
-) -> tuple[Tokenizer, ChatFormat]:
-    """The tokenizer of a file, and the chat format of --chat-template or of the file; `opened` closes the template.
+    opened: contextlib.ExitStack,
+    file: GGUFFile,
+    spec: ModelSpec,
+    config: Config,
+    kept: KeptVocabularies | None = None,
+) -> tuple[Vocabulary, ChatFormat]:
+    """The vocabulary of a file, and the chat format of --chat-template or of the file; `opened` closes the template.
 
     Raises UsageError for the flag's template, an unknown --tool-format or a --reasoning that the template cannot do,
-    ModelError for the file's template and for more tokens than the embedding has rows, and the Tokenizer's errors.
+    ModelError for the file's template, and the errors of Vocabulary.read.
     """
     source, origin, error = _template(file, config)
     child = None
@@ -34,11 +38,8 @@ def open_text(
         with contextlib.suppress(OSError):
             child = TemplateChild()
             opened.callback(child.end)
-    tokenizer = Tokenizer(file.metadata, nfc=spec.nfc, eos_texts=spec.eos)
-    if tokenizer.vocab > spec.vocab:
-        raise ModelError(
-            f"{file.paths[0]}: {tokenizer.vocab} tokens, but tensor token_embd.weight has {spec.vocab} rows"
-        )
+    vocabulary = Vocabulary.read(file, spec) if kept is None else kept.read(file, spec)
+    tokenizer = vocabulary.tokenizer
     template: ChatTemplate | None = None
     if source is not None:
         bos, eos = ("" if i is None else tokenizer.token_text(i) for i in (tokenizer.bos_id, tokenizer.eos_id))
@@ -51,7 +52,7 @@ def open_text(
     check_default(config.reasoning, chat)
     if (mismatch := call_mismatch(chat)) is not None:
         _log.warning("tool calls in the format %s (from %s): %s", chat.calls.format, chat.calls_why, mismatch)
-    return tokenizer, chat
+    return vocabulary, chat
 
 
 def _template(file: GGUFFile, config: Config) -> tuple[str | None, str, type[LuceError]]:

@@ -270,6 +270,19 @@ def test_memory_is_counted(gpu: GpuDevice) -> None:
     assert before.total == gpu.properties.memory or before.total == pytest.approx(gpu.properties.memory, rel=0.05)
 
 
+def test_the_next_arrays_are_cut_from_reserved_memory(gpu: GpuDevice) -> None:
+    pool = gpu.cupy.get_default_memory_pool()
+    pool.free_all_blocks()
+    gpu.reserve(16 << 24)
+    held = pool.total_bytes()
+    arrays = [gpu.empty(1 << 24, np.uint8) for _ in range(16)]
+    assert pool.total_bytes() == held >= 16 << 24
+    assert len({int(array.data.ptr) for array in arrays}) == 16
+    # More than there is: nothing happens.
+    gpu.reserve(2 * gpu.memory().total)
+    assert pool.total_bytes() == held
+
+
 def test_out_of_memory_is_survived(gpu: GpuDevice) -> None:
     chunk = gpu.memory().total // 3
     with pytest.raises(OutOfMemoryError, match=rf"{gpu.name}: {chunk} bytes asked, \d+ bytes free"):

@@ -10,7 +10,10 @@ import pytest
 
 import luce
 from luce.cli import serve
+from luce.config.settings import Config
 from luce.errors import LuceError, UsageError
+from luce.server.model_pool import ModelEntry
+from luce.text.vocabulary import KeptVocabularies
 from tests.support.reference import Reference
 
 
@@ -35,12 +38,22 @@ class Loaded:
     ("flags", "what"), [([], "warms up"), (["--warmup"], "warms up"), (["--no-warmup"], "is ready")]
 )
 def test_a_model_warms_up_before_it_is_ready(flags: list[str], what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve, "open_model", lambda *_: Loaded())
+    monkeypatch.setattr(serve, "open_model", lambda *_, **options: Loaded())
     monkeypatch.setattr(serve, "resolve_model", lambda name, **options: Path(name))
     parser = argparse.ArgumentParser()
     serve.add_arguments(parser)
     with pytest.raises(Found, match=what):
         serve.run(parser.parse_args(["model.gguf", "--port", "0", *flags]))
+
+
+def test_a_request_that_waits_for_a_model_does_not_wait_for_its_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "open_model", lambda *_, **options: Loaded())
+    monkeypatch.setattr(serve, "resolve_model", lambda name, **options: Path(name))
+    entry = ModelEntry("a", "model.gguf", Config(warmup=True))
+    with pytest.raises(Found, match="warms up"):
+        serve.open_entry(None, KeptVocabularies(), entry, lambda share: None)
+    entry.waiting_requests = 1
+    assert isinstance(serve.open_entry(None, KeptVocabularies(), entry, lambda share: None), Loaded)
 
 
 def test_a_model_that_cannot_reason_is_not_loaded_to_reason(tmp_path: Path) -> None:

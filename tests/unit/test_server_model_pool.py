@@ -86,6 +86,23 @@ async def test_one_load_for_all_who_wait() -> None:
     assert sorted(loader.log) == ["load a", "load b"]
 
 
+async def test_a_load_knows_whether_a_request_waits_for_it() -> None:
+    seen: list[int] = []
+    loader = Loader()
+
+    def opener(entry: ModelEntry, progress: Callable[[float], None]) -> Any:
+        seen.append(entry.waiting_requests)
+        return loader(entry, progress)
+
+    models = ModelPool([ModelEntry("a", "a", Config(alias=("a",)))], opener)
+    models.starting = False
+    await models.load(models.entry("a"))
+    await models.unload(models.entry("a"))
+    await use(models, "a")
+    assert seen == [0, 1]
+    assert models.entry("a").waiting_requests == 0
+
+
 async def test_idle_is_the_time_without_users() -> None:
     models = pool(Loader(), "a", "b")
     await use(models, "a")
