@@ -83,7 +83,10 @@ def device_figures(
         unpack=_harmonic(unpacked, elements) / slower if unpacked else None,
         bus=None if device.host else own,
         expand=expand,
-        state_read=None if profile.state_read is None else profile.state_read / slower,
+        state_read=_slowed(profile.state_read, slower),
+        attention=_slowed(profile.attention, slower),
+        elementwise=_slowed(profile.elementwise, slower),
+        recurrence=_slowed(profile.recurrence, slower),
         gather=gather,
         routing=profile.routing * slower,
     )
@@ -102,6 +105,10 @@ def correction(profile: DeviceProfile) -> float:
     """The ratio by which predictions of a device are corrected, as servers observed it, within limits."""
     low, high = _CORRECTIONS
     return 1.0 if profile.observed is None else min(high, max(low, profile.observed.ratio))
+
+
+def _slowed(rate: float | None, slower: float) -> float | None:
+    return None if rate is None else rate / slower
 
 
 def _common(tables: Iterable[Mapping[int, float]]) -> list[int]:

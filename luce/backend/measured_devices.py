@@ -18,7 +18,7 @@ from luce.backend.serving_options import ServingOptions
 from luce.errors import DeviceError
 from luce.gguf.reader import GGUFFile
 from luce.log import event
-from luce.models.spec import ModelSpec
+from luce.models.spec import GatedDeltaNet, ModelSpec
 from luce.profiles.link_cache import link_path, read_link, write_link
 from luce.profiles.measuring import peer_links
 from luce.profiles.profile import DeviceProfile, LinkProfile
@@ -51,6 +51,11 @@ class ModelOnDevices:
     def experts(self) -> bool:
         """Whether a layer has routed experts."""
         return any(self.spec.mixture(layer) is not None for layer in range(len(self.spec.layers)))
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether a layer is gated DeltaNet."""
+        return any(isinstance(layer.mixer, GatedDeltaNet) for layer in self.spec.layers)
 
     @property
     def measurable(self) -> list[Device]:
@@ -108,7 +113,8 @@ class _Measurement:
         *,
         anew: bool = False,
     ) -> None:
-        self._devices, self._types, self._experts = model.measurable, model.types, model.experts
+        self._devices, self._types = model.measurable, model.types
+        self._experts, self._recurrent = model.experts, model.recurrent
         self._peer = model.options.peer
         self._seconds, self._end = seconds, time.monotonic() + seconds
         self._on_figure, self._anew = on_figure, anew
@@ -147,12 +153,16 @@ class _Measurement:
         return max(0.0, self._end - time.monotonic())
 
     def _own(self, device: Device) -> DeviceProfile:
-        known = None if self._anew else stored_profile(device, self._types, experts=self._experts)
+        experts, recurrent = self._experts, self._recurrent
+        known = None
+        if not self._anew:
+            known = stored_profile(device, self._types, experts=experts, recurrent=recurrent)
         if known is not None:
             return known
         if not self._left():
             raise self._late(str(device.name))
-        how = replace(default_measuring(device), experts=self._experts, end=self._end, on_figure=self._on_figure)
+        how = default_measuring(device)
+        how = replace(how, experts=experts, recurrent=recurrent, end=self._end, on_figure=self._on_figure)
         return profile_of(device, self._types, anew=self._anew, how=how)
 
     def _late(self, name: str) -> DeviceError:
@@ -163,7 +173,8 @@ class _Measurement:
         self._on_figure(f"{group[0].daemon.name}: its devices")
         # A daemon takes no infinite number of seconds.
         seconds = min(self._left(), 86400.0)
-        message = Measure(tuple(type.name for type in self._types), self._experts, seconds, self._anew)
+        types = tuple(type.name for type in self._types)
+        message = Measure(types, self._experts, self._recurrent, seconds, self._anew)
         count = len(group[0].daemon.hello().devices)
         return group[0].daemon.before_load(lambda ask: ask_figures(ask, message, count))
 

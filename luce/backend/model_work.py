@@ -50,6 +50,10 @@ def _layer(file: GGUFFile, spec: ModelSpec, device: Device, options: ServingOpti
         macs = sum(tensor.rows * tensor.cols for tensor in routed) // moe.experts
         experts = ExpertWork(placed_bytes(routed, device), macs, moe.experts, moe.used, _EXPERTS)
     dense = sum(tensor.rows * tensor.cols for tensor in tensors if tensor not in routed)
+    # Norms, gates and activations read what products have written, and write what products read.
+    between = sum(tensor.rows + tensor.cols for tensor in tensors if tensor not in routed)
+    if moe is not None and routed:
+        between += moe.used * sum(tensor.rows // moe.experts + tensor.cols for tensor in routed)
     size = tensor_bytes(file, spec, one, device, layers_only=True) - (0 if experts is None else experts.bytes)
     state = state_bytes(device, spec, range(0) if spec.donor(layer) is not None else one, options)
     recurrent = isinstance(mixer, GatedDeltaNet)
@@ -62,6 +66,7 @@ def _layer(file: GGUFFile, spec: ModelSpec, device: Device, options: ServingOpti
         slot=state.slot,
         # A row reads the whole state, and writes it.
         slot_moved=2 * DeltaState.slot_bytes(mixer) if isinstance(mixer, GatedDeltaNet) else 0,
+        activations=4 * between,
         unpacked=2 * dense,
         window=None if isinstance(mixer, GatedDeltaNet) else mixer.window,
         experts=experts,

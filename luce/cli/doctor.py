@@ -108,7 +108,11 @@ class Examination:
             return
         began = time.monotonic()
         how = replace(
-            default_measuring(device), experts=True, end=began + self._left, on_figure=lambda text: self.wait.step(text)
+            default_measuring(device),
+            experts=True,
+            recurrent=True,
+            end=began + self._left,
+            on_figure=lambda text: self.wait.step(text),
         )
         report["profile"] = dataclasses.asdict(profile_of(device, _MEASURED, anew=True, how=how))
         self._left -= time.monotonic() - began
@@ -344,7 +348,7 @@ def _profiles(devices: Sequence[Mapping[str, Any]]) -> Table:
                 f"{profile['launch'] * 1e6:.1f} us",
                 f"{profile['step'] * 1e6:.0f} us",
                 f"{profile['way']['latency'] * 1e6:.0f} us, {profile['way']['bandwidth'] / 1e9:.1f} GB/s",
-                f"{profile['state_read'] / 1e9:,.1f} GB/s",
+                f"{profile['state_read'] / 1e9:,.1f} GB/s, {profile['attention'] / 1e12:.3g} TFLOP/s",
                 f"{figures['spread']:.0%}" + (", noisy" if figures["noisy"] else ""),
             )
     return shown

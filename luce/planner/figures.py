@@ -52,6 +52,12 @@ class DeviceFigures:
     expand: float = 1.0
     #: bytes of keys, values and recurrent states per second; None: as `read`
     state_read: float | None = None
+    #: operations per second of a prompt's attention; None: as a product of so many rows
+    attention: float | None = None
+    #: bytes of a prompt's activations per second between products; None: they take no time
+    elementwise: float | None = None
+    #: bytes of recurrent states per second that the rows of a prompt read and write; None: they take no time
+    recurrence: float | None = None
     #: seconds of choosing a layer's experts and adding their results, beside launches
     routing: float = 0.0
     #: bytes that are left to others; None: the problem's share of what is free

@@ -103,14 +103,16 @@ def layer_time(device: DeviceFigures, layer: LayerWork, work: Pass, away: Expert
     """A layer on a device, its routed experts on the device too or `away`.
 
     A row of a reply reads all keys and values that it sees. The rows of a prompt share them, so there the arithmetic
-    counts.
+    counts, as it does in recurrent layers.
     """
     seen = min(work.depth, layer.window or work.depth)
     seconds = Seconds(launches=device.launch * layer.launches)
     seconds += product_time(device, work.rows, layer.bytes, layer.macs)
     if work.phase == "prompt":
-        attention = 2 * layer.attention * work.rows * seen / arithmetic_rate(device, work.rows)
-        seconds += Seconds(arithmetic=attention)
+        attention = 2 * layer.attention * work.rows * seen / (device.attention or arithmetic_rate(device, work.rows))
+        recurrence = work.rows * layer.slot_moved / device.recurrence if device.recurrence else 0.0
+        between = work.rows * layer.activations / device.elementwise if device.elementwise else 0.0
+        seconds += Seconds(arithmetic=attention + recurrence, memory=between)
     else:
         moved = work.rows * (layer.kv * seen / (device.state_read or device.read) + layer.slot_moved / device.read)
         seconds += Seconds(memory=moved)

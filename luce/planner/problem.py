@@ -52,6 +52,8 @@ class LayerWork:
     slot: int = 0
     #: bytes of recurrent state that a row reads and writes
     slot_moved: int = 0
+    #: bytes of a row that are read and written between products
+    activations: int = 0
     #: bytes of its weights in unpacked form
     unpacked: int = 0
     #: positions that a row sees; None: all

@@ -37,6 +37,9 @@ _MEASURED = (
     "bus",
     "expand",
     "state_read",
+    "attention",
+    "elementwise",
+    "recurrence",
     "gather",
 )
 # Of more devices than this, those are interchangeable whose figures differ by less than 1 %, which is less than figures

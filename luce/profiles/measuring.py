@@ -12,18 +12,21 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from numpy.typing import NDArray
 
-from luce.ops.attention import attention
-from luce.ops.attention_mma import AttentionInputs
 from luce.ops.fp16 import dequantise
-from luce.ops.kvtype import AUTO
 from luce.ops.matmul import matmul
 from luce.ops.matmul_prefill import store_fp16
-from luce.ops.moe import Routing, combine, expert_matmul, group, route
-from luce.ops.norm import rms_norm
+from luce.ops.moe import Routing, expert_matmul, group
 from luce.ops.weight import RawTensor, Weight, upload_experts, upload_weight
+from luce.profiles.layer_parts import (
+    Part,
+    attention_part,
+    elementwise_part,
+    recurrence_part,
+    routing_part,
+    small_kernel,
+)
 from luce.profiles.profile import DeviceProfile, FormatProfile, LinkProfile
 from luce.runtime.device import Array, Device
-from luce.runtime.step import PAGE, PageView, SpanArrays
 
 # Runs before the timed ones, timed runs, and the fewest of them where they take too long.
 _WARM_UPS, _RUNS, _FEWEST = 2, 7, 3
@@ -37,10 +40,11 @@ _COLUMNS, _RANDOM = 4096, 1 << 20
 _SHARE = 0.2
 #: fewest features of a matrix: with fewer ones a GPU has blocks without work
 _LEAST_FEATURES = 1024
-#: heads of queries, heads of keys and values, and values of a head in attention
-_HEADS, _KV_HEADS, _HEAD = 32, 8, 128
 #: features of the matrices with which kernels are compiled
 _FEW_FEATURES = 256
+#: features are a multiple of it, as in models: with an odd number the vendor's library takes four times as long (H100,
+#: 2048 rows: 145 instead of 556 TFLOP/s)
+_TILE = 16
 
 
 @dataclass(frozen=True)
@@ -75,10 +79,12 @@ class ProfileSizes:
     seconds: float = 0.1
     #: keys and values that a row of attention sees
     positions: int = 8192
+    #: rows of a prompt in attention and recurrent layers
+    prompt: int = 2048
     experts: ExpertSizes = ExpertSizes()
 
 
-HOST_PROFILE = ProfileSizes(seconds=0.25, experts=ExpertSizes(rows=(1, 16, 128)))
+HOST_PROFILE = ProfileSizes(seconds=0.25, prompt=512, experts=ExpertSizes(rows=(1, 16, 128)))
 GPU_PROFILE = ProfileSizes()
 
 
@@ -89,6 +95,8 @@ class Measuring:
     sizes: ProfileSizes
     #: whether products with routed experts are measured
     experts: bool = False
+    #: whether gated DeltaNet is measured
+    recurrent: bool = False
     #: when it is to end (time.monotonic); figures after that get the fewest runs
     end: float = math.inf
     #: gets what is measured next
@@ -122,19 +130,51 @@ def profile_device(device: Device, types: Iterable[GGMLQuantizationType], how: M
     timer.tell("copies")
     way = _host_link(timer)
     timer.tell("attention")
-    state_read = _state_read(timer)
+    rates = {name: part.amount / timer.runs(part.run).median for name, part in _parts(timer).items()}
     routing = _routing(timer) if how.experts and device.host else 0.0
     formats = {name: product.profile() for name, product in products.items()}
     name = str(device.describe()["name"])
-    return DeviceProfile(str(device.name), name, time.time(), step, launch, way, formats, state_read, routing=routing)
+    return DeviceProfile(
+        str(device.name),
+        name,
+        time.time(),
+        step,
+        launch,
+        way,
+        formats,
+        state_read=rates["state_read"],
+        attention=rates["attention"],
+        elementwise=rates["elementwise"],
+        recurrence=rates.get("recurrence"),
+        routing=routing,
+    )
 
 
 def _launch_all(timer: _Timer, products: Sequence[_Products]) -> None:
     """Launch all kernels, for `Device.warm_up`."""
-    _small_kernel(timer.device)()
-    _attention_of_one_row(timer)[0]()
+    for part in (small_kernel(timer.device), *_parts(timer).values()):
+        part.run()
     for product in products:
         product.launch()
+
+
+def _parts(timer: _Timer) -> dict[str, Part]:
+    """What a layer computes beside its products, by the figure that it gives."""
+    device, sizes, how = timer.device, timer.sizes, timer.how
+    parts = {
+        "state_read": attention_part(device, 1, sizes.positions),
+        "attention": attention_part(device, sizes.prompt, sizes.prompt),
+        "elementwise": elementwise_part(device, sizes.prompt),
+    }
+    if how.recurrent:
+        parts["recurrence"] = recurrence_part(device, sizes.prompt)
+    return parts
+
+
+def _routing(timer: _Timer) -> float:
+    """Seconds of choosing a row's experts and adding their results."""
+    sizes = timer.sizes.experts
+    return timer.runs(routing_part(timer.device, sizes.count, sizes.used).run).median
 
 
 class _Timer:
@@ -243,6 +283,7 @@ class _Products:
         count = self._timer.most(weight.rows, work, start=least)
         if count == weight.rows:
             return weight
+        count = _whole_tiles(count)
         own = weight.cut(range(count))
         own.fp16 = None if weight.fp16 is None else weight.fp16[:count]
         return own
@@ -258,7 +299,7 @@ class _Products:
 
     def _matrix(self, most: int | None = None) -> Weight:
         row_bytes, room = self._row_bytes(), int(self._device.memory().free * 0.02)
-        rows = max(16, min(self._sizes.matrix_bytes, room) // row_bytes)
+        rows = _whole_tiles(min(self._sizes.matrix_bytes, room) // row_bytes)
         rows = rows if most is None else min(most, rows)
         raw = self._raw(rows, row_bytes)
         return upload_weight(self._device, [RawTensor("profile", raw, self._type, self._sizes.columns)])
@@ -291,7 +332,7 @@ class _Products:
         """The share of the speed of a matrix that experts reach, by rows; their time is that of the bytes they touch or
         of the arithmetic (layer_time.py of the planner)."""
         sizes = self._sizes.experts
-        weight = self._experts(max(16, sizes.bytes // self._row_bytes()))
+        weight = self._experts(_whole_tiles(sizes.bytes // self._row_bytes()))
         found = {}
         for rows in sizes.rows:
             result = self._timer.runs(self._expert_product(weight, rows))
@@ -316,15 +357,14 @@ class _Products:
         return lambda: expert_matmul(device, x, weight, sizes.count, routing)
 
 
-def _small_kernel(device: Device) -> Callable[[], object]:
-    x, scale = device.zeros((1, 64)), device.zeros(64)
-    return lambda: rms_norm(device, x, scale, 1e-6)
+def _whole_tiles(features: int) -> int:
+    return max(features // _TILE, 1) * _TILE
 
 
 def _launch(timer: _Timer) -> tuple[float, float]:
     """Seconds of one of many small kernels, and of a step of one kernel on the host's clock."""
     device, launches = timer.device, timer.sizes.launches
-    kernel = _small_kernel(device)
+    kernel = small_kernel(device).run
 
     def work(count: int) -> Callable[[], object]:
         def queue() -> tuple[()]:
@@ -410,46 +450,3 @@ def _link(timer: _Timer, copy: Callable[[int], Callable[[], float]]) -> LinkProf
     latency = timer.repeated(copy(_ROW)).median
     seconds = timer.repeated(copy(timer.sizes.copied)).median
     return LinkProfile(latency, timer.sizes.copied / max(seconds - latency, 1e-9))
-
-
-def _routing(timer: _Timer) -> float:
-    """Seconds of choosing a row's experts and adding their results."""
-    device, sizes = timer.device, timer.sizes.experts
-    logits = device.upload(np.random.default_rng(5).standard_normal((1, sizes.count), np.float32))
-    results = device.zeros((1, sizes.used, 64))
-
-    def work() -> None:
-        routing = route(
-            device,
-            logits,
-            top_k=sizes.used,
-            gating="softmax",
-            bias=None,
-            normalise=True,
-            scale=1.0,
-            expert_scale=None,
-        )
-        combine(device, results, routing.weights)
-
-    return timer.runs(work).median
-
-
-def _state_read(timer: _Timer) -> float:
-    """Bytes of keys and values per second in attention of one row."""
-    work, size = _attention_of_one_row(timer)
-    return size / timer.runs(work).median
-
-
-def _attention_of_one_row(timer: _Timer) -> tuple[Callable[[], object], int]:
-    """The work, and the bytes of keys and values that it reads."""
-    device, positions = timer.device, timer.sizes.positions // PAGE * PAGE
-    layout = AUTO.layout(device, _HEAD)
-    k_pool, v_pool = (device.zeros((positions, _KV_HEADS, n), dtype) for dtype, n in layout)
-    q = device.upload(np.random.default_rng(4).standard_normal((1, _HEADS, _HEAD), np.float32))
-    pages = np.arange(positions // PAGE, dtype=np.int32)[None]
-    last = np.array([positions - 1], np.int32)
-    view = PageView(*map(device.upload, (pages, pages * PAGE, np.array([pages.size], np.int32), last)))
-    table = device.upload(np.array([[0, 0, 1, positions - 1]], np.int32))
-    spans = SpanArrays(table=table, row_span=device.upload(np.zeros(1, np.int32)), count=1, longest=1)
-    inputs = AttentionInputs(q, k_pool, v_pool, spans, view, device.upload(last), _HEAD**-0.5, None)
-    return lambda: attention(device, inputs), int(k_pool.nbytes + v_pool.nbytes)

@@ -81,6 +81,12 @@ class DeviceProfile:
     formats: dict[str, FormatProfile] = field(default_factory=dict)
     #: bytes of keys and values per second in attention of one row; None: not measured
     state_read: float | None = None
+    #: operations per second of a prompt's attention; None: not measured
+    attention: float | None = None
+    #: bytes of activations per second that norms, gates and the like read and write; None: not measured
+    elementwise: float | None = None
+    #: bytes of recurrent states per second that the rows of a prompt read and write; None: not measured
+    recurrence: float | None = None
     #: seconds of choosing the experts of a row and adding their results on a device of the host, where that is no
     #: launch but Python; 0 on others, and where no experts are measured
     routing: float = 0.0
@@ -99,8 +105,8 @@ class DeviceProfile:
         yield from ((name, seconds, _SECONDS) for name, seconds in times.items())
         yield "measured", self.measured, (-1.0, sys.float_info.max)
         yield "way.bandwidth", self.way.bandwidth, _BYTES
-        if self.state_read is not None:
-            yield "state_read", self.state_read, _BYTES
+        measured = {"state_read": _BYTES, "attention": _OPERATIONS, "elementwise": _BYTES, "recurrence": _BYTES}
+        yield from ((name, value, r) for name, r in measured.items() if (value := getattr(self, name)) is not None)
         if self.observed is not None:
             yield "observed.ratio", self.observed.ratio, _RATIO
         for type, found in self.formats.items():

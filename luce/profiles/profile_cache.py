@@ -51,33 +51,42 @@ def profile_of(
     known = None if anew else read_profile(path)
     formats = {} if known is None else known.formats
     wanted = [type for type in types if not _measured(formats.get(type.name), how)]
-    if known is not None and not wanted:
+    if known is not None and not wanted and _has_recurrence(known, how):
         return dataclasses.replace(known, device=str(device.name))
     found = profile_device(device, wanted, how)
     if known is not None:
-        routing = found.routing or known.routing
-        found = dataclasses.replace(found, formats=formats | found.formats, routing=routing, observed=known.observed)
+        found = dataclasses.replace(
+            found,
+            formats=formats | found.formats,
+            routing=found.routing or known.routing,
+            recurrence=found.recurrence or known.recurrence,
+            observed=known.observed,
+        )
     _write(path, found)
     return found
 
 
 def stored_profile(
-    device: Device, types: Iterable[GGMLQuantizationType], *, experts: bool = False
+    device: Device, types: Iterable[GGMLQuantizationType], *, experts: bool = False, recurrent: bool = False
 ) -> DeviceProfile | None:
-    """The stored profile of a device of this process; None if it lacks one of the types, or `experts`. Measures
-    nothing."""
+    """The stored profile of a device of this process; None if it lacks one of the types, `experts`, or the recurrences
+    that `recurrent` asks for. Measures nothing."""
     if not profile_folder().exists():
         # The key in a profile's name takes 15 ms.
         return None
-    how = dataclasses.replace(default_measuring(device), experts=experts)
+    how = dataclasses.replace(default_measuring(device), experts=experts, recurrent=recurrent)
     known = read_profile(profile_path(device))
-    if known is None or not all(_measured(known.formats.get(type.name), how) for type in types):
+    if (
+        known is None
+        or not _has_recurrence(known, how)
+        or not all(_measured(known.formats.get(type.name), how) for type in types)
+    ):
         return None
     return dataclasses.replace(known, device=str(device.name))
 
 
 def default_measuring(device: Device) -> Measuring:
-    """How a device is measured without experts, however long it takes."""
+    """How a device is measured without experts and recurrences, however long it takes."""
     return Measuring(HOST_PROFILE if device.host else GPU_PROFILE)
 
 
@@ -101,6 +110,10 @@ def note_observed(path: Path, observed: Observed) -> None:
 
 def _measured(found: FormatProfile | None, how: Measuring) -> bool:
     return found is not None and (bool(found.gather) or not how.experts)
+
+
+def _has_recurrence(profile: DeviceProfile, how: Measuring) -> bool:
+    return profile.recurrence is not None or not how.recurrent
 
 
 def profile_key(device: Device) -> str:

@@ -42,6 +42,8 @@ class Measure(msgspec.Struct, tag=True):
     types: tuple[str, ...]
     #: whether products with routed experts are measured
     experts: bool
+    #: whether gated DeltaNet is measured
+    recurrent: bool
     #: for devices without stored figures; 0: none is measured
     seconds: float
     #: measure devices with stored figures too

@@ -45,10 +45,12 @@ def measure_devices(devices: Sequence[Device], message: Measure) -> Measured:
 
 def _measured(device: Device, types: Sequence[GGMLQuantizationType], message: Measure, end: float) -> MeasuredDevice:
     key = profile_key(device)
-    known = None if message.anew else stored_profile(device, types, experts=message.experts)
+    known = (
+        None if message.anew else stored_profile(device, types, experts=message.experts, recurrent=message.recurrent)
+    )
     if known is not None or time.monotonic() >= end:
         return MeasuredDevice(key, known)
-    how = replace(default_measuring(device), experts=message.experts, end=end)
+    how = replace(default_measuring(device), experts=message.experts, recurrent=message.recurrent, end=end)
     try:
         return MeasuredDevice(key, profile_of(device, types, anew=message.anew, how=how))
     except LuceError as error:

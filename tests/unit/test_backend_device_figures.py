@@ -48,7 +48,9 @@ def test_rates_are_those_of_all_bytes_and_of_all_products() -> None:
 
 def test_what_servers_observed_makes_all_times_longer_within_limits() -> None:
     quants = FormatProfile(100.0, {1: 10.0}, 50.0, 0.1, False, {1: 0.5, 16: 0.25})
-    profile = DeviceProfile("cuda:0", "x", 0.0, 3.0, 2.0, LinkProfile(0.5, 7.0), {"Q8_0": quants}, 40.0)
+    profile = DeviceProfile(
+        "cuda:0", "x", 0.0, 3.0, 2.0, LinkProfile(0.5, 7.0), {"Q8_0": quants}, 40.0, 20.0, 15.0, 10.0
+    )
 
     def found(ratio: float) -> Any:
         observed = replace(profile, observed=Observed(ratio, 1000))
@@ -56,5 +58,6 @@ def test_what_servers_observed_makes_all_times_longer_within_limits() -> None:
 
     slow = found(1.25)
     assert (slow.read, slow.rates[0][1], slow.unpack, slow.state_read) == pytest.approx((80.0, 8.0, 40.0, 32.0))
+    assert (slow.attention, slow.elementwise, slow.recurrence) == pytest.approx((16.0, 12.0, 8.0))
     assert (slow.launch, slow.step, slow.way.latency, slow.gather) == (2.5, 3.75, 0.5, ((1, 0.5), (16, 0.25)))
     assert (found(9.0).read, found(0.1).read) == pytest.approx((50.0, 200.0))

@@ -215,7 +215,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Devices of this machine, measured with little work."""
     monkeypatch.setenv("CACHE_DIRECTORY", str(tmp_path))
     monkeypatch.setattr(predicted_plan, "measured", measured_devices.measured)
-    monkeypatch.setattr(profile_cache, "HOST_PROFILE", ProfileSizes(1 << 16, 256, 32, (1, 32), 4, 1 << 12, 0.0, 64))
+    monkeypatch.setattr(profile_cache, "HOST_PROFILE", ProfileSizes(1 << 16, 256, 32, (1, 32), 4, 1 << 12, 0.0, 64, 32))
     return tmp_path / "profiles"
 
 

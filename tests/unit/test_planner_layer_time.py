@@ -47,6 +47,14 @@ def test_rows_of_a_prompt_compute_their_attention() -> None:
     seconds = layer_time(DEVICE, LAYER, Pass("prompt", 100, 1000))
     # Attention: 2 x 5 x 100 x 1000 / 1000; the product: 2 x 30 x 100 / 1000.
     assert (seconds.memory, seconds.arithmetic) == pytest.approx((0.0, 1006.0))
+    # Measured attention: 2 x 5 x 100 x 1000 / 2000; measured states: 100 x 50 / 25.
+    measured = layer_time(replace(DEVICE, attention=2000.0, recurrence=25.0), LAYER, Pass("prompt", 100, 1000))
+    assert measured.arithmetic == pytest.approx(6 + 500 + 200)
+    # Activations: 100 x 40 / 8.
+    between = layer_time(replace(DEVICE, elementwise=8.0), replace(LAYER, activations=40), Pass("prompt", 100, 1000))
+    assert between.memory == pytest.approx(500.0)
+    between = layer_time(replace(DEVICE, elementwise=8.0), replace(LAYER, activations=40), Pass("decode", 1, 1000))
+    assert between.memory == pytest.approx(60.5)
 
 
 def test_experts_are_read_as_far_as_rows_touch_them() -> None:

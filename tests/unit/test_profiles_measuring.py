@@ -19,7 +19,7 @@ EXPERTS = ExpertSizes(4, 2, 1 << 13, (1, 16))
 
 def small(**changes: Any) -> ProfileSizes:
     own = {"matrix_bytes": 1 << 15, "columns": 256, "features": 1 << 20, "rows": (1, 16, 32), "launches": 8}
-    own |= {"copied": 1 << 12, "seconds": 0.0, "positions": 64, "experts": EXPERTS}
+    own |= {"copied": 1 << 12, "seconds": 0.0, "positions": 64, "prompt": 32, "experts": EXPERTS}
     return ProfileSizes(**(own | changes))
 
 
@@ -58,15 +58,15 @@ class Clocked(HostDevice):
         return Ticks(self.at)
 
 
-def measure(device: Device, *, experts: bool = False, **sizes: Any) -> DeviceProfile:
-    return profile_device(device, [Q8_0], Measuring(small(**sizes), experts))
+def measure(device: Device, *, experts: bool = False, recurrent: bool = False, **sizes: Any) -> DeviceProfile:
+    return profile_device(device, [Q8_0], Measuring(small(**sizes), experts, recurrent))
 
 
 def test_figures_are_work_by_median_seconds() -> None:
     profile = measure(Clocked([2.0]))
     found = profile.formats["Q8_0"]
-    # Float32 on this device: 256 columns, and as many rows as 32 KiB of Q8_0 (272 bytes a row) have.
-    elements = 256 * ((1 << 15) // 272)
+    # Float32 on this device: 256 columns, and as many whole tiles of 16 rows as 32 KiB of Q8_0 (272 bytes a row) have.
+    elements = 256 * 112
     assert found.read == pytest.approx(4 * elements / 2)
     assert found.rates == pytest.approx({rows: 2 * rows * elements / 2 for rows in (1, 16, 32)})
     assert found.unpack is None
@@ -100,7 +100,7 @@ def test_a_gpu_works_while_what_is_timed_is_queued() -> None:
 
 
 def test_products_that_take_too_long_have_fewer_features() -> None:
-    elements = 256 * ((1 << 15) // 272)
+    elements = 256 * 112
     found = measure(Clocked([2.0]), features=64, seconds=1.0).formats["Q8_0"]
     assert found.rates == pytest.approx({rows: 2 * rows * 256 * 64 / 2 for rows in (1, 16, 32)})
     # A run may take a fifth of the time: with 20 seconds there is time for twice the features, and more are tried.
@@ -121,14 +121,15 @@ def test_figures_after_the_end_get_the_fewest_runs() -> None:
         profile_device(device, [Q8_0], Measuring(small(rows=(1,), seconds=1e9), end=end))
         return device.records
 
-    # Four figures: many launches, one, attention, and the product; of seven runs each, or of three.
-    assert products(float("inf")) - products(0.0) == 2 * 4 * (7 - 3)
+    # Six figures: many launches, one, attention of one row and of a prompt, an activation, and the product; of seven
+    # runs each, or of three.
+    assert products(float("inf")) - products(0.0) == 2 * 6 * (7 - 3)
 
 
 def test_experts_reach_a_share_of_the_speed_of_a_matrix() -> None:
     found = measure(Clocked([2.0]), experts=True).formats["Q8_0"]
-    # Every product takes two seconds. The matrix has 120 features of 256 columns in float32, the four experts 30 each.
-    features, experts = (1 << 15) // 272, (1 << 13) // 272
+    # Every product takes two seconds. The matrix has 112 features of 256 columns in float32, the four experts 16 each.
+    features, experts = 112, 16
     touched = 4 * experts * (1 - 0.5**1)
     assert found.gather[1] == pytest.approx(touched / features)
     assert found.gather[16] == pytest.approx(max(4 * experts * (1 - 0.5**16), 2 * experts) / features)
@@ -143,6 +144,23 @@ def test_routing_is_measured_with_experts_alone() -> None:
 def test_attention_reads_keys_and_values() -> None:
     # 64 positions, 8 heads of 128 keys and values, 4 bytes each.
     assert measure(Clocked([2.0])).state_read == pytest.approx(64 * 8 * 128 * 2 * 4 / 2)
+
+
+def test_rows_of_a_prompt_attend_to_those_before_them() -> None:
+    # 32 heads of 128; row i of 64 sees i + 1 positions; two products, a multiply-add counts as two.
+    assert measure(Clocked([2.0]), prompt=64).attention == pytest.approx(4 * 32 * 128 * (64 * 65 / 2) / 2)
+
+
+def test_activations_are_read_and_written() -> None:
+    # 32 rows of a gate, of what it scales, and of the result: 8192 float32 each.
+    assert measure(Clocked([2.0])).elementwise == pytest.approx(3 * 32 * 8192 * 4 / 2)
+
+
+def test_recurrences_are_measured_where_a_model_has_them() -> None:
+    # 32 rows read and write 32 states of 128 x 128 and 3 inputs of q, k and v, in float32.
+    moved = 2 * 32 * 32 * (128 * 128 + 3 * 3 * 128) * 4
+    assert measure(Clocked([2.0]), recurrent=True).recurrence == pytest.approx(moved / 2)
+    assert measure(Clocked([2.0])).recurrence is None
 
 
 def test_each_figure_is_told_before_it_is_measured() -> None:
@@ -170,7 +188,7 @@ def test_an_emulated_gpu_is_measured(type: GGMLQuantizationType, monkeypatch: py
     experts = ExpertSizes(4, 2, 1 << 12, (1, 32))
     sizes = small(matrix_bytes=1 << 13, features=32, rows=(1, 32), launches=4, experts=experts)
     try:
-        profile = profile_device(device, [type], Measuring(sizes, experts=True))
+        profile = profile_device(device, [type], Measuring(sizes, experts=True, recurrent=True))
     finally:
         device.close()
     found = profile.formats[type.name]
@@ -179,6 +197,9 @@ def test_an_emulated_gpu_is_measured(type: GGMLQuantizationType, monkeypatch: py
         *found.rates.values(),
         *found.gather.values(),
         profile.state_read,
+        profile.attention,
+        profile.elementwise,
+        profile.recurrence,
         *vars(profile.way).values(),
     ]
     assert np.isfinite(values).all()

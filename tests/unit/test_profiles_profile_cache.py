@@ -19,7 +19,7 @@ from luce.profiles.profile_cache import note_observed, profile_key, profile_of, 
 from luce.runtime import kernels
 from luce.runtime.host import HostDevice
 
-SIZES = ProfileSizes(1 << 15, 256, 1 << 20, (1, 16), 4, 1 << 12, 0.0, 64, ExpertSizes(4, 2, 1 << 12, (1,)))
+SIZES = ProfileSizes(1 << 15, 256, 1 << 20, (1, 16), 4, 1 << 12, 0.0, 64, 32, ExpertSizes(4, 2, 1 << 12, (1,)))
 SMALL = Measuring(SIZES)
 Q8_0, Q4_0 = GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q4_0
 FOUND = FormatProfile(1e9, {1: 1e9, 16: 2e9}, None, 0.1, False)
@@ -107,6 +107,9 @@ def test_a_stored_profile_is_read(tmp_path: Path) -> None:
         {"profile__formats__Q8_0__gather": {"1": 0.0}},
         {"profile__formats__Q8_0__spread": float("inf")},
         {"profile__state_read": 0.0},
+        {"profile__attention": float("nan")},
+        {"profile__elementwise": 0.0},
+        {"profile__recurrence": 1e30},
         {"profile__routing": -1.0},
         {"profile__observed": {"ratio": -1.0, "steps": 3}},
     ],
@@ -155,6 +158,17 @@ def test_two_that_write_at_the_same_time_leave_one_whole_profile(tmp_path: Path)
         assert read_profile(path) in [PROFILE, *both]
     assert read_profile(path) in both
     assert [file.name for file in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_recurrences_are_measured_where_they_are_missing(tmp_path: Path) -> None:
+    first = profile_of(HostDevice(), [Q8_0], folder=tmp_path, how=SMALL)
+    assert first.recurrence is None
+    second = profile_of(HostDevice(), [Q8_0], folder=tmp_path, how=replace(SMALL, recurrent=True))
+    assert second.recurrence is not None
+    assert second.recurrence > 0
+    assert second.formats == first.formats
+    # A later measurement of another type keeps them.
+    assert profile_of(HostDevice(), [Q4_0], folder=tmp_path, how=SMALL).recurrence == second.recurrence
 
 
 def test_experts_are_measured_where_they_are_missing(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from luce.runtime.host import HostDevice
 from tests.support.reference import Reference
 from tests.support.threaded_daemon import ThreadedDaemon
 
-SIZES = ProfileSizes(1 << 15, 256, 1 << 20, (1, 16), 4, 1 << 12, 0.0, 64, ExpertSizes(4, 2, 1 << 12, (1,)))
+SIZES = ProfileSizes(1 << 15, 256, 1 << 20, (1, 16), 4, 1 << 12, 0.0, 64, 32, ExpertSizes(4, 2, 1 << 12, (1,)))
 FOUND = FormatProfile(1e9, {1: 1e9, 512: 1e10}, None, 0.1, False)
 PROFILE = DeviceProfile("cpu:0", "x", time.time(), 1e-5, 1e-6, LinkProfile(1e-6, 1e9), {"F32": FOUND})
 LINK = LinkProfile(1e-4, 1e8)
@@ -67,19 +67,19 @@ def figures(supervisor: Supervisor, message: Measure, devices: int = 1) -> probe
 
 def test_a_daemon_measures_its_devices_once() -> None:
     with started(2) as supervisor:
-        nothing = figures(supervisor, Measure(("F32",), False, 0.0), 2)
+        nothing = figures(supervisor, Measure(("F32",), False, False, 0.0), 2)
         assert [device.profile for device in nothing.devices] == [None, None]
         assert [device.error for device in nothing.devices] == ["", ""]
-        found = figures(supervisor, Measure(("F32",), False, 60.0), 2).devices
+        found = figures(supervisor, Measure(("F32",), False, False, 60.0), 2).devices
         profiles = [device.profile for device in found]
         assert profiles[0] is not None
         assert profiles[0].formats.keys() == {"F32"}
         # The devices of a CPU are one CPU, whose figures are stored in the daemon's cache folder.
         assert found[0].key == found[1].key == nothing.devices[0].key
         assert profiles[1] == replace(profiles[0], device="cpu:1")
-        again = figures(supervisor, Measure(("F32",), False, 0.0), 2)
+        again = figures(supervisor, Measure(("F32",), False, False, 0.0), 2)
         assert [device.profile for device in again.devices] == profiles
-        anew = figures(supervisor, Measure(("F32",), False, 60.0, anew=True), 2).devices[0].profile
+        anew = figures(supervisor, Measure(("F32",), False, False, 60.0, anew=True), 2).devices[0].profile
         assert anew is not None
         assert anew.measured > profiles[0].measured
 
@@ -90,13 +90,13 @@ def test_a_device_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(probe, "profile_of", fails)
     with started() as supervisor:
-        assert figures(supervisor, Measure(("F32",), False, 60.0)).devices[0].error == "cpu:0: it is broken"
+        assert figures(supervisor, Measure(("F32",), False, False, 60.0)).devices[0].error == "cpu:0: it is broken"
 
 
 def test_types_that_do_not_exist_and_long_answers_are_refused() -> None:
     with started() as supervisor:
         with pytest.raises(BackendError, match="no weights of type 'F33'"):
-            figures(supervisor, Measure(("F33",), False, 1.0))
+            figures(supervisor, Measure(("F33",), False, False, 1.0))
         probing = Probe(np.zeros(1, np.uint8), SMALL_FRAME + 1)
         with pytest.raises(BackendError, match="a probe asks for"):
             supervisor.before_load(lambda ask: ask(probing, Probed)).result(60)
@@ -111,7 +111,7 @@ def test_nothing_is_measured_without_devices() -> None:
     with ours, theirs, contextlib.ExitStack() as opened:
         session = daemon.Session(Channel(ours, Request), opened, can_share=True, locate=None, loaders=())
         with pytest.raises(BackendError, match="no devices are open"):
-            session.measure(Measure((), False, 0.0))
+            session.measure(Measure((), False, False, 0.0))
         with pytest.raises(BackendError, match="no devices are open"):
             session.probe(Probe(np.zeros(1, np.uint8), 1))
 
@@ -150,9 +150,9 @@ def test_figures_that_cannot_be_end_the_daemon(
     monkeypatch.setattr(daemon, "measure_devices", lambda devices, message: answer)
     with started() as supervisor:
         with pytest.raises(DeviceError, match=f"test: it sent .*{message}"):
-            figures(supervisor, Measure(("F32",), False, 1.0))
+            figures(supervisor, Measure(("F32",), False, False, 1.0))
         with pytest.raises(DeviceError):
-            figures(supervisor, Measure(("F32",), False, 1.0))
+            figures(supervisor, Measure(("F32",), False, False, 1.0))
 
 
 @pytest.mark.parametrize(
@@ -162,13 +162,13 @@ def test_links_that_cannot_be_end_the_daemon(peer: PeerFigures, monkeypatch: pyt
     answer = Measured((MeasuredDevice("key", PROFILE),), (peer,))
     monkeypatch.setattr(daemon, "measure_devices", lambda devices, message: answer)
     with started() as supervisor, pytest.raises(DeviceError, match="a link of devices"):
-        figures(supervisor, Measure(("F32",), False, 1.0))
+        figures(supervisor, Measure(("F32",), False, False, 1.0))
 
 
 def test_as_many_devices_answer_as_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(daemon, "measure_devices", lambda devices, message: Measured((), ()))
     with started() as supervisor, pytest.raises(DeviceError, match="figures of 0 devices instead of 1"):
-        figures(supervisor, Measure(("F32",), False, 1.0))
+        figures(supervisor, Measure(("F32",), False, False, 1.0))
 
 
 class Line:
