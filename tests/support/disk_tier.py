@@ -31,6 +31,7 @@ def rig(
     identify: Callable[[], Fingerprint] | None = None,
     interval: int = 8192,
     flush: float = 30,
+    resume_seconds: float = 0,
     **backend: Any,
 ) -> Iterator[Rig]:
     """An engine that starts anew over a directory; all is written when it ends."""
@@ -52,6 +53,7 @@ def rig(
         disk=disk,
         min_disk_tokens=1,
         flush_seconds=flush,
+        resume_seconds=resume_seconds,
     )
     try:
         yield Rig(engine, scripted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,10 @@ from luce.engine import recovery
 from luce.engine.events import FinishReason
 from luce.errors import ShardLostError
 from luce.runtime.step import Step
+from tests.support.constraints import Few
 from tests.support.daemons import within
+from tests.support.disk_tier import rig
+from tests.support.drafters import oracle, sometimes
 from tests.support.replies import TIMEOUT, engine, submit
 from tests.support.scripted_backend import ScriptedBackend
 
@@ -83,6 +87,49 @@ def test_the_cache_drafts_and_draws_go_on(at: tuple[int, ...], options: dict[str
         return disturbed(*losses, backend={"recurrent": True}, **own)
 
     assert run(*at) == run()
+
+
+@pytest.mark.parametrize("raises", [True, False], ids=["in the step", "between steps"])
+@pytest.mark.parametrize("at", [(4,), (6,), (3, 7)], ids=str)
+def test_accepted_drafts_and_what_the_drafter_saw_are_forgotten(at: tuple[int, ...], raises: bool) -> None:
+    backend = ScriptedBackend(slots=2, context=256, recurrent=True)
+    drafter = oracle(backend, sometimes(0.3, 1), block=4)
+    with engine(backend, eos=frozenset(), resume_seconds=30, drafter=drafter, verify_width=5) as made:
+        hook = backend.hook = Losing(backend, *at, raises=raises)
+        drafted, _ = submit(made, PROMPT, max_tokens=TOKENS)
+        drafted.finished()
+        assert hook.count < TOKENS and len(drafter.forgotten) >= len(at)
+    assert drafted.ids == backend.reply(PROMPT, TOKENS)
+
+
+@pytest.mark.parametrize("at", [(6,), (25,), (20, 26)], ids=str)
+def test_a_constraint_goes_on_where_it_was(at: tuple[int, ...]) -> None:
+    def run(*losses: int) -> list[int]:
+        backend = ScriptedBackend(slots=2, context=256)
+        constraint = Few(backend.capacity.vocab, 30, 31, 32, 33)
+        with engine(backend, eos=frozenset(), resume_seconds=30) as made:
+            backend.hook = Losing(backend, *losses)
+            reply, _ = submit(made, PROMPT, max_tokens=TOKENS, constraint=constraint)
+            reply.finished()
+        assert constraint.pushed == reply.ids
+        return reply.ids
+
+    assert run(*at) == run()
+
+
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_a_prompt_of_the_disk_with_its_logits_does_not_skip_a_token(tmp_path: Path, recurrent: bool) -> None:
+    expected = ScriptedBackend().reply(PROMPT, TOKENS)
+    with rig(tmp_path, recurrent=recurrent) as first:
+        # One of them is what the reply has when the state is lost.
+        for read in range(16, 24):
+            submit(first.engine, PROMPT + expected[:read], max_tokens=1)[0].finished()
+    with rig(tmp_path, resume_seconds=30, recurrent=recurrent) as second:
+        second.backend.hook = Losing(second.backend, 20)
+        again, _ = submit(second.engine, PROMPT, max_tokens=TOKENS)
+        again.finished()
+        assert second.engine.stats().resumed == 1
+    assert again.ids == expected
 
 
 def test_no_step_runs_while_the_shard_is_away() -> None:
