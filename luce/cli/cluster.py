@@ -99,12 +99,24 @@ def _command(arguments: argparse.Namespace) -> wire.Command:
 
 
 def _show(status: wire.Status) -> None:
-    columns = ("member", "label", "state", "since", "address", "round trip", "devices", "file", "losses", "last words")
+    columns = (
+        "member",
+        "label",
+        "state",
+        "since",
+        "address",
+        "round trip",
+        "devices",
+        "layers",
+        "file",
+        "losses",
+        "last words",
+    )
     table = Table(*columns, box=None, padding=(0, 2, 0, 0))
     for member in status.members:
         trip = "" if member.round_trip_ms is None else f"{member.round_trip_ms:.1f} ms"
         cells = [member.name, member.label, member.state, f"{member.seconds:.0f} s", member.address, trip]
-        cells += [",".join(member.devices), member.file, str(member.losses), member.reason]
+        cells += [",".join(member.devices), ",".join(member.layers), member.file, str(member.losses), member.reason]
         table.add_row(*(printable(cell) for cell in cells))
     console = output()
     console.print(table)

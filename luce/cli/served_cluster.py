@@ -80,7 +80,8 @@ class ServedCluster:
         devices, connects = self._coordinator.plan(identity, source, without)
         own = config.target_devices or (("auto",) if config.target_device == "auto" else (config.target_device,))
         model = open_model(path, dataclasses.replace(config, target_devices=(*own, *devices)), progress, connects)
-        self._coordinator.keep(device for shard in model.placement if (device := str(shard["device"])) in devices)
+        placed = {str(shard["device"]): shard["layers"] for shard in model.placement}
+        self._coordinator.keep({device: range(at[0], at[1] + 1) for device, at in placed.items() if device in devices})
         return model
 
 

@@ -17,7 +17,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -120,6 +120,8 @@ class Coordinator:
             self._source: WeightSource | None = None
             #: the members of the placement, with their sessions when it was planned
             self._planned: dict[str, int | None] = {}
+            #: of each member of the placement, as wire.MemberStatus.layers
+            self._layers: dict[str, list[str]] = {}
             self.streams = WeightStreams()
             self._closing = threading.Event()
             gate = ClusterGate(lambda: self._context, self._is_member, self._admit)
@@ -224,6 +226,7 @@ class Coordinator:
         """
         with self._lock:
             # Members that still serve the last one do not answer.
+            self._layers = {}
             self._apply(membership.Kept(frozenset()))
             if self._source is not None:
                 self._source.close()
@@ -236,11 +239,14 @@ class Coordinator:
             devices = [f"{place_of(member.name)}{device}" for member in usable for device in member.devices]
             return devices, {place_of(member.name): self._dialler(member.name) for member in usable}
 
-    def keep(self, devices: Iterable[str]) -> None:
-        """The placement has these devices of members alone."""
-        names = frozenset(device.removeprefix(MEMBER).partition("/")[0] for device in devices)
+    def keep(self, layers: Mapping[str, range]) -> None:
+        """The placement has these devices of members alone, each with its layers."""
         with self._lock:
-            self._apply(membership.Kept(names))
+            self._layers = {}
+            for device, own in layers.items():
+                name = device.removeprefix(MEMBER).partition("/")[0]
+                self._layers.setdefault(name, []).append(f"{own.start}..{own.stop - 1}")
+            self._apply(membership.Kept(frozenset(self._layers)))
 
     def broken(self, seconds: float) -> tuple[frozenset[str], frozenset[str]]:
         """The members of the placement that cannot have their weights, and those that have been lost since it was
@@ -472,6 +478,7 @@ class Coordinator:
             address=member.address,
             round_trip_ms=trip,
             devices=member.devices,
+            layers=tuple(self._layers.get(member.name, ())) if member.state in ("loading", "serving") else (),
             luce=member.luce,
             file=member.file if share is None else f"{member.file} {share:.0%}",
             losses=member.losses,

@@ -217,6 +217,8 @@ class MemberStatus(msgspec.Struct):
     #: of the control connection; None before the first Pong
     round_trip_ms: float | None
     devices: tuple[str, ...]
+    #: of each device with layers of the placement, FIRST..LAST
+    layers: tuple[str, ...]
     luce: str
     #: whether it has the model file: own, streamed with how much of it is there, absent, or "" before it was asked
     file: str

@@ -34,7 +34,9 @@ def test_a_machine_joins_and_holds_layers(start: Any, tmp_path: Path) -> None:
     assert within(200, lambda: ask(port, "/health") == (200, {"status": "ok"})), (server.log, member.log)
     assert greedy(port) == EXPECTED
     shards = ask(port, "/props")[1]["runtime"]["target_sharding"]
-    name = member_of(start)["name"]
+    found = member_of(start)
+    name, layers = found["name"], shards[1]["layers"]
+    assert found["layers"] == [f"{layers[0]}..{layers[1]}"]
     assert [shard["device"] for shard in shards] == ["cpu:0", f"member://{name}/cpu:0"]
     assert command not in "".join(server.log + member.log)
 

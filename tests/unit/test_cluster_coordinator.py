@@ -362,9 +362,11 @@ def test_devices_without_layers_are_let_go(home: Coordinator, hosts: Make) -> No
     host = hosts(home).start()
     peer = connect(home, host)
     with peer.requests, peer.heartbeat:
-        home.keep(["member://box/cpu:0"])
+        home.keep({"member://box/cpu:0": range(2, 4)})
+        assert home.status().members[0].layers == ("2..3",)
         assert state(home) in ("loading", "serving")
-        home.keep([])
+        home.keep({})
+        assert home.status().members[0].layers == ()
         peer.requests.settimeout(10)
         assert peer.requests.recv(1) == b"" and state(home) == "idle"
 
