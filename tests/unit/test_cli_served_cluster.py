@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import threading
 from pathlib import Path
@@ -16,7 +17,7 @@ from luce.cli.served_cluster import ServedCluster, served_cluster
 from luce.cluster.join_token import decode_token
 from luce.config.resolve import resolve
 from luce.config.settings import Config
-from luce.errors import ListenError, ServerError, UsageError
+from luce.errors import DeviceError, ListenError, ServerError, UsageError
 from tests.support.clusters import Host, coordinator, joined, needs_keys, port_of
 from tests.support.reference import Reference
 
@@ -104,6 +105,33 @@ def test_the_wait_for_members_ends(monkeypatch: Patch, caplog: Any) -> None:
     assert "--cluster-min 2: 0 members are there; the model loads without more" in caplog.text
     settings, _, waited = opened(config(cluster_min="0", target_devices="auto"), monkeypatch)
     assert settings.target_devices == ("auto",) and waited == [""]
+
+
+def test_a_load_begins_again_only_where_a_member_is_lost(folder: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(module, "_LOSS_SECONDS", 5.0)
+    made: list[Host] = []
+    loads: list[tuple[str, ...]] = []
+    real = module.Coordinator
+
+    def kept(*arguments: Any) -> Any:
+        found = real(*arguments)
+        made.append(joined(found, monkeypatch, folder).start())
+        return found
+
+    def open_model(path: Path, config: Config, progress: Any, connects: Any) -> Any:
+        loads.append(config.target_devices)
+        made[0].stop()
+        raise DeviceError(f"load {len(loads)} failed")
+
+    monkeypatch.setattr(module, "Coordinator", kept)
+    monkeypatch.setattr(module, "open_model", open_model)
+    settings = config(cluster_min="1", cluster_wait="10")
+    with served_cluster(settings) as cluster:
+        assert cluster is not None
+        # The second load is not that of a member: its failure is the server's.
+        with pytest.raises(DeviceError, match="load 2 failed"):
+            cluster.open_model(MODEL, dataclasses.replace(settings, cluster_wait=0.5), print, lambda text: None)
+    assert loads == [("cpu:0", "member://box/cpu:0"), ("cpu:0",)]
 
 
 def test_the_address_is_named_in_errors() -> None:
