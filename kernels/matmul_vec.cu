@@ -1,5 +1,5 @@
 // variants: ROWS=1,2,4,8,16 QTYPE=F32,F16,BF16,Q4_1,Q5_0,Q5_1,Q2_K,Q3_K,IQ4_NL,IQ4_XS,MXFP4
-// variants: ROWS=1,2,4,8,16 QTYPE=IQ1_S,IQ1_M,IQ2_XXS,IQ2_XS,IQ2_S,IQ3_XXS,IQ3_S,NVFP4
+// variants: ROWS=1,2,4,8,16 QTYPE=IQ1_S,IQ1_M,IQ2_XXS,IQ2_XS,IQ2_S,IQ3_XXS,IQ3_S,NVFP4,TQ1_0,TQ2_0
 //
 // Products of a weight matrix with up to ROWS rows: decoding and verification. A block owns a few of the weight's rows;
 // each of their units is read and dequantised once for all rows of x.

@@ -37,6 +37,8 @@
 #define IQ4_XS 23
 #define IQ1_M 29
 #define BF16 30
+#define TQ1_0 34
+#define TQ2_0 35
 #define MXFP4 39
 #define NVFP4 40
 
@@ -103,6 +105,12 @@
 #elif QTYPE == IQ3_S
 #define BLOCK 256
 #define BLOCK_BYTES 110
+#elif QTYPE == TQ1_0
+#define BLOCK 256
+#define BLOCK_BYTES 54
+#elif QTYPE == TQ2_0
+#define BLOCK 256
+#define BLOCK_BYTES 66
 #elif QTYPE == NVFP4
 #define BLOCK 64
 #define BLOCK_BYTES 36
@@ -115,7 +123,7 @@
 #define RUNS 1
 #define RUN BLOCK
 #define STEP 0
-#elif QTYPE == Q2_K || QTYPE == Q3_K || QTYPE == Q6_K
+#elif QTYPE == Q2_K || QTYPE == Q3_K || QTYPE == Q6_K || QTYPE == TQ2_0
 #define PLAIN 0
 #define RUNS 4
 #define RUN 8
@@ -234,6 +242,10 @@ struct Packed {
     u32 words[2], scales[3];
 #elif QTYPE == Q3_K
     u32 words[2], upper[2], scales[4];
+#elif QTYPE == TQ1_0
+    u32 words[8], scales[1];
+#elif QTYPE == TQ2_0
+    u32 words[2], scales[1];
 #else
     u32 words[4], upper[2], scales[3];
 #endif
@@ -285,9 +297,21 @@ LUCE_FN void fetch(const u8* __restrict__ row, int unit, int left, Packed& packe
 #if QTYPE == Q5_K
     read_words<4>(block + 16 + part % 2 * 16, packed.upper);
 #endif
+#elif QTYPE == TQ1_0
+    // Of 32 bytes, 16 and 4, each holds five or four columns.
+    if (unit % UNITS < 5) {
+        read_words<8>(block, packed.words);
+    } else {
+        read_words<5>(block + 32, packed.words);
+    }
+    packed.scales[0] = luce_u16_at2(block + 52);
 #else  // halves of 128 columns
     const int half = unit % UNITS / 4;
     const int at = unit % 4 * 8;
+#if QTYPE == TQ2_0
+    read_words<2>(block + half * 32 + at, packed.words);
+    packed.scales[0] = luce_u16_at2(block + 64);
+#else
 #if QTYPE == Q2_K
     read_words<2>(block + 16 + half * 32 + at, packed.words);
     read_words<2>(block + half * 8, packed.scales);
@@ -303,6 +327,7 @@ LUCE_FN void fetch(const u8* __restrict__ row, int unit, int left, Packed& packe
     read_words<2>(block + 128 + half * 32 + at, packed.upper);
     read_words<2>(block + 192 + half * 8, packed.scales);
     packed.scales[2] = luce_u16_at2(block + 208);
+#endif
 #endif
 #endif
 }
@@ -412,6 +437,25 @@ LUCE_FN void unpack_run(const Packed& packed, int unit, int run, float* __restri
         const u32 fifth = (packed.upper[i] >> (group * 2 + run) & 0x01010101) << 4;
         scaled((packed.words[i] >> (run * 4) & 0x0f0f0f0f) | fifth, 31, 0, scale, -minimum, w + i * 4);
 #endif
+    }
+
+#elif QTYPE == TQ2_0
+    const float d = half_of(packed.scales[0], 0);
+#pragma unroll
+    for (int i = 0; i < 2; i++) scaled(packed.words[i], 3, run * 2, d, -d, w + i * 4);
+
+#elif QTYPE == TQ1_0
+    // A byte b is a fraction b / 256 in base 3, rounded up; its digit after `place` others is the next carry of 3 b.
+    const float d = half_of(packed.scales[0], 0);
+    const int group = unit % UNITS;
+#pragma unroll
+    for (int e = 0; e < RUN; e++) {
+        const bool last = group == 7 && run == 1;
+        const int byte = group < 5 ? run * 16 + e : last ? 16 + e % 4 : e;
+        const int place = group < 5 ? group : last ? e / 4 : (group - 5) * 2 + run;
+        const u32 power = place == 0 ? 1 : place == 1 ? 3 : place == 2 ? 9 : place == 3 ? 27 : 81;
+        const u32 rest = (packed.words[byte / 4] >> (byte % 4 * 8) & 255) * power & 255;
+        w[e] = d * (float)((int)(rest * 3 >> 8) - 1);
     }
 
 #else  // Q2_K, Q3_K, Q6_K: a byte serves columns 32 apart

@@ -34,6 +34,7 @@ _T = GGMLQuantizationType
 Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 = (int(t) for t in (_T.Q4_0, _T.Q4_1, _T.Q5_0, _T.Q5_1, _T.Q8_0))
 Q2_K, Q3_K, Q4_K, Q5_K, Q6_K = (int(t) for t in (_T.Q2_K, _T.Q3_K, _T.Q4_K, _T.Q5_K, _T.Q6_K))
 IQ4_NL, IQ4_XS, MXFP4, NVFP4 = (int(t) for t in (_T.IQ4_NL, _T.IQ4_XS, _T.MXFP4, _T.NVFP4))
+TQ1_0, TQ2_0 = int(_T.TQ1_0), int(_T.TQ2_0)
 
 #: what is added to a value so that it becomes an unsigned byte
 OFFSETS = {
@@ -46,6 +47,8 @@ OFFSETS = {
     IQ4_XS: 128,
     MXFP4: 16,
     NVFP4: 16,
+    TQ1_0: 1,
+    TQ2_0: 1,
 }
 GROUPS16 = frozenset({Q2_K, Q3_K, Q6_K, NVFP4})
 WITH_MINIMUMS = frozenset({Q4_1, Q5_1, Q2_K, Q4_K, Q5_K})
@@ -326,6 +329,49 @@ def unpack_q3_k(weights, stride, columns, to):
                     store(into + i * 64, ((bits[i] >> (group * 2)) & 0x03030303) | third)
 
 
+@inlined
+def _digits(bytes4, count, to, step):
+    """`count` ternary digits of four bytes in each lane, the columns of each `step` bytes behind those before.
+
+    A byte b is a fraction b / 256 in base 3, whose digits are the carries of b times 3.
+    """
+    even, odd = bytes4 & 0x00FF00FF, (bytes4 >> 8) & 0x00FF00FF
+    for digit in range(count):
+        even, odd = even * splat(3), odd * splat(3)
+        store(to + digit * step, ((even >> 8) & 0x00FF00FF) | (odd & 0x7F00FF00))
+        even, odd = even & 0x00FF00FF, odd & 0x00FF00FF
+
+
+@compiled
+def unpack_tq1_0(weights, stride, columns, to):
+    for half in range(2):
+        words = columns16(weights + half * 16, stride)
+        for i in range(4):
+            _digits(words[i], 5, to + half * 256 + i * 64, 512)
+    words = columns16(weights + 32, stride)
+    for i in range(4):
+        _digits(words[i], 5, to + 2560 + i * 64, 256)
+    # The last four bytes of digits, then the scale.
+    _digits(column(weights + 48, stride), 4, to + 3840, 64)
+    scale = halves(column(weights + 50, stride) >> 16)
+    for group in range(8):
+        store(to + SCALES + group * 64, scale)
+
+
+@compiled
+def unpack_tq2_0(weights, stride, columns, to):
+    for half in range(2):
+        for part in range(2):
+            bits = columns16(weights + half * 32 + part * 16, stride)
+            for group in range(4):
+                into = to + half * 2048 + group * 512 + part * 256
+                for i in range(4):
+                    store(into + i * 64, (bits[i] >> (group * 2)) & 0x03030303)
+    scale = halves(column(weights + 62, stride) >> 16)
+    for group in range(8):
+        store(to + SCALES + group * 64, scale)
+
+
 #: by quant type: each function unpacks `columns` columns of 16 rows, `stride` bytes apart, to UNPACKED_BYTES
 UNPACK = {
     Q4_0: unpack_q4_0,
@@ -342,4 +388,6 @@ UNPACK = {
     IQ4_XS: unpack_iq4_xs,
     MXFP4: unpack_mxfp4,
     NVFP4: unpack_nvfp4,
+    TQ1_0: unpack_tq1_0,
+    TQ2_0: unpack_tq2_0,
 }

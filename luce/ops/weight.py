@@ -23,7 +23,7 @@ _T = GGMLQuantizationType
 KERNEL_TYPES = frozenset(
     {_T.F32, _T.F16, _T.BF16, _T.Q4_0, _T.Q4_1, _T.Q5_0, _T.Q5_1, _T.Q8_0, _T.Q2_K, _T.Q3_K, _T.Q4_K, _T.Q5_K, _T.Q6_K}
     | {_T.IQ4_NL, _T.IQ4_XS, _T.IQ3_S, _T.IQ3_XXS, _T.IQ2_S, _T.IQ2_XS, _T.IQ2_XXS, _T.IQ1_M, _T.IQ1_S}
-    | {_T.MXFP4, _T.NVFP4}
+    | {_T.MXFP4, _T.NVFP4, _T.TQ1_0, _T.TQ2_0}
 )
 # Elements converted at a time, so that the float32 copy is small compared with the matrix.
 _CONVERT = 1 << 24
@@ -99,8 +99,8 @@ def upload_weight(device: Device, tensors: Sequence[RawTensor]) -> Weight:
     """Upload tensors of equal `cols`, stacked along the rows: dequantised once on a device that does not keep them
     packed.
 
-    On other devices they stay as in the file, and adjacent tensors of one type become one part. Types without a kernel
-    (the ternary ones, which no family's files have) become F16: correct to 11 bits, at 2 bytes an element.
+    On other devices they stay as in the file, and adjacent tensors of one type become one part. Types without a kernel,
+    which only a later `gguf` package can have, become F16: correct to 11 bits, at 2 bytes an element.
     """
     cols = tensors[0].cols
     rows = sum(t.rows for t in tensors)

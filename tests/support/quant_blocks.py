@@ -56,6 +56,8 @@ FORMATS = (
     "IQ4_XS",
     "MXFP4",
     "NVFP4",
+    "TQ1_0",
+    "TQ2_0",
     "IQ1_S",
     "IQ1_M",
     "IQ2_XXS",

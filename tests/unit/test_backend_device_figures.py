@@ -9,6 +9,7 @@ import pytest
 from gguf import GGMLQuantizationType as T
 
 from luce.backend.device_figures import device_figures, weight_types
+from luce.ops.weight import KERNEL_TYPES
 from luce.profiles.profile import DeviceProfile, FormatProfile, LinkProfile, Observed
 from luce.runtime.host import HostDevice
 
@@ -29,7 +30,8 @@ def test_rare_types_count_as_the_type_with_the_nearest_bits() -> None:
     assert types((T.Q4_K, 900), (T.Q8_0, 100), (T.Q5_K, 40), (T.F32, 3)) == {T.Q4_K: 940, T.Q8_0: 103}
 
 
-def test_types_without_a_kernel_count_as_the_type_that_they_become() -> None:
+def test_types_without_a_kernel_count_as_the_type_that_they_become(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("luce.backend.device_figures.KERNEL_TYPES", KERNEL_TYPES - {T.TQ2_0})
     assert types((T.TQ2_0, 500), (T.Q8_0, 500)) == {T.F16: 500, T.Q8_0: 500}
 
 

@@ -400,7 +400,7 @@ def test_families_and_types_are_in_the_guide() -> None:
     assert set(re.findall(r"^\| `([\w-]+)` \|", text, re.MULTILINE)) == set(FAMILIES)
     named = set(
         re.findall(
-            r"\b(?:I?Q\d\w*|B?F\d+|(?:MX|NV)FP\d+)\b", text.partition("Tensor types:")[2].partition("are used as")[0]
+            r"\b(?:[IT]?Q\d\w*|B?F\d+|(?:MX|NV)FP\d+)\b", text.partition("Tensor types:")[2].partition("are used as")[0]
         )
     )
     assert named == {kind.name for kind in KERNEL_TYPES}
