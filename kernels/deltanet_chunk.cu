@@ -5,7 +5,8 @@
 // scaled unit queries Q of a chunk, G_i the sum of g up to row i and D_ij = e^(G_i - G_j):
 //   T  = (I + A)^-1 with A_ij = beta_i (k_i . k_j) D_ij for j < i,    M_ij = (q_i . k_j) D_ij for j <= i
 //   V' = T (beta (V - e^G (K S))),   O = e^G (Q S) + M V',   S <- e^G_last S + (e^(G_last - G) K)^T V'
-// delta_prepare computes everything that does not need the state S for all chunks at once. Columns of S never mix, so a
+// delta_prepare computes everything that does not need the state S for all chunks at once. deltanet_mma.cu takes the place
+// of delta_chunks where there are tensor cores and much shared memory. Columns of S never mix, so a
 // block of delta_chunks takes COLUMNS of a head from the first chunk to the last.
 #include "deltanet.h"
 #include "fp16_rows.h"

@@ -33,6 +33,10 @@ _PREPARE_THREADS = 256
 _CHUNK_THREADS, _CHUNK_COLUMNS = 256, 32
 _OUTPUT_THREADS, _OUTPUT_ROWS, _FP16_THREADS = 128, 4, 256
 
+# The constants of deltanet_mma.cu: its threads, the state's columns that they have, chunks in shared memory, and what
+# rows there are longer by.
+_MMA_THREADS, _MMA_COLUMNS, _MMA_CHUNKS, _MMA_PADDING = 128, 64, 2, 8
+
 # Of compiled code, for steps without such rows.
 _NO_PENDING, _NO_BRANCHES = np.empty((0, 2), np.int32), np.empty((0, 2, 1), np.int32)
 # Rows that the host convolves at once, so that its temporaries stay in a core's cache.
@@ -164,7 +168,7 @@ def _launch_recurrent(
 def _launch_chunks(
     device: Device, x: Array, weights: DeltaWeights, state: RecurrentState, spans: SpanArrays, out: Array
 ) -> None:
-    """The spans of more than RECURRENT_ROWS rows, CHUNK rows at a time."""
+    """The spans of more than RECURRENT_ROWS rows, CHUNK rows at a time; before the norm and the gate."""
     n, heads, d = len(x), state.memory.shape[1], state.memory.shape[2]
     count, longest, table = spans.count, spans.longest, spans.table
     stride, key_heads, value_heads = np.int64(x.strides[0] // 4), np.int32(weights.key_heads), np.int32(heads)
@@ -183,6 +187,11 @@ def _launch_chunks(
     device.launch("deltanet_chunk", "delta_prepare", grid, (_PREPARE_THREADS,), prepare, defines=defines)
 
     chunks = (c, state.memory, table, scalars, solve, mix, out, key_heads)
+    shared = _MMA_CHUNKS * 4 * CHUNK * (2 * (d + _MMA_PADDING) + 2 * (CHUNK + _MMA_PADDING) + 4)
+    if "BF16" in device.products and shared <= device.shared_limit:
+        grid, block = (d // _MMA_COLUMNS, heads, count), (_MMA_THREADS,)
+        device.launch("deltanet_mma", "delta_chunks_mma", grid, block, chunks, defines=defines, shared=shared)
+        return
     grid = (d // _CHUNK_COLUMNS, heads, count)
     device.launch("deltanet_chunk", "delta_chunks", grid, (_CHUNK_THREADS,), chunks, defines=defines)
 

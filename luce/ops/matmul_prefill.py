@@ -26,9 +26,8 @@ _T = GGMLQuantizationType
 #: 140 rows
 BLAS_ROWS = 144
 #: Bytes of the buffer of dequantised weights. A prompt of 8192 tokens of a 27B model took 901 ms with 128 MB, 893 with
-#: 256 and 881 with a buffer for whole matrices, of 350 MB (no fp16 copies, H200); at 2048 rows, 64 MB cost 5%. With fp16
-#: copies, whose products have the same slices, 916 ms with 256 and 909 with 384 (H100): 34816 features in slices of 26112
-#: and 8704 take 1037 us, whole 995.
+#: 256 and 881 with a buffer for whole matrices, of 350 MB (no fp16 copies, H200); at 2048 rows, 64 MB cost 5%. With
+#: fp16 copies, whose products have the same slices, it took 916 ms with 256 MB and 909 with 384 (H100).
 BUFFER_BYTES = 384 << 20
 # The library needs rows in multiples of 16 bytes.
 _BLAS_COLS = 8

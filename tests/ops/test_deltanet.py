@@ -1,4 +1,4 @@
-"""Gated DeltaNet against float64: NumPy, luce/cpu_kernels/deltanet.py, kernels/deltanet.cu and deltanet_chunk.cu."""
+"""Gated DeltaNet against float64: NumPy, luce/cpu_kernels/deltanet.py and kernels/deltanet*.cu."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tests.support import op_checks_deltanet as checks
 from tests.support.devices import COMPILED, on_devices
 
 Lengths = tuple[int, ...]
+emulated_32 = on_devices(host=[], gpu=[], emulated_devices=("emulated, 32 lanes",))
 
 
 @pytest.mark.parametrize("decay", ["model", "none", "strong", "mixed"])
@@ -164,3 +165,14 @@ def test_quantised_output(device: Device, lengths: Lengths, key_heads: int, head
 )
 def test_output_as_fp16(device: Device, rows: int, key_heads: int, heads: int, d: int) -> None:
     checks.check_fp16_output(device, rows, key_heads=key_heads, heads=heads, d=d)
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@emulated_32
+def test_little_shared_memory(device: Device, d: int) -> None:
+    """Then delta_chunks computes the chunks, to other bits than delta_chunks_mma."""
+    case = checks.make_case(70, key_heads=1, heads=2, d=d)
+    whole, _ = checks.run(device, case, [(0, 0, 70, 3)])
+    device.shared_limit = 64 << 10
+    checks.check_formula(device, (3, 70), key_heads=1, heads=2, d=d)
+    assert (checks.run(device, case, [(0, 0, 70, 3)])[0] != whole).any()
