@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from luce.runtime.device import Array, Device
-from luce.runtime.step import PageView, SpanArrays
+from luce.runtime.host import HostDevice
+from luce.runtime.step import PageView, Resident, SpanArrays
 
 _THREADS = 256
 
@@ -14,8 +17,8 @@ def write_inputs(device: Device, fused: Array, pool: Array, dest: Array) -> None
     """pool[dest[r]] = b * x of row r: fused float32 [n, 3 h] of b, c and x side by side (any row stride), pool float32
     [rows, 1, h], dest int32 [n]."""
     h = pool.shape[2]
-    if device.host:
-        pool[dest, 0] = fused[:, :h] * fused[:, 2 * h :]
+    if isinstance(device, HostDevice):
+        device.call_host(_write_inputs, fused, pool, dest)
         return
     n = len(fused)
     if n:
@@ -38,18 +41,30 @@ def short_conv(
     [n]. u is 0 before position 0. The view has the pages of the newest `kernel` positions of each span without a gap.
     """
     n, h = len(fused), pool.shape[2]
-    if device.host:
-        out = np.zeros((n, h), np.float32)
-        for (_, start, rows, position), resident in zip(spans.table.tolist(), view.resident, strict=True):
-            _host_span(out[start : start + rows], taps, pool[resident.rows, 0], resident.positions, position)
-        out *= fused[:, h : 2 * h]
-        return out
+    if isinstance(device, HostDevice):
+        where = spans.table, view.table, view.first, view.count
+        return device.compute(partial(_host, taps), (n, h), fused, pool, *where)
     out = device.empty((n, h))
     if n:
         pages = (spans.row_span, view.table, view.first, np.int32(view.table.shape[1]), positions)
         sizes = (np.int64(fused.strides[0] // 4), np.int32(h), np.int32(taps.shape[1]))
         args = (out, fused, taps, pool, *pages, *sizes)
         device.launch("short_conv", "short_conv", (n, -(-h // _THREADS)), (_THREADS,), args)
+    return out
+
+
+def _write_inputs(fused: Array, pool: Array, dest: Array) -> None:
+    h = pool.shape[2]
+    pool[dest, 0] = fused[:, :h] * fused[:, 2 * h :]
+
+
+def _host(taps: Array, fused: Array, pool: Array, spans: Array, table: Array, first: Array, count: Array) -> Array:
+    n, h = len(fused), pool.shape[2]
+    out = np.zeros((n, h), np.float32)
+    for (_, start, rows, position), pages, begins, used in zip(spans.tolist(), table, first, count, strict=True):
+        resident = Resident.of(pages[:used], begins[:used])
+        _host_span(out[start : start + rows], taps, pool[resident.rows, 0], resident.positions, position)
+    out *= fused[:, h : 2 * h]
     return out
 
 

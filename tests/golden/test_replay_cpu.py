@@ -10,8 +10,8 @@ from tests.support.golden_checks import check_replayed
 from tests.support.make_driver import MakeDriver
 from tests.support.reference import Reference, references
 
-# NumPy computes a part of their steps that reads step arrays by itself (luce/ops/short_conv.py, attention.py).
-EAGER = {"deepseek2lite-a-F32", "lfm2-a-F32", "lfm2moe-a-F32"}
+# NumPy computes a part of their steps that reads step arrays by itself (luce/ops/attention.py).
+EAGER = {"deepseek2lite-a-F32"}
 
 
 class Eager(CpuDevice):
