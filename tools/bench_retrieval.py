@@ -28,6 +28,9 @@ _PAIR, _LOOKUP = '\n    "{n}": {v},\n', '\n>>> values["{n}"]\n'
 _NAMES = ("amber-river", "blue-falcon", "cedar-stone", "golden-otter", "olive-raven", "silver-maple")
 _EVENT = "\nThe bell of the old tower rings.\n"
 _COUNT = "\nHow many times does the bell of the old tower ring? It rings"
+_TOPICS = ("copper lamps", "glass bells", "paper kites", "river boats", "winter bread")
+_FILE = "\nFile {n}\nThis file is about {v}. It says how {v} are made, and who needs {v}.\n"
+_THIRD = "\nThe third file, File 3, is about"
 _ROOT = Path(__file__).parents[1]
 
 
@@ -76,6 +79,13 @@ def _count(random: np.random.Generator) -> _Told:
     return _Told((_EVENT,) * times, ((_COUNT, f" {times}"),))
 
 
+def _third(random: np.random.Generator) -> _Told:
+    """Five files, of which the third one is to be summed up."""
+    topics = random.permutation(_TOPICS).tolist()
+    files = (_FILE.replace("{n}", str(number)).replace("{v}", topic) for number, topic in enumerate(topics, 1))
+    return _Told(tuple(files), ((_THIRD, f" {topics[2]}"),))
+
+
 def _named(names: Sequence[str], values: Sequence[str], statement: str, question: str) -> _Told:
     pairs = list(zip(names, values, strict=True))
     told = (statement.replace("{n}", name).replace("{v}", value) for name, value in pairs)
@@ -88,6 +98,7 @@ TASKS: dict[str, Callable[[np.random.Generator], _Told]] = {
     "two": _two,
     "lookup": _lookup,
     "count": _count,
+    "third": _third,
 }
 
 
