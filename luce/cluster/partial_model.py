@@ -69,10 +69,13 @@ class Ranges:
 class Parts:
     """The files of a model with a fingerprint, below `root`; `sizes`: their bytes. One process uses them at a time.
 
-    Raises DeviceError if that cannot be, as on a full disk.
+    Raises DeviceError if that cannot be, as on a full disk, and for what is no fingerprint.
     """
 
     def __init__(self, root: Path, fingerprint: str, sizes: Sequence[int]) -> None:
+        if not (fingerprint.isascii() and fingerprint.isalnum()):
+            # It comes from the server, and names a folder here.
+            raise DeviceError(f"the server sent {fingerprint[:40]!r}, which is no fingerprint of a model")
         count = len(sizes)
         names = ["model.gguf"] if count == 1 else [f"model-{n + 1:05d}-of-{count:05d}.gguf" for n in range(count)]
         self._folder = root / fingerprint

@@ -63,9 +63,8 @@ def test_all_tasks_on_all_placements(record_property: Callable[[str, object], No
     one = report(target_devices="cpu:0")
     assert [(line["task"], line["ratio"]) for line in one] == [(task, ratio) for task in TASKS for ratio in (1, 0.3)]
     # Two prompts of each depth ask for two numbers.
-    assert [len(line["replies"]) for line in one] == [2, 2, 4, 4, 2, 2, 2, 2] and {line["depths"] for line in one} == {
-        2
-    }
+    for line in one:
+        assert (line["depths"], len(line["replies"])) == (2, 4 if line["task"] == "two" else 2)
     for line in one:
         record_property(f"{line['task']} {line['ratio']}", f"{line['recalled']} of {line['depths']}")
     right = {(line["task"], line["ratio"]): line["recalled"] for line in one}

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import socket
+import ssl
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -249,3 +252,13 @@ def test_a_member_whose_connection_cannot_be_made_gives_up(monkeypatch: Patch) -
             None, member_weights.Storage(), connect, load_of(MODEL, (0, 1)), lambda share: None, lambda: False
         )
     assert len(attempts) == 6
+
+
+def test_a_removed_member_reads_no_further(home: Coordinator, box: Host) -> None:
+    ours, theirs = socket.socketpair()
+    with theirs, contextlib.closing(WeightSource(MODEL)) as source:
+        (member,) = home.status().members
+        home.streams.begin(member.name, cast("ssl.SSLSocket", ours), source)
+        home.remove(member.name)
+        theirs.settimeout(10)
+        assert theirs.recv(1) == b""

@@ -116,3 +116,15 @@ def test_a_full_disk_is_told_with_its_bytes(tmp_path: Path, monkeypatch: pytest.
     make_room(tmp_path, "own", 500, 0)
     with pytest.raises(DeviceError, match="need 501 more bytes, 500 are free"):
         make_room(tmp_path, "own", 501, 0)
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../own", "own/..", "own\0"])
+def test_a_fingerprint_names_no_folder_elsewhere(tmp_path: Path, name: str) -> None:
+    own = tmp_path / "own" / "model.gguf"
+    own.parent.mkdir()
+    own.write_bytes(b"model")
+    with pytest.raises(DeviceError, match="no fingerprint"):
+        Parts(tmp_path / "parts", name, [1])
+    with pytest.raises(DeviceError, match="no fingerprint"):
+        Parts(tmp_path / "parts", str(own.parent), [1])
+    assert own.read_bytes() == b"model" and not (tmp_path / "parts").exists()
