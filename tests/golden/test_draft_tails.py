@@ -53,8 +53,9 @@ def ask(model: Model, prompt: list[int], count: int) -> tuple[list[int], Proposa
     return reply, found, timings.cached_tokens, timings.cache_tier
 
 
-#: settings for trees of the most rows
-TREES: dict[str, Any] = {"ddtree": True, "verify_width": 16}
+#: settings for trees of the most rows. In float32, what the vendor's library rounds depends on the number of rows on some
+#: CPUs (AVX-512), and a near tie of a tree's probabilities falls otherwise
+TREES: dict[str, Any] = {"ddtree": True, "verify_width": 16, "cpu_weights": "packed"}
 
 
 @cache
