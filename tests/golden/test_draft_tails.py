@@ -53,8 +53,8 @@ def ask(model: Model, prompt: list[int], count: int) -> tuple[list[int], Proposa
     return reply, found, timings.cached_tokens, timings.cache_tier
 
 
-#: settings for trees of the most rows. In float32, what the vendor's library rounds depends on the number of rows on some
-#: CPUs (AVX-512), and a near tie of a tree's probabilities falls otherwise
+#: settings for trees of the most rows. In float32 on some CPUs (AVX-512), the library rounds by the number of rows, and
+#: near ties of a tree's probabilities fall otherwise
 TREES: dict[str, Any] = {"ddtree": True, "verify_width": 16, "cpu_weights": "packed"}
 
 

@@ -94,9 +94,15 @@ def _deltanet(device: Device) -> None:
     op_checks_deltanet.check_tree(device, (0, 1, 0, 3, 3, 0), (0, 3, 5), heads=2, d=64)
 
 
+def _deltanet_mma(device: Device) -> None:
+    op_checks_deltanet.check_formula(device, (150, 17), key_heads=1, heads=2, d=128)
+
+
 def _deltanet_chunk(device: Device) -> None:
+    device.products = frozenset()
     op_checks_deltanet.check_formula(device, (150, 17), key_heads=1, heads=2, d=128)
     op_checks_deltanet.check_formula(device, (70,), key_heads=2, heads=4, d=64)
+    op_checks_deltanet.check_fp16_output(device, 20, key_heads=2, heads=6, d=128)
 
 
 def _matmul_vec(device: Device) -> None:
@@ -166,6 +172,7 @@ CHECKS: dict[str, Callable[[Device], None]] = {
     "attention_wgmma.h": _attention_wgmma,
     "deltanet.cu": _deltanet,
     "deltanet_chunk.cu": _deltanet_chunk,
+    "deltanet_mma.cu": _deltanet_mma,
     "qkv.cu": _qkv,
     "matmul_tile.cu": _matmul_tile,
     "dot.h": _matmul_vec,
