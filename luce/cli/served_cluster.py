@@ -22,7 +22,7 @@ from luce.gguf.reader import open_gguf
 
 _log = logging.getLogger("luce.cluster")
 #: seconds in which the coordinator learns of a loss by which a load has failed
-_LOSS_SECONDS = 2.0
+LOSS_SECONDS = 2.0
 
 
 class ServedCluster:
@@ -64,7 +64,7 @@ class ServedCluster:
             try:
                 return self._load(path, config, progress, without)
             except LuceError as error:
-                unfit, lost = self._coordinator.broken(_LOSS_SECONDS)
+                unfit, lost = self._coordinator.broken(LOSS_SECONDS)
                 without |= unfit
                 if not unfit and not lost:
                     raise

@@ -34,13 +34,13 @@ from luce.remote.messages import Load
 
 _log = logging.getLogger("luce.cluster")
 #: pieces that are asked for before the first one is there
-_AHEAD = 4
+AHEAD = 4
 #: seconds that the coordinator has to answer: its disk may be slow, and its rate limited
 _ANSWER_TIMEOUT = 120.0
 #: most bytes of arrays in an answer
 _LIMIT = wire.LARGEST_PIECE
 #: attempts to connect anew without a piece in between, and the seconds before each
-_ATTEMPTS, _DELAY = 5, 1.0
+_ATTEMPTS, RETRY_DELAY = 5, 1.0
 #: most files of a model
 _MOST_FILES = 1000
 
@@ -71,7 +71,7 @@ class Weights:
     def receive(self, kind: type[Answer]) -> Answer:
         """The next answer."""
         end = time.monotonic() + _ANSWER_TIMEOUT
-        while not self._channel.ready(_DELAY):
+        while not self._channel.ready(RETRY_DELAY):
             _check_needed(self._is_over)
             if time.monotonic() > end:
                 raise ChannelTimeoutError("it does not respond")
@@ -91,7 +91,7 @@ class Weights:
         for name in names:
             self.send(wire.AskSum(name))
             asked.append(name)
-            if len(asked) == _AHEAD:
+            if len(asked) == AHEAD:
                 yield asked.popleft(), self.receive(wire.TensorSum).sha256
         for name in asked:
             yield name, self.receive(wire.TensorSum).sha256
@@ -149,7 +149,7 @@ def locate(
             failed, there = (0 if got > there else failed + 1), max(there, got)
             if failed > _ATTEMPTS:
                 raise UnreachableError(f"the weights do not come from the server: {error}") from error
-            time.sleep(_DELAY)
+            time.sleep(RETRY_DELAY)
             _check_needed(is_over)
             _log.warning("the weights do not come from the server: %s; trying again", error)
 
@@ -280,7 +280,7 @@ class _Fetch:
         for request in requests:
             self._weights.send(request)
             asked.append(request)
-            if len(asked) == _AHEAD:
+            if len(asked) == AHEAD:
                 self._take(asked.popleft())
         while asked:
             self._take(asked.popleft())

@@ -59,9 +59,10 @@ class WeightSource:
             case wire.AskSum(name):
                 return wire.TensorSum(self._sum(name))
             case wire.AskBytes(part, offset, size):
-                return wire.FileBytes(self._read(part, offset, size))
+                return wire.FileBytes(self.read(part, offset, size))
 
-    def _read(self, part: int, offset: int, size: int) -> NDArray[np.uint8]:
+    def read(self, part: int, offset: int, size: int) -> NDArray[np.uint8]:
+        """Bytes of a part, once it is their turn. Raises ChannelError for what no member asks for, and ModelError."""
         files = self._file.files
         if not self.streams or not 0 <= part < len(files) or not 0 < size <= wire.LARGEST_PIECE:
             raise ChannelError("it asked for bytes that nobody gets")

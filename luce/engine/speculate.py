@@ -131,6 +131,12 @@ class Speculator:
                 sequence.draft_state = DraftState.FULL if budget <= 0 else DraftState.MEASURING
             return failures
         texts, started = [], self._clock()
+        if self.drafter.block and not self._disabled:
+            for sequence in decoding:
+                with failures.of(sequence):
+                    self._compare(sequence, self._sequences[sequence])
+            failed = {sequence for sequence, _ in failures}
+            decoding = [sequence for sequence in decoding if sequence not in failed]
         for sequence, asks in zip(decoding, self._asks(decoding, budget), strict=True):
             with failures.of(sequence):
                 text = self._text(sequence, budget, asks=asks)
@@ -341,8 +347,6 @@ class Speculator:
         known = [self._sequences[sequence] for sequence in decoding]
         if not self.drafter.block or self._disabled:
             return [False] * len(known)
-        for sequence, one in zip(decoding, known, strict=True):
-            self._compare(sequence, one)
         return [not one.off for one in known] if self._fixed else self._pace.ask(known, budget)
 
     def _compare(self, sequence: Sequence, known: DraftedSequence) -> None:

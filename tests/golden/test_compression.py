@@ -42,14 +42,14 @@ def opened(**settings: Any) -> luce.Model:
     return luce.load(TINY / "target.gguf", max_ctx=CONTEXT + 64, **chosen)
 
 
-@pytest.mark.parametrize("length", [SHORT, pytest.param(CONTEXT, marks=pytest.mark.slow)])
-def test_numbers_come_back_at_all_depths(length: int) -> None:
+@pytest.mark.parametrize(("length", "most"), [(SHORT, 0.3), pytest.param(CONTEXT, 0.25, marks=pytest.mark.slow)])
+def test_numbers_come_back_at_all_depths(length: int, most: float) -> None:
     with opened() as model:
         found = list(recalled(model, list(cases(model, length, DEPTHS, FILLER))))
         assert model.compression.compressor is not None
         stats = model.compression.compressor.stats()
     # A tenth, the end with the question, and whole segments.
-    assert stats.original == len(DEPTHS) * length and stats.kept < 0.3 * stats.original
+    assert stats.original == len(DEPTHS) * length and stats.kept < most * stats.original
     assert sum(right for right, _ in found) >= 19
 
 

@@ -68,6 +68,9 @@ ELSEWHERE = {
     "cluster": "tests/process/test_cluster.py::test_a_machine_joins_and_holds_layers",
     "cluster_listen": "tests/process/test_cluster.py::test_a_machine_joins_and_holds_layers",
     "cluster_min": "tests/unit/test_cli_served_cluster.py::test_the_load_waits_for_members",
+    "cluster_resume": "tests/unit/test_engine_recovery.py::test_a_shard_that_is_not_back_in_time_fails_its_replies",
+    "cluster_stream": "tests/unit/test_cli_served_cluster.py::test_how_weights_are_sent_is_set",
+    "cluster_stream_rate": "tests/unit/test_cli_served_cluster.py::test_how_weights_are_sent_is_set",
     "cluster_wait": "tests/unit/test_cli_served_cluster.py::test_the_wait_for_members_ends",
     "shard_key_file": "tests/process/test_shard_network.py::test_another_key",
 }

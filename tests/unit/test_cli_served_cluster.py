@@ -107,8 +107,22 @@ def test_the_wait_for_members_ends(monkeypatch: Patch, caplog: Any) -> None:
     assert settings.target_devices == ("auto",) and waited == [""]
 
 
+def test_how_weights_are_sent_is_set(monkeypatch: Patch) -> None:
+    made: list[tuple[float, bool]] = []
+    source = module.WeightSource
+
+    def noted(path: Path, rate: float, *, streams: bool) -> Any:
+        made.append((rate, streams))
+        return source(path, rate, streams=streams)
+
+    monkeypatch.setattr(module, "WeightSource", noted)
+    opened(config(), monkeypatch)
+    opened(config(cluster_stream="off", cluster_stream_rate="2"), monkeypatch)
+    assert made == [(0.0, True), (2e6, False)]
+
+
 def test_a_load_begins_again_only_where_a_member_is_lost(folder: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(module, "_LOSS_SECONDS", 5.0)
+    monkeypatch.setattr(module, "LOSS_SECONDS", 5.0)
     made: list[Host] = []
     loads: list[tuple[str, ...]] = []
     real = module.Coordinator

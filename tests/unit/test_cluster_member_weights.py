@@ -9,7 +9,7 @@ import socket
 import ssl
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -112,7 +112,7 @@ def test_a_member_gets_the_tensors_of_its_layers_alone(home: Coordinator, box: H
 
 
 def test_a_cut_connection_goes_on_behind_what_is_there(home: Coordinator, box: Host, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(member_weights, "_DELAY", 0.01)
+    monkeypatch.setattr(member_weights, "RETRY_DELAY", 0.01)
     with placed(home, box, WeightSource(MODEL, rate=1e6)):
         for share in (0.3, 0.6):
             assert within(30, lambda least=share: bool(box.shares) and box.shares[-1] > least)
@@ -123,7 +123,7 @@ def test_a_cut_connection_goes_on_behind_what_is_there(home: Coordinator, box: H
         with open_gguf(MODEL) as file:
             largest = max(info.nbytes for info in file.tensors.values())
             heads = sum(end - begin for begin, end in sampled(file.files[0].size, tensors_begin(file, 0)))
-        assert home.streams.sent <= size_of(0) + heads + 2 * member_weights._AHEAD * largest
+        assert home.streams.sent <= size_of(0) + heads + 2 * member_weights.AHEAD * largest
 
 
 def test_a_member_without_the_file_is_not_used_where_none_is_sent(home: Coordinator, box: Host) -> None:
@@ -184,7 +184,7 @@ def test_an_own_file_is_compared_once(home: Coordinator, box: Host, monkeypatch:
 
 def test_a_streamed_tensor_that_arrives_changed_is_not_used(home: Coordinator, box: Host, monkeypatch: Patch) -> None:
     source = WeightSource(MODEL)
-    read = source._read
+    read = source.read
 
     def changed(part: int, offset: int, size: int) -> np.ndarray:
         data = read(part, offset, size)
@@ -195,7 +195,7 @@ def test_a_streamed_tensor_that_arrives_changed_is_not_used(home: Coordinator, b
             data[0] ^= 1
         return data
 
-    monkeypatch.setattr(source, "_read", changed)
+    monkeypatch.setattr(source, "read", changed)
     with placed(home, box, source):
         assert within(30, lambda: state(home) == ("idle", "absent"))
     assert "tensor blk.0.attn_q.weight has SHA-256" in box.problems[0] and not box.served
@@ -208,16 +208,26 @@ def test_a_disk_without_room_is_the_member_s_error(home: Coordinator, box: Host)
     assert "--cache-size allows 100000 in all" in box.problems[0]
 
 
-def test_only_who_has_layers_of_the_placement_reads_the_file(home: Coordinator, box: Host) -> None:
+def test_only_who_has_layers_of_the_placement_reads_the_file(home: Coordinator, box: Host, monkeypatch: Patch) -> None:
+    connect, begun = tcp.connect, list[bytes]()
+
+    def noted(address: str, key: Any, begin: bytes) -> Any:
+        begun.append(begin)
+        return connect(address, key, begin)
+
+    monkeypatch.setattr(tcp, "connect", noted)
+
     def ask(token: bytes) -> tuple[tuple[int, int], ...]:
-        pinned = PinnedCoordinator.of(box.files.identity("member.pem"), [home._identity.certificate])
+        pinned = PinnedCoordinator.of(
+            box.files.identity("member.pem"), [home.files.identity("coordinator.pem").certificate]
+        )
         sock = tcp.connect(f"127.0.0.1:{port_of(home)}", pinned, wire.WEIGHTS + token)
         with contextlib.closing(Weights(Channel(sock, wire.Weights), lambda: False)) as weights:
             return weights.layout()
 
     with placed(home, box, WeightSource(MODEL)):
         assert within(30, lambda: state(home)[0] == "serving")
-        (token,) = home._membership._awaited
+        token = next(begin[1:] for begin in begun if begin[:1] == wire.WEIGHTS)
         assert ask(token)[0][0] == MODEL.stat().st_size
         with pytest.raises(ChannelError):
             ask(os.urandom(16))
@@ -240,7 +250,7 @@ def test_impossible_requests_end_the_connection() -> None:
 
 
 def test_a_member_whose_connection_cannot_be_made_gives_up(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(member_weights, "_DELAY", 0.0)
+    monkeypatch.setattr(member_weights, "RETRY_DELAY", 0.0)
     attempts: list[int] = []
 
     def connect() -> Weights:

@@ -111,7 +111,12 @@ def test_drafting_and_compression_give_what_they_give_alone(residency: str) -> N
             facts.append(dict(model.compression.compressor.facts))
             replies.append([token.id for token in model.generate(prompt, max_tokens=8, temperature=0, ignore_eos=True)])
     alone, shared = facts
-    assert int(shared.pop("shared_weights")) + int(shared["bytes"]) == alone["bytes"]
+    # What drafting keeps on the device is not parked.
+    assert ("weights" in alone, "weights" in shared) == (residency == "request-scoped", False)
+    if residency == "persistent":
+        assert int(shared["shared_weights"]) + int(shared["bytes"]) == alone["bytes"]
+    else:
+        assert int(shared["bytes"]) < int(alone["bytes"]) < int(shared["shared_weights"]) + int(shared["bytes"])
     assert replies[0] == replies[1]
 
 
