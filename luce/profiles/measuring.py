@@ -124,13 +124,16 @@ def profile_device(device: Device, types: Iterable[GGMLQuantizationType], how: M
     timer = _Timer(device, how)
     products = {type.name: _Products(timer, type) for type in types}
     timer.tell("kernels")
-    device.warm_up(lambda: _launch_all(timer, list(products.values())))
+    parts = _parts(timer)
+    device.warm_up(lambda: _launch_all(timer, list(products.values()), list(parts.values())))
     timer.tell("launches")
     launch, step = _launch(timer)
     timer.tell("copies")
     way = _host_link(timer)
     timer.tell("attention")
-    rates = {name: part.amount / timer.runs(part.run).median for name, part in _parts(timer).items()}
+    rates = {name: part.amount / timer.runs(part.run).median for name, part in parts.items()}
+    # Their arrays make room for the matrices.
+    parts.clear()
     routing = _routing(timer) if how.experts and device.host else 0.0
     formats = {name: product.profile() for name, product in products.items()}
     name = str(device.describe()["name"])
@@ -150,9 +153,9 @@ def profile_device(device: Device, types: Iterable[GGMLQuantizationType], how: M
     )
 
 
-def _launch_all(timer: _Timer, products: Sequence[_Products]) -> None:
+def _launch_all(timer: _Timer, products: Sequence[_Products], parts: Sequence[Part]) -> None:
     """Launch all kernels, for `Device.warm_up`."""
-    for part in (small_kernel(timer.device), *_parts(timer).values()):
+    for part in (small_kernel(timer.device), *parts):
         part.run()
     for product in products:
         product.launch()
