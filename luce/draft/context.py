@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from luce.ops.matmul import FEW_ROWS
 from luce.runtime.device import Device
 from luce.runtime.step import PAGE, DeviceStep, Int32, PageView, Span, Step, StepShape
 
-#: numbers of rows for which kernels differ, up to FEW_ROWS of luce.ops.matmul
-WARM_UP_ROWS = (1, 2, 4, 8, 16)
+#: numbers of rows for which kernels differ, up to FEW_ROWS, and of steps that append so few rows
+WARM_UP_ROWS = (1, 2, 4, 8, FEW_ROWS)
 #: most rows of a text in one step that appends context
 CONTEXT_CHUNK = 512
 
@@ -118,13 +119,11 @@ class Context:
         output_rows: Int32,
         *,
         behind: int = 0,
-        attends: bool,
         candidates: bool = False,
     ) -> Step:
         """counts[i] rows of slots[i], `behind` rows behind its cached positions; the rows count as written.
 
-        `attends`: whether the rows attend, or only write keys and values. `candidates`: the output rows need
-        candidates.
+        `candidates`: the output rows need candidates.
         """
         spans: list[Span] = []
         begin = 0
@@ -136,14 +135,34 @@ class Context:
 
         def views(_: Int32, __: Int32, positions: Int32) -> tuple[PageView, ...]:
             places = np.divmod(positions, np.int32(PAGE))
-            return tuple(self._view(index, spans, *places, attends) for index in range(len(self._rings)))
+            return tuple(self._view(index, spans, *places) for index in range(len(self._rings)))
 
         return Step.of_spans(spans, tokens, views, output_rows, needs_candidates=candidates)
+
+    def append_step(self, slots: Sequence[int], counts: Sequence[int], tokens: Int32) -> Step:
+        """The next counts[i] rows of slots[i], which only write keys and values, and then count as written.
+
+        tokens int32 [n], n >= sum(counts): what is more are further rows of the last slot. The step is one span,
+        whatever the slots: such rows read nothing but their positions and the places they go to.
+        """
+        whole = [*counts[:-1], counts[-1] + len(tokens) - sum(counts)]
+        states = [self._slots[slot] for slot in slots]
+        positions = np.concatenate([np.arange(s.length, s.length + n) for s, n in zip(states, whole, strict=True)])
+        for state, count in zip(states, whole, strict=True):
+            state.written = max(state.written, state.length + count)
+        of_row, table = np.repeat(slots, whole), np.zeros((1, 1), np.int32)
+        views = []
+        for ring in self._rings:
+            dest = (of_row * ring.pages + positions // PAGE % ring.pages) * PAGE + positions % PAGE
+            views.append(PageView(table, table, np.ones(1, np.int32), dest.astype(np.int32)))
+        # The step needs no output row, but only steps with output rows are replayed.
+        step = Step.of_spans([Span(slots[0], 0, len(tokens), 0)], tokens, tuple(views), np.zeros(1, np.int32))
+        return replace(step, positions=positions.astype(np.int32))
 
     def empty(
         self, device: Device, rows: int, spans: int, longest: int, output_rows: int, *, attends: bool
     ) -> DeviceStep:
-        """A step of this shape, whose arrays are zeros."""
+        """A step of this shape, whose arrays are zeros. `attends`: as of `step`, or as of `append_step`."""
         both = tuple(attends and ring.both for ring in self._rings)
         shape = StepShape(rows, spans, longest, output_rows, (1,) * len(self._rings), both)
         return DeviceStep(device, shape, device.zeros(shape.size, np.int32))
@@ -153,13 +172,12 @@ class Context:
         for slot, count in zip(slots, counts, strict=True):
             self._slots[slot].length += count
 
-    def _view(self, index: int, spans: Sequence[Span], pages: Int32, within: Int32, attends: bool) -> PageView:
+    def _view(self, index: int, spans: Sequence[Span], pages: Int32, within: Int32) -> PageView:
         """The pages of a ring that rows of each span see or write: row `within` of entries `pages`."""
         ring, entries = self._rings[index], []
         for span in spans:
             state = self._slots[span.slot]
-            begin = span.position - ring.seen if attends else span.position
-            low = max(state.lows[index], ring.low(state.written), begin // PAGE)
+            low = max(state.lows[index], ring.low(state.written), (span.position - ring.seen) // PAGE)
             entries.append(np.arange(low, (span.position + span.rows - 1) // PAGE + 1, dtype=np.int32))
         count = np.array([len(own) for own in entries], np.int32)
         first = np.zeros((len(spans), count.max()), np.int32)
@@ -172,8 +190,15 @@ class Context:
             dest[span.start : span.start + span.rows] += base
         dest *= np.int32(PAGE)
         dest += within
-        seen = _joined([_both_ways(span.rows, ring.seen) for span in spans]) if attends and ring.both else None
+        seen = _joined([_both_ways(span.rows, ring.seen) for span in spans]) if ring.both else None
         return PageView(table=table, first=first, count=count, dest=dest, seen=seen)
+
+
+def of_few_sizes(rows: Int32) -> Int32:
+    """Rows to append, int32 [n], for steps of a few shapes: up to FEW_ROWS of them become a power of two, the last one
+    repeated."""
+    size = 1 << (len(rows) - 1).bit_length()
+    return np.pad(rows, (0, size - len(rows)), "edge") if len(rows) <= FEW_ROWS else rows
 
 
 @functools.lru_cache

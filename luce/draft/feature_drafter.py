@@ -10,7 +10,11 @@ from luce.draft.drafter import Draftable
 from luce.draft.feature_window import FeatureWindow, SlotPositions, batches
 from luce.draft.target_head import TargetHead
 from luce.layers.features import FeatureRing
+from luce.ops.matmul import FEW_ROWS
 from luce.runtime.step import Span
+
+# More rows that are owed in a proposal are read CONTEXT_CHUNK at a time: those of a prompt.
+_MANY_OWED = 8 * FEW_ROWS
 
 
 class ContextModel(Protocol):
@@ -73,4 +77,10 @@ class FeatureDrafter:
             (slot, range(self.context.resume(slot, self.window.first(slot), end), end))
             for slot, end in zip(slots, ends, strict=True)
         ]
-        return batches(missing, CONTEXT_CHUNK)
+        return self._pieces(missing)
+
+    def _pieces(self, ranges: Sequence[tuple[int, range]]) -> Iterator[list[SlotPositions]]:
+        """Slots' positions in steps that append them: of few rows where a prompt is not among them, since a device
+        builds and captures each further number of rows anew."""
+        rows = sum(len(positions) for _, positions in ranges)
+        return batches(ranges, CONTEXT_CHUNK if rows > _MANY_OWED else FEW_ROWS)

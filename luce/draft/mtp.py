@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from luce.draft.context import CONTEXT_CHUNK, WARM_UP_ROWS, Context, PageRing
+from luce.draft.context import CONTEXT_CHUNK, WARM_UP_ROWS, Context, PageRing, of_few_sizes
 from luce.draft.drafter import Draftable, PendingProposals, Proposal
 from luce.draft.feature_drafter import FeatureDrafter
 from luce.draft.feature_window import SlotPositions, as_table
@@ -111,9 +111,9 @@ class MTPModel:
         return rms_norm(self.device, rows, self._target_norm, self._eps)
 
     def append_context(self, slots: Sequence[int], counts: Sequence[int], tokens: Array, states: Array) -> None:
-        """Append rows to the contexts of slots: `states` float32 [sum(counts), hidden], and `tokens` of the same shape,
-        the embeddings of the tokens one position later."""
-        step = self.context.step(slots, counts, _none(counts), np.zeros(1, np.int32), attends=False)
+        """Append rows to the contexts of slots: `states` float32 [n, hidden], n >= sum(counts), as of_few_sizes
+        repeats rows, and `tokens` of the same shape, the embeddings of the tokens one position later."""
+        step = self.context.append_step(slots, counts, np.zeros(len(states), np.int32))
         self._appending.run(step, (self._mixed(tokens, states),))
         self.context.commit(slots, counts)
 
@@ -122,7 +122,7 @@ class MTPModel:
         head takes as it is and the next row reads. It is valid until the device runs the next step."""
         counts = [1] * len(slots)
         output_rows = np.arange(len(slots), dtype=np.int32)
-        step = self.context.step(slots, counts, _none(counts), output_rows, behind=behind, attends=True)
+        step = self.context.step(slots, counts, _none(counts), output_rows, behind=behind)
         (result,) = self._predicting.run(step, (self._mixed(tokens, states),))
         return result
 
@@ -171,8 +171,8 @@ class MTPDrafter(FeatureDrafter):
         for parts in self._missing(slots, last):
             counts = [len(part.positions) for part in parts]
             tokens = np.concatenate([texts[part.slot][part.positions + 1] for part in parts])
-            states = model.states(self.window.ring_rows(parts))
-            model.append_context([part.slot for part in parts], counts, self._head.embed(tokens), states)
+            states = model.states(of_few_sizes(self.window.ring_rows(parts)))
+            model.append_context([part.slot for part in parts], counts, self._head.embed(of_few_sizes(tokens)), states)
         states = model.states(
             self.window.ring_rows(
                 [SlotPositions(slot, np.array([end], np.int32)) for slot, end in zip(slots, last, strict=True)]

@@ -147,7 +147,7 @@ class ModelDrafter:
         self, slots: Sequence[int], counts: Sequence[int], tokens: Int32, *, behind: int = 0, candidates: bool = True
     ) -> Output:
         rows = np.arange(len(tokens) if candidates else 0, dtype=np.int32)
-        step: Step = self._context.step(slots, counts, tokens, rows, behind=behind, attends=True, candidates=candidates)
+        step: Step = self._context.step(slots, counts, tokens, rows, behind=behind, candidates=candidates)
         pending = self.shard.forward(step, None)
         assert not isinstance(pending, tuple)
         return pending()

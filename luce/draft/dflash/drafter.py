@@ -31,9 +31,8 @@ class DFlashDrafter(FeatureDrafter):
         super().observe(spans)
         # A GPU appends the rows of a verification at once, rejected ones too, while the host learns which are accepted.
         ahead = [] if self._head.device.host else [span for span in spans if self._follows(span)]
-        if ahead:
-            rows = [np.arange(span.position, span.position + span.rows, dtype=np.int32) for span in ahead]
-            self._append([SlotPositions(span.slot, own) for span, own in zip(ahead, rows, strict=True)])
+        for parts in self._pieces([(span.slot, range(span.position, span.position + span.rows)) for span in ahead]):
+            self._append(parts)
 
     def propose(self, asked: Sequence[Draftable]) -> PendingProposals:
         proposals = [Proposal()] * len(asked)

@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from luce.draft.context import CONTEXT_CHUNK, WARM_UP_ROWS, Context, PageRing
+from luce.draft.context import CONTEXT_CHUNK, WARM_UP_ROWS, Context, PageRing, of_few_sizes
 from luce.draft.dflash.correction import DOMINO, DSPARK, MULTIPLIED, Correction, open_correction
 from luce.draft.dflash.spec import FINAL_NORM, FUSION, FUSION_NORM, MASK_EMBEDDING, DFlashSpec, capture_norm, stored
 from luce.draft.feature_window import as_table
@@ -120,8 +120,7 @@ class DFlashModel:
         rows int32 [sum(counts)], at most CONTEXT_CHUNK: where the captured rows are found, counts[i] of them for
         slots[i].
         """
-        # The step needs no output row, but only steps with output rows are replayed.
-        self._appending.run(self.context.step(slots, counts, rows, np.zeros(1, np.int32), attends=False), ())
+        self._appending.run(self.context.append_step(slots, counts, of_few_sizes(rows)), ())
         self.context.commit(slots, counts)
 
     def draft_block(self, slots: Sequence[int], seeds: Array) -> Array:
@@ -133,7 +132,7 @@ class DFlashModel:
         """
         block = self.spec.block
         self.device.copy(self._inputs[1 : 1 + len(slots)], seeds)
-        step = self.context.step(slots, [block] * len(slots), *_block_rows(block, len(slots)), attends=True)
+        step = self.context.step(slots, [block] * len(slots), *_block_rows(block, len(slots)))
         (result,) = self._drafting.run(step, ())
         return result
 
