@@ -53,10 +53,10 @@ from luce.runtime.device import Device
 from luce.runtime.host import host_memory
 from luce.runtime.open import total_memory
 from luce.text.collector import COLLECTOR_OFF
-from luce.text.open import open_text
+from luce.text.open import open_chat, start_template
 from luce.text.retokenize import Retokenizer
 from luce.text.tokenizer import Tokenizer
-from luce.text.vocabulary import KeptVocabularies
+from luce.text.vocabulary import KeptVocabularies, Vocabulary
 
 _log = logging.getLogger(__name__)
 
@@ -215,14 +215,17 @@ def _open_model(
     _check_cache_ram(config)
     directory = cache_directory(config) if config.cache_ram else None
     with contextlib.ExitStack() as opened:
+        child = start_template(opened)
         file = opened.enter_context(open_gguf(path))
         spec = read_spec(Source(str(path), file.metadata, file.tensors)).for_context(config.max_ctx)
         recommend = partial(find_recommended, config, file, spec)
         advice = recommend()
         config, spec = advice.config, advice.spec
-        vocabulary, chat = open_text(opened, file, spec, config, vocabularies)
+        vocabulary = Vocabulary.read(file, spec) if vocabularies is None else vocabularies.read(file, spec)
         placed = place(opened, config, file, spec, connects=connects)
         devices, config = placed.devices, placed.config
+        # Behind what takes as long as the start of the template's process, before what takes seconds.
+        chat = open_chat(opened, file, spec, config, vocabulary.tokenizer, child)
         with _as_drafter_error(LuceError):
             context, weights = default_context(spec, config.max_ctx), WeightPool()
             prepared = open_drafter(opened, config, file, spec, devices, context=context, weights=weights)

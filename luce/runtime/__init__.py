@@ -13,6 +13,7 @@ gpu           the interface on CuPy, for CUDA and HIP; with gpu_kernels, gpu_str
 driver        the vendors' drivers by ctypes; library finds shared libraries
 power         power limits of GPUs
 kernels       kernel sources, their variants and options; compiler compiles and caches them
+switch_interval  how long threads that read or decode hold the interpreter
 transfer      copies of activations from device to device
 open          device names to devices
 step          the arrays of a step

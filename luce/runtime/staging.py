@@ -7,6 +7,7 @@ position has not been measured.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.runtime.device import Readable
+from luce.runtime.switch_interval import short_switch_interval
 
 _Read = Callable[[int, NDArray[np.uint8]], None]
 
@@ -36,6 +38,9 @@ class Stager:
         )
         self._local = threading.local()
         self._copies: list[Future[None]] = []
+        # Meanwhile the caller builds layers in Python, and a piece takes the interpreter five times.
+        self._inside = contextlib.ExitStack()
+        self._inside.enter_context(short_switch_interval)
 
     def copy(self, address: int, source: NDArray[Any] | Readable) -> None:
         """Copy a contiguous array to the device's memory at `address`; neither may change until `finish`."""
@@ -46,13 +51,14 @@ class Stager:
 
     def finish(self) -> None:
         """Wait until all copies are complete, and release threads and buffers. Raises the error of a failed copy."""
-        try:
-            for copy in self._copies:
-                copy.result()
-        finally:
-            # The threads return their buffers to a pool when they end: no copy may be reading them then.
-            self._stream.synchronize()
-            self._threads.shutdown(cancel_futures=True)
+        with self._inside:
+            try:
+                for copy in self._copies:
+                    copy.result()
+            finally:
+                # The threads return their buffers to a pool when they end: no copy may be reading them then.
+                self._stream.synchronize()
+                self._threads.shutdown(cancel_futures=True)
 
     def _move(self, address: int, read: _Read, at: int, size: int) -> None:
         memory, buffer, event = self._buffers()

@@ -1,4 +1,4 @@
-"""Opens the text side of a model: the tokenizer of its file, and its chat format."""
+"""Opens the chat format of a model."""
 
 from __future__ import annotations
 
@@ -14,37 +14,44 @@ from luce.text.chat import ChatFormat
 from luce.text.effort import check_default
 from luce.text.template import ChatTemplate
 from luce.text.template_child import TemplateChild
-from luce.text.vocabulary import KeptVocabularies, Vocabulary
+from luce.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 
 
-def open_text(
+def start_template(opened: contextlib.ExitStack) -> TemplateChild | None:
+    """The process of a template, before its file is read: its interpreter takes 0.1 s to start. `opened` ends it.
+
+    None if it cannot be started, which open_chat raises if there is a template.
+    """
+    with contextlib.suppress(OSError):
+        child = TemplateChild()
+        opened.callback(child.end)
+        return child
+    return None
+
+
+def open_chat(
     opened: contextlib.ExitStack,
     file: GGUFFile,
     spec: ModelSpec,
     config: Config,
-    kept: KeptVocabularies | None = None,
-) -> tuple[Vocabulary, ChatFormat]:
-    """The vocabulary of a file, and the chat format of --chat-template or of the file; `opened` closes the template.
+    tokenizer: Tokenizer,
+    child: TemplateChild | None,
+) -> ChatFormat:
+    """The chat format of --chat-template or of the file; `opened` closes the template. `child`: of start_template.
 
     Raises UsageError for the flag's template, an unknown --tool-format or a --reasoning that the template cannot do,
-    ModelError for the file's template, and the errors of Vocabulary.read.
+    ModelError for the file's template.
     """
     source, origin, error = _template(file, config)
-    child = None
-    if source is not None:
-        # Its interpreter starts while this one reads the vocabulary: 0.1 s. What prevents it is raised below.
-        with contextlib.suppress(OSError):
-            child = TemplateChild()
-            opened.callback(child.end)
-    vocabulary = Vocabulary.read(file, spec) if kept is None else kept.read(file, spec)
-    tokenizer = vocabulary.tokenizer
     template: ChatTemplate | None = None
     if source is not None:
         bos, eos = ("" if i is None else tokenizer.token_text(i) for i in (tokenizer.bos_id, tokenizer.eos_id))
         template = ChatTemplate(source, bos=bos, eos=eos, origin=origin, error=error, child=child)
         opened.callback(template.close)
+    elif child is not None:
+        child.end()
     try:
         chat = ChatFormat(template, tokenizer, spec.dialect, config.tool_format)
     except ValueError as problem:
@@ -52,7 +59,7 @@ def open_text(
     check_default(config.reasoning, chat)
     if (mismatch := call_mismatch(chat)) is not None:
         _log.warning("tool calls in the format %s (from %s): %s", chat.calls.format, chat.calls_why, mismatch)
-    return vocabulary, chat
+    return chat
 
 
 def _template(file: GGUFFile, config: Config) -> tuple[str | None, str, type[LuceError]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -60,10 +61,13 @@ def runtime() -> Runtime:
 def test_values_arrive(runtime: Runtime, count: int) -> None:
     sources = [np.random.default_rng(seed).integers(0, 2**16, (count, 3), np.uint16) for seed in range(3)]
     targets = [np.zeros_like(source) for source in sources]
+    found = sys.getswitchinterval()
     stager = Stager(runtime, 3, runtime, chunk=1000)
+    assert sys.getswitchinterval() < found
     for source, target in zip(sources, targets, strict=True):
         stager.copy(target.ctypes.data, source)
     stager.finish()
+    assert sys.getswitchinterval() == found
     for source, target in zip(sources, targets, strict=True):
         np.testing.assert_array_equal(source, target)
     assert not runtime.pending
@@ -73,8 +77,10 @@ def test_values_arrive(runtime: Runtime, count: int) -> None:
 
 def test_what_a_copy_raises(runtime: Runtime) -> None:
     runtime.fails = True
+    found = sys.getswitchinterval()
     stager = Stager(runtime, 3, runtime, chunk=1000)
     stager.copy(0, np.zeros(5000, np.uint8))
     with pytest.raises(RuntimeError, match="the bus is gone"):
         stager.finish()
+    assert sys.getswitchinterval() == found
     assert not any(thread.name.startswith("luce-load") for thread in threading.enumerate())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,13 +15,14 @@ from luce.models.keys import Source
 from luce.models.registry import read_spec
 from luce.text import open as text_open
 from luce.text.template_child import TemplateChild
+from luce.text.vocabulary import Vocabulary
 
 MODEL = Path(__file__).parents[1] / "reference" / "qwen3-a-F32.gguf"
 
 
 @pytest.fixture
 def children(monkeypatch: pytest.MonkeyPatch) -> list[TemplateChild]:
-    """The processes that `open_text` starts."""
+    """The processes that `start_template` starts."""
     made: list[TemplateChild] = []
 
     def start() -> TemplateChild:
@@ -36,13 +37,31 @@ def test_the_process_of_the_template_ends_with_the_model(children: list[Template
     template = tmp_path / "template.jinja"
     template.write_text("{{ messages[0].content }}")
     with contextlib.ExitStack() as opened:
+        child = text_open.start_template(opened)
+        assert [child] == children
         file = opened.enter_context(open_gguf(MODEL))
         spec = read_spec(Source(str(MODEL), file.metadata, file.tensors))
-        config = Config(chat_template=template)
-        _, chat = text_open.open_text(opened, file, spec, config)
+        config, tokenizer = Config(chat_template=template), Vocabulary.read(file, spec).tokenizer
+        chat = text_open.open_chat(opened, file, spec, config, tokenizer, child)
         assert chat.template is not None and chat.template.process is children[0].process
         assert children[0].process.poll() is None
-        with pytest.raises(ModelError, match=r"tensor token_embd\.weight has 3 rows"):
-            text_open.open_text(opened, file, dataclasses.replace(spec, vocab=3), config)
-        assert children[1].process.poll() is None
+        unused = text_open.start_template(opened)
+        assert unused is not None and unused.process.poll() is None
     assert all(child.process.poll() is not None for child in children)
+
+
+def test_a_file_without_a_template_keeps_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_open, "_template", lambda file, config: (None, "", ModelError))
+    with contextlib.ExitStack() as opened:
+        child = text_open.start_template(opened)
+        assert child is not None
+        file = opened.enter_context(open_gguf(MODEL))
+        spec = read_spec(Source(str(MODEL), file.metadata, file.tensors))
+        chat = text_open.open_chat(opened, file, spec, Config(), Vocabulary.read(file, spec).tokenizer, child)
+        assert chat.template is None and child.process.poll() is not None
+
+
+def test_a_process_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with contextlib.ExitStack() as opened:
+        assert text_open.start_template(opened) is None

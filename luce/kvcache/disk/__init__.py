@@ -22,5 +22,4 @@ reads the directory through Store.
     files            every file operation: below the directory, through no link
     threads          worker threads that a disk may block for ever
     deadline         how long a request waits for the disk
-    switch_interval  how long reading threads hold the interpreter
 """

@@ -15,8 +15,8 @@ from luce.kvcache.disk.deadline import Deadline, SlowDiskError
 from luce.kvcache.disk.index import Snapshot
 from luce.kvcache.disk.reader import Reader, StoredTensor
 from luce.kvcache.disk.store import Store
-from luce.kvcache.disk.switch_interval import short_switch_interval
 from luce.kvcache.disk.threads import Threads
+from luce.runtime.switch_interval import short_switch_interval
 from luce.shard.saved_state import Tensors
 
 T = TypeVar("T")

@@ -1,10 +1,10 @@
-"""A shorter switch interval of the interpreter while threads decode.
+"""A shorter switch interval of the interpreter while threads read, copy or decode.
 
-A thread that waits for the interpreter asks for it after Python's switch interval, 5 ms. Until then the decoding
-threads pass the interpreter among themselves, as each of them releases it after a few microseconds of a frame's Python
-code and takes it again. Meanwhile the engine's thread waits, which queues their copies and gives them work. The first
-token behind 32768 tokens of a 27B model came from the disk after 389 to 434 ms; with an interval of 0.5 ms after 302
-and 319; with 0.2 ms after 256 (H200, 32 cores, 16 threads; each in a new process).
+A thread that waits for the interpreter asks for it after Python's switch interval, 5 ms. Until then the reading threads
+pass the interpreter among themselves, as each of them releases it after a few microseconds of Python code and takes it
+again, and the thread that gives them work waits; or that thread computes, and all of them wait for it. The first token
+behind 32768 tokens of a 27B model came from the disk after 389 to 434 ms; with an interval of 0.5 ms after 302 and 319;
+with 0.2 ms after 256 (H200, 32 cores, 16 threads; each in a new process).
 """
 
 from __future__ import annotations
@@ -38,5 +38,5 @@ class SwitchInterval:
                 sys.setswitchinterval(self._before)
 
 
-#: shared by all code that decodes with several threads
+#: shared by all code that reads, copies or decodes with several threads
 short_switch_interval = SwitchInterval()

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from luce.kvcache.disk.switch_interval import SwitchInterval
+from luce.runtime.switch_interval import SwitchInterval
 
 
 def test_the_last_context_to_end_restores_the_interval() -> None:
