@@ -3,6 +3,7 @@
 The packages in the order in which a request flows down them; imports point the same way, and a test holds them to it:
 
     cli       the verbs: serve, chat, run, inspect, plan, bench, pull, models, connect, service, join, cluster and more
+    ray       many copies on many machines: processes under Ray, and a router that knows what replicas have cached
     server    HTTP: routes, request checks, OpenAI responses, streams, metrics, the web UI
     bench     how fast a model runs here, beside the measured limits of its devices
     assembly  `luce.load(...)`: makes a Model of a file and a Config, and opens its parts in order

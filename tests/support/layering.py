@@ -5,6 +5,7 @@ from __future__ import annotations
 #: from top to bottom; a module imports only from its own layer or from below
 FLOW = (
     "cli",
+    "ray",
     "server",
     "bench",
     "assembly",

@@ -1,0 +1,17 @@
+"""Many copies of a model on many machines: Ray places, restarts and scales `luce serve`, and Serve stands before it.
+
+Here: the configuration, what a node offers, the life of processes under Ray's actors, and the router that sends a
+prompt to the replica that has most of it cached. Not here: anything about tokens, pages or layers; these stay in the
+child processes, which are Luce as everywhere. No tensor and no object of Luce goes through Ray, only dict, str, int and
+bytes. luce.cli imports this package and nothing else does; its modules run in Ray's own environment, and import of Luce
+only what needs no further package.
+
+    cluster_config   the TOML file of `luce ray`
+    node_resources   what `luce doctor` finds, as resources of a node; what a placement group lacks
+    device_leases    which device of a node belongs to which actor
+    routing_state    pure: what replicas have cached and how busy they are, and the replica for a prompt
+    group_keys       which keys of blocks a group of API keys may know of
+    process_guard    no child outlives the actor that started it, and no actor its node
+    guarded          the program that a child begins as
+    process_list     the processes of a node, written down by `up` and ended by `down`
+"""
