@@ -191,7 +191,7 @@ class _Service:
             max_loaded=config.max_loaded_models,
             wait=config.load_wait,
         )
-        self._server = Server(config, self._pool)
+        self._server = Server(config, self._pool, None if cluster is None else cluster.status)
         self._cluster = cluster
         self._tasks: set[asyncio.Task[None]] = set()
 

@@ -17,21 +17,21 @@ import socket
 import ssl
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
-import msgspec
-
-from luce import __version__
 from luce.cluster import membership, wire
 from luce.cluster.addresses import reachable
-from luce.cluster.cluster_files import ClusterFiles, is_cluster_name
+from luce.cluster.cluster_files import ClusterFiles
+from luce.cluster.cluster_status import ModelFacts, member_status, place_of, placement_text, span_text
 from luce.cluster.gate import ClusterGate, member_name
 from luce.cluster.identity import Identity, coordinator_context, new_key_pair, pin, read_identity
 from luce.cluster.join_token import ID_BYTES, SECRET_BYTES, TokenBook, TokenRecord, encode_token
 from luce.cluster.link import Link
 from luce.cluster.member_peer import MemberPeer
-from luce.cluster.membership import Member, Membership, restored
+from luce.cluster.membership import Member
+from luce.cluster.saved_members import read_members, write_members
 from luce.cluster.weight_source import WeightSource, WeightStreams
 from luce.errors import DeviceError, UsageError
 from luce.ipc import tcp
@@ -61,27 +61,6 @@ _DEVICE = re.compile(r"(cuda|hip|cpu):[0-9]{1,3}", re.ASCII)
 TRUST = "a member sees activations, from which texts can be recovered, and can compute wrong results"
 
 
-def place_of(member: str) -> str:
-    """The place of a member's devices, as in luce.runtime.device.DeviceName."""
-    return f"{MEMBER}{member}/"
-
-
-class _Saved(msgspec.Struct):
-    """A member, as members.json has it."""
-
-    name: str
-    certificate: bytes
-    label: str
-    proven: bool
-
-
-class _SavedMembers(msgspec.Struct):
-    """The content of members.json."""
-
-    epoch: int
-    members: list[_Saved]
-
-
 @dataclass
 class _Call:
     """A connection to a member's devices that the server waits for."""
@@ -104,7 +83,7 @@ class Coordinator:
             opened.callback(os.close, self.files.lock("lock", "another server"))
             self._identity = self.files.identity("coordinator.pem")
             self._tokens = TokenBook(self.files.read("tokens.json", list[TokenRecord]))
-            self._membership = self._restore()
+            self._membership = read_members(self.files)
             listener = opened.enter_context(tcp.listen(address, flag))
             self.addresses = reachable(*listener.getsockname()[:2])
             self._lock = threading.Condition()
@@ -122,6 +101,11 @@ class Coordinator:
             self._planned: dict[str, int | None] = {}
             #: of each member of the placement, as wire.MemberStatus.layers
             self._layers: dict[str, list[str]] = {}
+            #: all devices of the last placement, and placements since the start by their reason
+            self._placement: Mapping[str, range] = {}
+            self._replans: Counter[str] = Counter()
+            #: what the server knows of its model, None while none is loaded; called without the lock
+            self.model_facts: Callable[[], ModelFacts | None] = lambda: None
             self.streams = WeightStreams()
             self._closing = threading.Event()
             gate = ClusterGate(lambda: self._context, self._is_member, self._admit)
@@ -164,12 +148,17 @@ class Coordinator:
 
     def status(self) -> wire.Status:
         """The cluster as it is."""
-        now = time.monotonic()
+        now, facts = time.monotonic(), self.model_facts()
         with self._lock:
-            members = tuple(self._status_of(member, now) for member in self._membership.members.values())
-            tokens = len(self._tokens.open(time.time()))
             return wire.Status(
-                self.files.name, self.addresses, self._membership.epoch, tokens, self.streams.sent, members
+                self.files.name,
+                self.addresses,
+                self._membership.epoch,
+                len(self._tokens.open(time.time())),
+                self.streams.sent,
+                dict(self._replans),
+                tuple(self._status_of(member, now, facts) for member in self._membership.members.values()),
+                None if facts is None else facts.plan,
             )
 
     def remove(self, name: str) -> None:
@@ -217,11 +206,12 @@ class Coordinator:
             return found
 
     def plan(
-        self, fingerprint: str, source: WeightSource | None = None, without: Collection[str] = ()
+        self, fingerprint: str, source: WeightSource | None = None, without: Collection[str] = (), why: str = "start"
     ) -> tuple[list[str], Mapping[str, Callable[[str], Peer]]]:
         """Begin a new placement of the model file with this fingerprint, on other members than those of `without`.
 
-        `source`, which is this one's from now on, has the file for members; None: they have it themselves.
+        `source`, which is this one's from now on, has the file for members; None: they have it themselves. `why`: what
+        the metrics count it as.
         Returns the names of all devices that can be used, and by their place the function that connects to them.
         """
         with self._lock:
@@ -234,19 +224,26 @@ class Coordinator:
             self._search(fingerprint, without)
             usable = [member for member in self._membership.usable() if member.file]
             self._planned = {member.name: member.session for member in usable}
+            self._replans[why] += 1
             self._apply(membership.Planned(tuple(member.name for member in usable)))
             event(_log, "cluster placement", epoch=self._membership.epoch, members=",".join(m.name for m in usable))
             devices = [f"{place_of(member.name)}{device}" for member in usable for device in member.devices]
             return devices, {place_of(member.name): self._dialler(member.name) for member in usable}
 
-    def keep(self, layers: Mapping[str, range]) -> None:
-        """The placement has these devices of members alone, each with its layers."""
+    def keep(self, placement: Mapping[str, range], why: str = "start") -> None:
+        """The placement has these devices alone, each with its layers: of members, and of the server itself."""
         with self._lock:
             self._layers = {}
-            for device, own in layers.items():
-                name = device.removeprefix(MEMBER).partition("/")[0]
-                self._layers.setdefault(name, []).append(f"{own.start}..{own.stop - 1}")
+            for device, own in placement.items():
+                if device.startswith(MEMBER):
+                    name = device.removeprefix(MEMBER).partition("/")[0]
+                    self._layers.setdefault(name, []).append(span_text(own))
             self._apply(membership.Kept(frozenset(self._layers)))
+            epoch, old, new = self._membership.epoch, placement_text(self._placement), placement_text(placement)
+            event(_log, "plan taken", epoch=epoch, why=why, old=old, new=new)
+            for name, spans in self._layers.items():
+                event(_log, "member assigned", member=name, epoch=epoch, layers=",".join(spans))
+            self._placement = dict(placement)
 
     def broken(self, seconds: float) -> tuple[frozenset[str], frozenset[str]]:
         """The members of the placement that cannot have their weights, and those that have been lost since it was
@@ -466,35 +463,14 @@ class Coordinator:
         if (link := self._links.get(session)) is not None:
             link.post(wire.Dismissed(reason, final))
 
-    def _status_of(self, member: Member, now: float) -> wire.MemberStatus:
+    def _status_of(self, member: Member, now: float, facts: ModelFacts | None) -> wire.MemberStatus:
         link = None if member.session is None else self._links.get(member.session)
-        trip = None if link is None or link.round_trip is None else round(1000 * link.round_trip, 2)
         share = self.streams.share(member.name) if member.file == "streamed" else None
-        return wire.MemberStatus(
-            name=member.name,
-            label=member.label,
-            state=member.state,
-            seconds=round(now - member.since, 1),
-            address=member.address,
-            round_trip_ms=trip,
-            devices=member.devices,
-            layers=tuple(self._layers.get(member.name, ())) if member.state in ("loading", "serving") else (),
-            luce=member.luce,
-            file=member.file if share is None else f"{member.file} {share:.0%}",
-            losses=member.losses,
-            reason=member.reason,
-        )
+        return member_status(member, now, link, self._layers.get(member.name, ()), share, facts)
 
     def _new_context(self) -> ssl.SSLContext:
         return coordinator_context(self._identity, [m.certificate for m in self._membership.members.values()])
 
-    def _restore(self) -> Membership:
-        saved = self.files.read("members.json", _SavedMembers) or _SavedMembers(0, [])
-        now = time.monotonic()
-        members = [Member(s.name, s.certificate, s.label, "joining", now, s.proven) for s in saved.members]
-        return restored(__version__, [m for m in members if is_cluster_name(m.name)], saved.epoch, now)
-
     def _save(self) -> None:
-        members = [_Saved(m.name, m.certificate, m.label, m.proven) for m in self._membership.members.values()]
-        self.files.write("members.json", _SavedMembers(self._membership.epoch, members))
+        write_members(self.files, self._membership)
         self._context = self._new_context()

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from luce.cluster.wire import Dismissed, Leaving, Ping, Pong
+from luce.cluster.wire import DeviceMemory, Dismissed, Leaving, Ping, Pong
 from luce.ipc.channel import Channel, ChannelError, ChannelTimeoutError
 from luce.ipc.heartbeat import INTERVAL, LOST_AFTER
 
@@ -23,13 +23,19 @@ CLOSE_SECONDS = 0.5
 
 
 class Link:
-    """One thread runs it; any thread may post messages and close it. `incoming`: the union of the peer's messages."""
+    """One thread runs it; any thread may post messages and close it. `incoming`: the union of the peer's messages;
+    `memory`: what a Pong of this side says."""
 
-    def __init__(self, sock: socket.socket, incoming: Any) -> None:
+    def __init__(
+        self, sock: socket.socket, incoming: Any, memory: Callable[[], tuple[DeviceMemory, ...]] = lambda: ()
+    ) -> None:
         self.channel: Channel[Any] = Channel(sock, incoming)
         self._outgoing: queue.SimpleQueue[msgspec.Struct] = queue.SimpleQueue()
         #: seconds from the last Ping to its Pong; None before that
         self.round_trip: float | None = None
+        #: as the peer's last Pong has it
+        self.memory: tuple[DeviceMemory, ...] = ()
+        self._own_memory = memory
 
     def receive(self, kind: type[Answer], timeout: float) -> Answer:
         """The first message, of a type. Raises ChannelError."""
@@ -79,9 +85,9 @@ class Link:
                 _, message = self.channel.receive(timeout=silence)
                 heard = time.monotonic()
                 if isinstance(message, Pong):
-                    self.round_trip = heard - pinged
+                    self.round_trip, self.memory = heard - pinged, message.memory
                 elif isinstance(message, Ping):
-                    self.post(Pong())
+                    self.post(Pong(self._own_memory()))
                 else:
                     handle(message)
             elif now - heard > silence:

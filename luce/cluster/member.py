@@ -27,6 +27,7 @@ from luce.cluster import wire
 from luce.cluster.cluster_files import ClusterFiles
 from luce.cluster.identity import Identity, join_context, member_context, pin
 from luce.cluster.join_token import JoinToken
+from luce.cluster.lent_memory import lent_memory
 from luce.cluster.link import Link
 from luce.cluster.member_weights import Storage, Weights, locate
 from luce.errors import DeviceError, LuceError, UnreachableError, UsageError
@@ -139,6 +140,7 @@ class MemberHost:
         self._server = server
         self._identity = files.identity("member.pem")
         self._devices = devices
+        self._memory = lent_memory(devices)
         self._storage = storage
         self._serve = serve
         self._link: Link | None = None
@@ -269,7 +271,7 @@ class MemberHost:
         pinned = PinnedCoordinator.of(self._identity, self._server.certificates)
         sock = self._dial(pinned)
         certificate = sock.getpeercert(binary_form=True) or b""
-        link = Link(sock, wire.FromCoordinator)
+        link = Link(sock, wire.FromCoordinator, self._memory)
         try:
             link.channel.send(0, wire.Hello(__version__, self._devices), timeout=tcp.HANDSHAKE_TIMEOUT)
             self._link = link

@@ -49,8 +49,18 @@ class Ping(msgspec.Struct, tag=True):
     """Asks for a Pong."""
 
 
+class DeviceMemory(msgspec.Struct, frozen=True):
+    """Bytes of a device's memory; None: not known, such as what is free of a GPU without layers."""
+
+    free: int | None
+    total: int | None
+
+
 class Pong(msgspec.Struct, tag=True):
     """The member is there."""
+
+    #: of each of its devices; empty: it does not say
+    memory: tuple[DeviceMemory, ...] = ()
 
 
 class Find(msgspec.Struct, tag=True):
@@ -216,7 +226,11 @@ class MemberStatus(msgspec.Struct):
     address: str
     #: of the control connection; None before the first Pong
     round_trip_ms: float | None
+    #: of an activation's way to its devices; None where it was not measured
+    bytes_per_second: float | None
     devices: tuple[str, ...]
+    #: of each device
+    memory: tuple[DeviceMemory, ...]
     #: of each device with layers of the placement, FIRST..LAST
     layers: tuple[str, ...]
     luce: str
@@ -224,6 +238,30 @@ class MemberStatus(msgspec.Struct):
     file: str
     losses: int
     reason: str
+
+
+class StageStatus(msgspec.Struct):
+    """A device's part of the placement."""
+
+    device: str
+    #: FIRST..LAST
+    layers: str
+    #: of a decoding step, None without figures of the devices
+    predicted_ms: float | None = None
+
+
+class PlanStatus(msgspec.Struct):
+    """The placement of the loaded model. Rates are tokens per second of one reply, None: not known; those that are
+    measured are of all replies that have ended since the load."""
+
+    stages: tuple[StageStatus, ...]
+    predicted_decode_tok_s: float | None = None
+    predicted_prompt_tok_s: float | None = None
+    measured_decode_tok_s: float | None = None
+    measured_prompt_tok_s: float | None = None
+    #: milliseconds of a decoding step that connections between members would save, whose activations pass the
+    #: coordinator; None without figures
+    direct_links_ms: float | None = None
 
 
 class Status(msgspec.Struct, tag=True):
@@ -235,7 +273,11 @@ class Status(msgspec.Struct, tag=True):
     open_tokens: int
     #: weights sent to members since the start
     streamed_bytes: int
+    #: placements since the start, by why the model was placed
+    replans: dict[str, int]
     members: tuple[MemberStatus, ...]
+    #: None while no model is loaded
+    plan: PlanStatus | None = None
 
 
 class Done(msgspec.Struct, tag=True):

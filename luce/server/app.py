@@ -68,6 +68,7 @@ def create_app(server: Server) -> web.Application:
     app.router.add_get("/health", status.health)
     app.router.add_get("/livez", status.livez)
     app.router.add_get("/metrics", status.metrics)
+    app.router.add_get("/cluster", status.cluster)
     app.router.add_get("/props", props.props)
     add("POST", "/completion", native.completion)
     add("POST", "/infill", native.infill)

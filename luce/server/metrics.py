@@ -11,6 +11,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from luce.api import Model
+from luce.cluster.wire import Status
 from luce.compress.compression_options import Verdict
 from luce.engine.drafted import DraftStats
 from luce.engine.masks import MaskStats
@@ -18,6 +19,7 @@ from luce.engine.sequence import DraftState
 from luce.kvcache.disk.stats import DiskStats
 from luce.kvcache.paging import PagingStats
 from luce.kvcache.prefix_cache import CacheStats
+from luce.server.cluster_metrics import ClusterCollector
 from luce.server.llamacpp_metrics import llamacpp_metrics
 from luce.shard.timing import BOUNDS, Durations
 
@@ -27,9 +29,16 @@ _TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0
 
 class Metrics:
     """The server's counters, and a collector that reads those of the engines and of the shards of the loaded models:
-    (name, or None where there is only one; model). `compat`: with those that llama.cpp has too, by its names."""
+    (name, or None where there is only one; model). `compat`: with those that llama.cpp has too, by its names;
+    `cluster`: what returns the state of the server's cluster, None without one."""
 
-    def __init__(self, models: Callable[[], Sequence[tuple[str | None, Model]]], *, compat: bool = False) -> None:
+    def __init__(
+        self,
+        models: Callable[[], Sequence[tuple[str | None, Model]]],
+        *,
+        compat: bool = False,
+        cluster: Callable[[], Status] | None = None,
+    ) -> None:
         registry = self._registry = CollectorRegistry()
         self.requests = Counter(
             "luce_requests", "Requests answered, by route and status.", ("endpoint", "status"), registry=registry
@@ -85,6 +94,8 @@ class Metrics:
             registry=registry,
         )
         registry.register(_ModelsCollector(models, compat=compat))
+        if cluster is not None:
+            registry.register(ClusterCollector(cluster))
 
     def text(self) -> bytes:
         """All metrics in the Prometheus text format. Any thread may call it."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from aiohttp import web
 
 from luce.api import Model
+from luce.cluster.wire import Status
 from luce.config.settings import Config, flag
 from luce.errors import UnavailableError, UsageError
 from luce.server.auth import Cors, HostCheck, Keys
@@ -50,14 +51,18 @@ class Call:
 class Server:
     """One per process. `draining` refuses new work. Used on the event loop."""
 
-    def __init__(self, config: Config, pool: ModelPool | None = None) -> None:
-        """Without `pool` the server has one model, which the caller sets."""
+    def __init__(
+        self, config: Config, pool: ModelPool | None = None, cluster: Callable[[], Status] | None = None
+    ) -> None:
+        """Without `pool` the server has one model, which the caller sets. `cluster`: what returns the state of its
+        cluster, None without one."""
         self.config = config
+        self.cluster = cluster
         self.pool = ModelPool([ModelEntry("", "", config, named=False)]) if pool is None else pool
         self.keys = Keys(config)
         self.host_check = HostCheck(config)
         self.cors = Cors(config, keyed=self.keys.required)
-        self.metrics = Metrics(self._measured, compat=config.metrics_compat)
+        self.metrics = Metrics(self._measured, compat=config.metrics_compat, cluster=cluster)
         #: where traces go; None: there are none
         self.tracing = _tracing(config)
         self.draining = False

@@ -1,4 +1,4 @@
-"""/health, /livez, /v1/models and /metrics."""
+"""/health, /livez, /v1/models, /cluster and /metrics."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 from aiohttp import web
 
 from luce.api import Model
-from luce.errors import RequestError
+from luce.errors import NotFoundError, RequestError
 from luce.server.body import read_body
 from luce.server.codex_models import codex_entry
 from luce.server.errors import invalid, unknown_model
@@ -82,6 +82,14 @@ async def _changed(request: web.Request, *, load: bool) -> web.Response:
     entry = server.pool.entry(name)
     await (server.pool.load(entry) if load else server.pool.unload(entry))
     return json_response(_entry(entry, server))
+
+
+async def cluster(request: web.Request) -> web.Response:
+    """GET /cluster: the members and the placement, as `luce cluster status --json` shows them."""
+    server = admins_server(request)
+    if server.cluster is None:
+        raise NotFoundError("this server has no cluster (--cluster)", code="no_cluster")
+    return json_response(await server.work(server.cluster))
 
 
 async def metrics(request: web.Request) -> web.Response:

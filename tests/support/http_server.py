@@ -15,6 +15,7 @@ import aiohttp
 from aiohttp import web_app
 
 from luce.api import Model
+from luce.cluster.wire import Status
 from luce.config.settings import Config
 from luce.server.app import KEEPALIVE_SECONDS, start
 from luce.server.model_pool import ModelPool
@@ -97,12 +98,13 @@ async def running(
     model: dict[str, Any] | None = None,
     keepalive: float = KEEPALIVE_SECONDS,
     pool: ModelPool | None = None,
+    cluster: Callable[[], Status] | None = None,
     **settings: Any,
 ) -> AsyncIterator[Running]:
     """A server with these settings and these arguments for the ScriptedModel; `loaded` False: no model yet. `pool`: the
-    models of a server that has several."""
+    models of a server that has several; `cluster`: as in Server."""
     config = Config(**settings)
-    server = await asyncio.to_thread(Server, config, pool)
+    server = await asyncio.to_thread(Server, config, pool, cluster)
     sock = sock or socket.create_server(("127.0.0.1", 0))
     sock.setblocking(False)
     runner = await start(server, [sock], keepalive=keepalive)

@@ -5,14 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from luce import __version__
 from luce.cli.main import main
+from luce.cluster import wire
 from luce.cluster.admin import answering
+from luce.cluster.cluster_status import ModelFacts
 from luce.cluster.coordinator import Coordinator
 from luce.cluster.join_token import decode_token
+from luce.hub.reporting import size_text
+from luce.runtime.host import host_memory
 from tests.support.clusters import coordinator, joined
+from tests.support.daemons import within
 
 Output = pytest.CaptureFixture[str]
 
@@ -59,6 +66,59 @@ def test_status_token_remove_and_rotate(
     assert capsys.readouterr().err == "luce: box: no such member; the members: there are none\n"
 
 
+PLAN = wire.PlanStatus(
+    (wire.StageStatus("cpu:0", "0..3", 2.5), wire.StageStatus("member://box/cpu:0", "4..7")),
+    80.0,
+    4000.0,
+    75.25,
+    None,
+    0.5,
+)
+
+
+def test_the_placement_is_shown_with_predicted_and_measured_speed(
+    home: Coordinator, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    host = joined(home, monkeypatch, folder).start()
+    assert within(30, lambda: bool(home.status().members[0].round_trip_ms))
+    rate = {"member://box/cpu:0": 125e6}
+    home.model_facts = lambda: ModelFacts(PLAN, {}, rate)
+    assert main(["cluster", "status"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "125.0 MB/s" in lines[1] and f" of {size_text(host_memory().total)}" in lines[1] and __version__ in lines[1]
+    assert [line.split() for line in lines[4:7]] == [
+        ["device", "layers", "predicted", "for", "a", "token"],
+        ["cpu:0", "0..3", "2.50", "ms"],
+        ["member://box/cpu:0", "4..7"],
+    ]
+    assert lines[7:] == [
+        "predicted: decode 80.0 tok/s, prompts 4,000.0 tok/s",
+        "measured: decode 75.2 tok/s, prompts not known",
+        "connections between members would save 0.50 ms of a token",
+    ]
+    host.stop()
+
+
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_watch_reads_again_and_again(
+    more: list[str], home: Coordinator, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    seen: list[str] = []
+
+    def sleep(seconds: float) -> None:
+        seen.append(capsys.readouterr().out)
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        home.new_token(60)
+
+    monkeypatch.setattr("luce.cli.cluster.time", SimpleNamespace(sleep=sleep))
+    assert main(["cluster", "status", "--watch", *more]) == 130
+    if more:
+        assert [json.loads(text)["open_tokens"] for text in seen] == [0, 1]
+    else:
+        assert [text.splitlines()[-1].partition(", ")[2] for text in seen] == ["0 open tokens", "1 open tokens"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -66,6 +126,7 @@ def test_status_token_remove_and_rotate(
         (["remove"], "luce cluster remove: name a MEMBER; `luce cluster status` lists them"),
         (["status", "--expires", "5"], "luce cluster status: --expires is for token"),
         (["rotate", "--label", "x"], "luce cluster rotate: --label is for token"),
+        (["token", "--watch"], "luce cluster token: --watch is for status"),
         (["token", "--json"], "luce cluster token: --json is for status"),
         (["token", "--expires", "0", "--cluster", "home"], "--expires 0: expected a number in [0.1, 10080]"),
     ],

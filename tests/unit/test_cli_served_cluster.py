@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import io
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from luce.backend.measured_devices import MeasuredDevices
 from luce.cli import served_cluster as module
 from luce.cli.main import main
-from luce.cli.served_cluster import ServedCluster, served_cluster
+from luce.cli.served_cluster import ServedCluster, plan_status, served_cluster
 from luce.cluster.join_token import decode_token
 from luce.config.resolve import resolve
 from luce.config.settings import Config
+from luce.engine.events import Timings
 from luce.errors import DeviceError, ListenError, ServerError, UsageError
+from luce.planner.prediction import LinkPrediction
+from luce.profiles.profile import LinkProfile
 from tests.support.clusters import Host, coordinator, joined, needs_keys, port_of
 from tests.support.reference import Reference
+from tests.support.scripted_model import ScriptedModel
 
 MODEL = Reference("qwen3-a-F32").path
 Patch, Output = pytest.MonkeyPatch, pytest.CaptureFixture[str]
@@ -38,13 +43,20 @@ def config(**fields: Any) -> Config:
     return resolve({"cluster": "home", "cluster_listen": "127.0.0.1:0", "target_devices": "cpu:0", **fields}, env={})
 
 
+class Loaded:
+    """A model of no layers."""
+
+    placement: tuple[Any, ...] = ()
+    plan = None
+
+
 def opened(settings: Config, patch: Patch, host: Any = lambda made: None) -> tuple[Config, list[str], list[str]]:
     """The settings with which a model is opened, the places of members' daemons, and what the load waited for."""
     seen: list[Any] = []
 
     def open_model(path: Path, config: Config, progress: Any, connects: Any) -> Any:
         seen[:] = [config, list(connects)]
-        return SimpleNamespace(placement=[])
+        return Loaded()
 
     patch.setattr(module, "open_model", open_model)
     waited: list[str] = []
@@ -219,3 +231,61 @@ def test_a_closed_standard_output_is_said(monkeypatch: Patch, caplog: Any) -> No
     with caplog.at_level("INFO", "luce.cluster"), served_cluster(config()):
         pass
     assert "`luce cluster token` prints the command" in caplog.text
+
+
+def test_the_status_has_the_placement_while_the_model_is_loaded(monkeypatch: Patch, caplog: Any) -> None:
+    settings = config(cluster_min="0")
+    made: list[Any] = [ScriptedModel(settings)]
+    way = LinkProfile(0.001, 1e8)
+    made[0].plan = dataclasses.replace(made[0].plan, known=MeasuredDevices({}, {"member://box/cpu:0": way}))
+    monkeypatch.setattr(module, "open_model", lambda *arguments: made.pop())
+    with served_cluster(settings) as cluster:
+        assert cluster is not None and cluster.status().plan is None
+        with caplog.at_level("INFO", "luce.cluster"):
+            model: Any = cluster.open_model(MODEL, settings, lambda share: None, lambda text: None)
+        measured = [r.__dict__["fields"] for r in caplog.records if r.getMessage() == "member measured"]
+        assert measured == [{"device": "member://box/cpu:0", "bytes_per_second": 1e8}]
+        assert cluster.status().plan == plan_status(model)
+        model.engine.close()
+        # The cluster does not keep the memory of a model that is placed anew.
+        del model
+        gc.collect()
+        assert cluster.status().plan is None
+
+
+def test_predicted_and_measured_speed(monkeypatch: Patch) -> None:
+    model: Any = ScriptedModel(Config())
+    plan, prediction = plan_status(model), model.plan.prediction
+    assert [(stage.device, stage.layers) for stage in plan.stages] == [("cpu:0", "0..2"), ("cpu:1", "3..3")]
+    assert [stage.predicted_ms for stage in plan.stages] == [1000 * shard.decode.total for shard in prediction.shards]
+    assert (plan.predicted_decode_tok_s, plan.predicted_prompt_tok_s) == (
+        prediction.decode_rate,
+        prediction.prompt_rate,
+    )
+    assert (plan.measured_decode_tok_s, plan.measured_prompt_tok_s) == (None, None)
+    done = Timings(prompt=2.0, predicted=4.0, prompt_tokens=100, cached_tokens=40, predicted_tokens=20)
+    stats = dataclasses.replace(model.engine.stats(), finished=done)
+    monkeypatch.setattr(model.engine, "stats", lambda: stats)
+    assert (plan_status(model).measured_decode_tok_s, plan_status(model).measured_prompt_tok_s) == (5.0, 30.0)
+    model.plan = None
+    plan = plan_status(model)
+    assert (plan.predicted_decode_tok_s, plan.stages[0].predicted_ms, plan.direct_links_ms) == (None, None, None)
+    model.engine.close()
+
+
+@pytest.mark.parametrize(
+    ("before", "behind", "saved"),
+    [
+        ("member://a/cpu:0", "member://b/cpu:0", 2.0),
+        ("member://a/cpu:0", "member://a/cpu:1", 0.0),
+        ("cpu:0", "member://b/cpu:0", 0.0),
+        ("tcp://a:1/cpu:0", "member://b/cpu:0", 0.0),
+    ],
+)
+def test_what_connections_between_members_would_save(before: str, behind: str, saved: float) -> None:
+    model: Any = ScriptedModel(Config())
+    link = LinkPrediction(before, behind, 256, decode=0.004, piece=0.1)
+    prediction = dataclasses.replace(model.plan.prediction, links=(link,))
+    model.plan = dataclasses.replace(model.plan, prediction=prediction)
+    assert plan_status(model).direct_links_ms == saved
+    model.engine.close()

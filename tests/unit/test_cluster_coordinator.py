@@ -22,7 +22,8 @@ from luce.cluster import gate, wire
 from luce.cluster import member as member_module
 from luce.cluster.admin import answering, ask
 from luce.cluster.cluster_files import ClusterFiles
-from luce.cluster.coordinator import TRUST, Coordinator, place_of
+from luce.cluster.cluster_status import ModelFacts, place_of
+from luce.cluster.coordinator import TRUST, Coordinator
 from luce.cluster.gate import member_name
 from luce.cluster.identity import JOIN_PROTOCOL, Identity, join_context, member_context
 from luce.cluster.join_token import JoinToken, decode_token
@@ -34,6 +35,7 @@ from luce.gguf.reader import open_gguf
 from luce.ipc import tcp
 from luce.ipc.channel import Channel
 from luce.ipc.supervisor import Peer
+from luce.runtime.host import host_memory
 from tests.support.clusters import MODEL, Host, coordinator, identity, joined, port_of
 from tests.support.daemons import key_file, signed_key_file, within
 
@@ -369,6 +371,42 @@ def test_devices_without_layers_are_let_go(home: Coordinator, hosts: Make) -> No
         assert home.status().members[0].layers == ()
         peer.requests.settimeout(10)
         assert peer.requests.recv(1) == b"" and state(home) == "idle"
+
+
+def test_the_log_says_which_placement_follows_which_and_why(home: Coordinator, hosts: Make, caplog: Any) -> None:
+    hosts(home).start()
+    assert home.wait_for_members(1, 30) == 1
+    with caplog.at_level(logging.INFO, "luce.cluster"):
+        for why, first in (("start", 3), ("command", 5)):
+            home.plan("0" * 32, why=why)
+            home.keep({"cpu:0": range(first), "member://box/cpu:0": range(first, 8)}, why)
+    taken = [r.__dict__["fields"] for r in caplog.records if r.getMessage() == "plan taken"]
+    old = "cpu:0 0..2, member://box/cpu:0 3..7"
+    assert taken == [
+        {"epoch": 1, "why": "start", "old": "none", "new": old},
+        {"epoch": 2, "why": "command", "old": old, "new": "cpu:0 0..4, member://box/cpu:0 5..7"},
+    ]
+    assigned = [r.__dict__["fields"] for r in caplog.records if r.getMessage() == "member assigned"]
+    assert assigned[1] == {"member": "box", "epoch": 2, "layers": "5..7"}
+    assert home.status().replans == {"start": 1, "command": 1}
+
+
+def test_the_status_has_what_the_member_and_the_server_know(home: Coordinator, hosts: Make) -> None:
+    host = hosts(home).start()
+    total = host_memory().total
+    assert within(30, lambda: bool(home.status().members[0].round_trip_ms))
+    (member,) = home.status().members
+    assert [memory.total for memory in member.memory] == [total] and member.bytes_per_second is None
+    assert home.status().plan is None
+    peer = connect(home, host)
+    with peer.requests, peer.heartbeat:
+        seen = wire.DeviceMemory(5, 9)
+        plan = wire.PlanStatus((wire.StageStatus("member://box/cpu:0", "0..7"),))
+        device = "member://box/cpu:0"
+        home.model_facts = lambda: ModelFacts(plan, {device: seen, "cpu:0": seen}, {device: 125e6})
+        assert within(30, lambda: state(home) == "serving")
+        (member,) = home.status().members
+        assert member.memory == (seen,) and member.bytes_per_second == 125e6 and home.status().plan is plan
 
 
 def test_a_coordinator_that_starts_again_knows_its_members(hosts: Make) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from luce.cluster import link as link_module
 from luce.cluster.link import Link
-from luce.cluster.wire import Dismissed, FromCoordinator, FromMember, Leaving, Ping, Pong
+from luce.cluster.wire import DeviceMemory, Dismissed, FromCoordinator, FromMember, Leaving, Ping, Pong
 from luce.ipc.channel import Channel, ChannelError, ChannelTimeoutError
 
 Ends = tuple[Link, "Channel[Any]"]
@@ -62,7 +62,8 @@ def test_the_last_message_reaches_a_peer_that_sends_before_it_reads(
 
 def test_pings_are_answered_and_timed(ends: Ends) -> None:
     link, peer = ends
-    peer.send(0, Pong(), timeout=30)
+    memory = (DeviceMemory(None, 2**40),)
+    peer.send(0, Pong(memory), timeout=30)
     peer.send(0, Leaving(), timeout=30)
 
     def heard(message: object) -> None:
@@ -71,6 +72,7 @@ def test_pings_are_answered_and_timed(ends: Ends) -> None:
     with pytest.raises(ChannelError, match=r"^it sent Leaving$"):
         link.run(heard, silence=30, pings=True)
     assert peer.receive(timeout=30)[1] == Ping() and link.round_trip is not None and link.round_trip >= 0
+    assert link.memory == memory
 
 
 def test_a_silent_peer_is_lost(ends: Ends) -> None:

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from luce.cluster import gate, member_weights, wire
-from luce.cluster.coordinator import Coordinator, place_of
+from luce.cluster.cluster_status import place_of
+from luce.cluster.coordinator import Coordinator
 from luce.cluster.member import PinnedCoordinator
 from luce.cluster.member_weights import Weights
 from luce.cluster.weight_source import WeightSource

@@ -20,6 +20,9 @@ from luce import errors
 from luce.cli import main as cli
 from luce.cli.arguments import settings
 from luce.cli.repl.commands import COMMANDS
+from luce.cluster.cluster_status import member_status
+from luce.cluster.membership import Member
+from luce.cluster.wire import Status
 from luce.compress.compression_options import CompressionOptions
 from luce.compress.compressor import Compressor
 from luce.config.sampling import SAMPLERS
@@ -165,6 +168,14 @@ def compressor() -> Compressor:
     return Compressor(CompressionOptions("always", keep_ratio=0.1), ScriptedScorer, identity="a")
 
 
+def cluster() -> Status:
+    """A cluster with a member."""
+    box = msgspec.structs.replace(
+        member_status(Member("box", b"", "", "idle", 0.0), 1.0, None, (), None, None), round_trip_ms=1.0
+    )
+    return Status("home", (), epoch=2, open_tokens=0, streamed_bytes=10, replans={"start": 1}, members=(box,))
+
+
 async def test_metrics_are_those_of_the_server() -> None:
     shown: dict[str, tuple[str, set[str]]] = {}
     for names, kind, labels in re.findall(r"^\| (`luce_[^|]+) \| (\w+) \| ([^|]*)\|", page("metrics"), re.MULTILINE):
@@ -173,7 +184,7 @@ async def test_metrics_are_those_of_the_server() -> None:
         shown |= dict.fromkeys(words(names), (kind, named))
     served: dict[str, tuple[str, set[str]]] = {}
     for model, options in (
-        ({"drafter": NgramDrafter(block=7), "compressor": compressor()}, {"verify_width": 8}),
+        ({"drafter": NgramDrafter(block=7), "compressor": compressor()}, {"verify_width": 8, "cluster": cluster}),
         ({"context": 2048}, {"kvflash": "512", "kvflash_host_mb": 3}),
     ):
         async with running(model=model, **options) as here:

@@ -1,0 +1,66 @@
+"""What `luce cluster status`, GET /cluster and the metrics show: members with their devices, and the placement."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from luce.cluster.link import Link
+from luce.cluster.membership import Member
+from luce.cluster.wire import DeviceMemory, MemberStatus, PlanStatus
+from luce.remote.device import MEMBER
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the server knows of its loaded model. Devices have their full names, as member://box/cuda:0."""
+
+    plan: PlanStatus
+    #: of devices with layers, at the last measurement
+    memory: Mapping[str, DeviceMemory] = field(default_factory=dict)
+    #: bytes per second of an activation's way to a device of a member, where it was measured
+    bandwidths: Mapping[str, float] = field(default_factory=dict)
+
+
+def place_of(member: str) -> str:
+    """The place of a member's devices, as in luce.runtime.device.DeviceName."""
+    return f"{MEMBER}{member}/"
+
+
+def span_text(layers: range) -> str:
+    """FIRST..LAST."""
+    return f"{layers.start}..{layers.stop - 1}"
+
+
+def placement_text(placement: Mapping[str, range]) -> str:
+    """The devices of a placement with their layers, for a line of the log."""
+    return ", ".join(f"{device} {span_text(layers)}" for device, layers in placement.items()) or "none"
+
+
+def member_status(
+    member: Member, now: float, link: Link | None, layers: Sequence[str], share: float | None, facts: ModelFacts | None
+) -> MemberStatus:
+    """A member at the monotonic time `now`. `layers`: as in wire.MemberStatus; `share`: of streamed weights that are
+    there."""
+    names = [f"{place_of(member.name)}{device}" for device in member.devices]
+    seen = () if link is None or len(link.memory) != len(names) else link.memory
+    memory = seen or tuple(DeviceMemory(None, None) for _ in names)
+    if facts is not None and member.state == "serving":
+        memory = tuple(facts.memory.get(name, own) for name, own in zip(names, memory, strict=True))
+    rates = [] if facts is None else [facts.bandwidths[name] for name in names if name in facts.bandwidths]
+    return MemberStatus(
+        name=member.name,
+        label=member.label,
+        state=member.state,
+        seconds=round(now - member.since, 1),
+        address=member.address,
+        round_trip_ms=None if link is None or link.round_trip is None else round(1000 * link.round_trip, 2),
+        bytes_per_second=min(rates, default=None),
+        devices=member.devices,
+        memory=memory,
+        layers=tuple(layers) if member.state in ("loading", "serving") else (),
+        luce=member.luce,
+        file=member.file if share is None else f"{member.file} {share:.0%}",
+        losses=member.losses,
+        reason=member.reason,
+    )
