@@ -126,6 +126,8 @@ class ModelParts:
     draft_devices: Mapping[str, RemoteDevice] = field(default_factory=dict)
     #: why there is no drafter although one is wanted; empty otherwise
     no_drafter_reason: str = ""
+    #: why the model cannot move to other devices behind running replies; empty: it can
+    immovable: str = ""
     #: what is recommended where nobody has set anything, and what finds it anew; None: nothing
     recommended: Recommended | None = None
     recommend: Callable[[], Recommended] | None = None
@@ -142,6 +144,10 @@ class Model:
         self.plan = parts.plan
         self._draft_devices = parts.draft_devices
         self._resources = resources
+        #: the devices of the last move
+        self._placement = contextlib.ExitStack()
+        #: why the model cannot move to other devices behind running replies; empty: it can
+        self.immovable = parts.immovable
         self.spec = parts.spec
         self.tokenizer = tokenizer
         self.chat = parts.chat
@@ -213,6 +219,12 @@ class Model:
         self.chat.set_budget(found.spec.dialect.budget)
         self.envelope = BudgetEnvelope.of(self.config, found.spec.dialect.budget, self.context)
         self._recommended = found
+
+    def moved(self, plan: PredictedPlan | None, devices: contextlib.ExitStack) -> None:
+        """Note that the backend has moved to these devices, which `devices` closes."""
+        self.plan = plan
+        self._placement.close()
+        self._placement = devices
 
     def down(self) -> str:
         """Why no reply can be generated any more, such as a daemon that has died too often; empty otherwise."""
@@ -389,6 +401,8 @@ class Model:
         """Stop generating, release devices and file. Idempotent."""
         self.engine.close()
         self.grammars.close()
+        self.backend.close()
+        self._placement.close()
         self._resources.close()
 
     def __enter__(self) -> Model:

@@ -263,6 +263,7 @@ def _open_model(
             feature_tails=tails,
             draft_devices=_draft_devices(drafter, scorers),
             no_drafter_reason=no_drafter_reason,
+            immovable=_immovable(config, backend, drafter),
             recommended=advice,
             recommend=recommend,
         )
@@ -270,6 +271,39 @@ def _open_model(
         model = Model(parts, config, resources)
         resources.enter_context(opened.pop_all())
         return model
+
+
+def _immovable(config: Config, backend: LayerSplitBackend, drafter: Drafter | None) -> str:
+    """Why a model cannot move behind running replies: what it uses on the devices of its layers; empty: it can."""
+    reasons = {
+        "--draft": drafter is not None and config.draft != "ngram",
+        "--kvflash": backend.capacity.max_resident_pages is not None,
+        "--prefill-drafter": bool(config.prefill_drafter),
+        "--kv-cache-placement exact": config.kv_cache_placement == "exact",
+    }
+    return ", ".join(name for name, used in reasons.items() if used)
+
+
+def relocate(
+    model: Model,
+    config: Config,
+    on_progress: Callable[[float], None] = lambda _: None,
+    connects: Connects = NO_CONNECTS,
+) -> None:
+    """Load an open model on the devices of `config`, which are placed as for open_model, with the context that it has.
+
+    For Model.engine.relocate, where `model.immovable` is empty. Raises as open_model; then no device has it.
+    """
+    backend = model.backend
+    backend.unload()
+    config = dataclasses.replace(config, max_ctx=backend.capacity.context, chunk=backend.options.chunk)
+    with contextlib.ExitStack() as opened:
+        placed = place(opened, config, backend.file, backend.spec, connects=connects)
+        options = serving_options(placed.config, backend.spec, placed.devices)
+        backend.relocate(placed.devices, dataclasses.replace(options, layers=placed.layers), on_progress)
+        if placed.plan is not None:
+            observe(backend, placed.plan)
+        model.moved(placed.plan, opened.pop_all())
 
 
 def _load_drafter(

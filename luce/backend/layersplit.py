@@ -64,37 +64,78 @@ class LayerSplitBackend:
         if ring is not None:
             options = replace(options, captured=ring.layers)
         self.spec = spec
-        self.options = options
+        #: the model file
+        self.file = file
         self._ring = ring
         #: features on the host that are not in the ring yet: only the thread of `forward` drives the ring's device
         self._features: deque[tuple[Step, list[NDArray[np.uint16]]]] = deque()
-        self._microbatch = options.microbatch or default_microbatch_rows(len(devices))
-        self._devices = tuple(devices)
-        self._own = [device for device in devices if not device.remote]
-        self._memory = MemoryWatch(self._own)
         #: whether steps without output rows may have failed, as no call has waited for them
         self._unwaited = False
         #: why the states of all sequences were lost, until `lost` reports it
         self._lost = ""
-        plan = plan_model(file, spec, devices, options)
+        #: why there are no shards, if nobody loads any
+        self._absent = ""
+        self._load(devices, options, on_progress)
+
+    def _load(
+        self,
+        devices: Sequence[Device],
+        options: ServingOptions,
+        on_progress: Callable[[float], None],
+        before: Capacity | None = None,
+    ) -> None:
+        """Load the shards on devices. `before`: the capacity so far, which must stay. Raises as the constructor."""
+        plan = plan_model(self.file, self.spec, devices, options)
         if plan.kvflash.reason:
             _log.info("--kvflash: %s", plan.kvflash.reason)
-        check_memory(spec, plan, options)
+        check_memory(self.spec, plan, options)
         for shard in plan.shards:
             if shard.offloaded:
                 away = len(shard.offloaded), shard.offloaded_bytes
                 _log.info("%s: the experts of %d layers lie on the CPU: %d bytes", shard.device, *away)
-        self.capacity = _capacity(spec, plan, options)
+        capacity = _capacity(self.spec, plan, options)
+        if before is not None and (capacity.pages, capacity.context) != (before.pages, before.context):
+            raise BackendError("the model would have another context on these devices")
+        self.options = options
+        self.capacity = capacity
+        self._microbatch = options.microbatch or default_microbatch_rows(len(devices))
+        self._devices = tuple(devices)
+        self._own = [device for device in devices if not device.remote]
+        self._memory = MemoryWatch(self._own)
         self._pipeline = Pipeline(peer=options.peer)
         self.state = PipelineState(self._pipeline.shards, self._wait, plan.page_bytes)
         self.ranking = PipelineRanking(self._pipeline.shards, self._wait)
-        loader = ShardLoader(file, spec, plan, options, lambda device: partial(self._on_captured, device), on_progress)
+        loader = ShardLoader(
+            self.file, self.spec, plan, options, lambda device: partial(self._on_captured, device), on_progress
+        )
         try:
             loader.load(self._pipeline)
             self._memory.update()
         except BaseException:
-            self.close()
+            self._pipeline.close()
             raise
+
+    def unload(self, reason: str = "") -> None:
+        """Release the shards and close their devices. Steps fail until `relocate` loads the model again; with a reason
+        `down` returns it."""
+        self._absent = reason
+        self.close()
+        for device in self._devices:
+            device.close()
+
+    def relocate(
+        self,
+        devices: Sequence[Device],
+        options: ServingOptions,
+        on_progress: Callable[[float], None] = lambda fraction: None,
+    ) -> None:
+        """Load the model on other devices, behind `unload`. The contents of pages and slots are undefined then.
+
+        Raises as the constructor, and BackendError if the capacity would differ; then there are no shards. Not for a
+        backend with a feature ring.
+        """
+        self._load(devices, options, on_progress, self.capacity)
+        self._lost, self._unwaited = "", False
 
     @property
     def shards(self) -> tuple[Shard, ...]:
@@ -122,10 +163,12 @@ class LayerSplitBackend:
         return lost
 
     def ready(self) -> bool:
-        return all(shard.ready() for shard in self.shards if isinstance(shard, RemoteShard))
+        return bool(self.shards) and all(shard.ready() for shard in self.shards if isinstance(shard, RemoteShard))
 
     def down(self) -> str:
         """The reason why all further steps will fail; empty while steps can succeed. Any thread may call it."""
+        if self._absent:
+            return self._absent
         return "; ".join(filter(None, [shard.down() for shard in self.shards]))
 
     def memory(self) -> dict[str, Memory]:
@@ -153,7 +196,7 @@ class LayerSplitBackend:
 
     def forward(self, step: Step, queued: Callable[[], None] = lambda: None) -> Output:
         if not self._pipeline.shards:
-            raise BackendError("the backend is closed")
+            raise BackendError(self._absent or "the backend is closed")
         parts = separate_prompts(step)
         runs = [[part] for part in parts]
         if self._pipeline.links:

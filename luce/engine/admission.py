@@ -7,11 +7,12 @@ lock, and be called from a destructor at any time.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from luce.errors import QueueFullError, UnavailableError
 
@@ -59,7 +60,7 @@ class Admission:
         self._last_progress = 0.0
         #: moving average of the seconds that a sequence has a slot
         self._service_seconds = 0.0
-        self._draining = self._closing = self._broken = False
+        self._draining = self._closing = self._broken = self._paused = False
 
     # From any thread.
 
@@ -115,7 +116,8 @@ class Admission:
     def counts(self) -> tuple[int, int, float]:
         """Sequences that wait, sequences that run, and EngineStats.stalled."""
         with self.lock:
-            stalled = time.monotonic() - self._last_progress if self._undelivered or self._broken else 0.0
+            works = self._broken or (self._undelivered and not self._paused)
+            stalled = time.monotonic() - self._last_progress if works else 0.0
             return self._admitted - self._running, self._running, stalled
 
     def queue_full_error(self, message: str) -> QueueFullError:
@@ -144,6 +146,16 @@ class Admission:
         with self.lock:
             self._work.wait_for(lambda: self.commands or self._closing, seconds)
             self._last_progress = time.monotonic()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nothing stalls until the block ends, however long no step runs."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._last_progress = time.monotonic()
+            self._paused = False
 
     def run_commands(self) -> None:
         """Run the commands of other threads."""

@@ -30,6 +30,7 @@ from luce.engine.failures import Failures
 from luce.engine.parts import EngineParts
 from luce.engine.reasoning_limit import ReasoningLimit
 from luce.engine.recovery import POLL_INTERVAL, Recovery
+from luce.engine.relocation import Relocation
 from luce.engine.reply import Reply
 from luce.engine.sampling import needs_candidates, needs_logits, reply_ends
 from luce.engine.scheduler import ScheduledStep
@@ -79,6 +80,7 @@ class Engine:
         self._delivery = Delivery(parts)
         self._committer = Committer(parts, self._delivery)
         self._recovery = Recovery(backend, parts, self._delivery, self._committer, options.resume_seconds)
+        self._relocation = Relocation(backend, parts, self._delivery, self._recovery, self._forget_lost)
         #: whether there is a drafter: without one, only what grammars force is drafted
         self._drafts = drafter is not None
         self._cancelled = self._steps = 0
@@ -191,6 +193,30 @@ class Engine:
 
         if self._admission.post(reset):
             done.wait()
+
+    def relocate(self, replace: Callable[[], None]) -> None:
+        """Let `replace` load the backend on other devices, on the engine's thread between two steps; running replies go
+        on behind it. Blocks.
+
+        Raises what `replace` raises, and UnavailableError if the engine ends. Not for an engine with KVFlash or with a
+        drafter on the backend's devices.
+        """
+        done = Future[None]()
+
+        def command() -> None:
+            try:
+                if self._admission.closing:
+                    raise shutting_down_error()
+                with self._admission.paused():
+                    self._relocation.run(replace)
+            except Exception as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        if not self._admission.post(command):
+            raise shutting_down_error()
+        done.result()
 
     def drain(self) -> None:
         """Refuse new sequences and fail those that wait; those that run go on. Idempotent."""

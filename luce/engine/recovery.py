@@ -50,13 +50,18 @@ class Recovery:
         """The backend has lost its state: replies that have begun wait until they can be read again, or fail."""
         self._delivery.flush()
         for reply in self._delivery.of(s for s in self._parts.scheduler.running if s.computed):
-            with self._delivery.bookkeeping(reply):
-                if self.seconds and self._can_resume(reply):
-                    self._restart(reply)
-                else:
-                    self._delivery.fail(reply, ShardLostError(loss))
+            self.lose_one(reply, loss)
         if self.seconds:
             self._since, self._why = self._since or time.monotonic(), loss
+
+    def lose_one(self, reply: Reply, loss: str) -> None:
+        """The backend has lost the state of a reply that has begun."""
+        with self._delivery.bookkeeping(reply):
+            if self.seconds and self._can_resume(reply):
+                self._restart(reply)
+                self._since, self._why = self._since or time.monotonic(), loss
+            else:
+                self._delivery.fail(reply, ShardLostError(loss))
 
     def waits(self) -> bool:
         """Whether no step can run because a shard is not back. Replies that have waited too long fail."""

@@ -53,11 +53,14 @@ class MemoryTier:
         self.evictions = 0
         #: a copy to host memory in progress, and the pages that are held for it
         self._copying: tuple[SavedState, list[int]] | None = None
-        #: bytes of one page
-        self.page_bytes = backend.capacity.page_bytes
         backend.state.reserve(min(budget, PREPARED_BYTES) // max(1, self.page_bytes))
         if self._full is not None:
             self._full.evict = self.evict_pages
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of host memory for one page: they depend on the placement, behind whose changes the tier is empty."""
+        return self._backend.capacity.page_bytes
 
     def save(
         self,

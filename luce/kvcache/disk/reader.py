@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,14 @@ from luce.shard.saved_state import layer_of
 _PAGES = 32
 #: bytes of tensors that are read together, unless one layer has more
 _BYTES = 32 << 20
+
+
+class _Sized(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
+
+_Tensor = TypeVar("_Tensor", bound=_Sized)
 
 
 @dataclass(frozen=True)
@@ -195,8 +204,8 @@ class Reader:
 
 
 def by_layers(
-    tensors: Mapping[str, StoredTensor], shards: Sequence[range], most: int = _BYTES
-) -> Iterator[tuple[range, dict[str, StoredTensor]]]:
+    tensors: Mapping[str, _Tensor], shards: Sequence[range], most: int = _BYTES
+) -> Iterator[tuple[range, dict[str, _Tensor]]]:
     """Split tensors into parts of about `most` bytes: (layers of one shard, their tensors), for each shard in turn.
 
     Together the parts name every layer of `shards` once, also those without tensors.
@@ -206,11 +215,9 @@ def by_layers(
         yield from (part for part in together if part is not None)
 
 
-def _of_shard(
-    tensors: Mapping[str, StoredTensor], layers: range, most: int
-) -> Iterator[tuple[range, dict[str, StoredTensor]]]:
+def _of_shard(tensors: Mapping[str, _Tensor], layers: range, most: int) -> Iterator[tuple[range, dict[str, _Tensor]]]:
     begin, size = layers.start, 0
-    found: dict[str, StoredTensor] = {}
+    found: dict[str, _Tensor] = {}
     own = {name: layer for name in tensors if (layer := layer_of(name)) in layers}
     for name, layer in sorted(own.items(), key=lambda item: item[1]):
         tensor = tensors[name]

@@ -1,0 +1,232 @@
+"""The backend moves behind running replies: they have the tokens of an undisturbed run, and nothing is read twice."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from luce.draft.ngram import NgramDrafter
+from luce.engine import relocation
+from luce.engine.loop import Engine
+from luce.errors import BackendError, ShardLostError, UnavailableError
+from luce.runtime.device import Memory
+from luce.runtime.step import Step
+from tests.support.drafters import oracle, sometimes
+from tests.support.replies import TIMEOUT, engine, submit
+from tests.support.scripted_backend import ScriptedBackend
+
+PROMPT = list(range(20, 32))
+TOKENS = 40
+
+
+def wipe(backend: ScriptedBackend) -> None:
+    """Nothing is left on the devices."""
+    for rows in backend.state.rows:
+        rows[:] = -1
+    # Without recurrent states it only knows by these what the pages have to hold.
+    for slot in range(backend.capacity.slots if backend.capacity.recurrent else 0):
+        backend.state.seen[slot], backend.state.proposed[slot] = [], []
+
+
+class Held:
+    """A hook that stops the engine in the step of a number until `go`, so that a command comes right behind it."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.count = at, 0
+        self.reached, self.go = threading.Event(), threading.Event()
+
+    def __call__(self, step: Step) -> None:
+        self.count += 1
+        if self.count == self.at:
+            self.reached.set()
+            assert self.go.wait(TIMEOUT)
+
+
+def move_at(made: Engine, hook: Held, replace: Any) -> list[BaseException | None]:
+    """Move behind the step at which the hook stops; returns, once that has been, with what it raised."""
+    found: list[BaseException | None] = []
+
+    def move() -> None:
+        try:
+            made.relocate(replace)
+            found.append(None)
+        except Exception as error:
+            found.append(error)
+
+    assert hook.reached.wait(TIMEOUT)
+    thread = threading.Thread(target=move)
+    thread.start()
+    while not made._admission.commands:
+        pass
+    hook.go.set()
+    thread.join(TIMEOUT)
+    return found
+
+
+BACKENDS: dict[str, dict[str, Any]] = {
+    "pages": {},
+    "windows": {"windows": (None, 64)},
+    "recurrent": {"recurrent": True},
+    "small chunks": {"chunk": 4},
+    "late copies": {"lag": 2, "recurrent": True},
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
+@pytest.mark.parametrize("at", [1, 2, 3, 20])
+@pytest.mark.parametrize("cache", [0, 1 << 22], ids=["", "cache"])
+def test_tokens_are_those_of_an_undisturbed_run(backend: dict[str, Any], at: int, cache: int) -> None:
+    resumes = bool(cache) and not backend.get("recurrent")
+    scripted = ScriptedBackend(slots=2, context=512, resumes=resumes, **backend)
+    with engine(scripted, eos=frozenset(), cache_bytes=cache) as made:
+        hook = scripted.hook = Held(at)
+        first, _ = submit(made, PROMPT * 20, max_tokens=TOKENS)
+        other, _ = submit(made, [70, 71], max_tokens=TOKENS)
+        assert move_at(made, hook, lambda: wipe(scripted)) == [None]
+        first.finished()
+        other.finished()
+        rows = sum(rows for rows, _ in scripted.steps)
+        # Requests that come later find nothing of what the devices had.
+        later, _ = submit(made, PROMPT * 20, max_tokens=4)
+        later.finished()
+    assert first.ids == scripted.reply(PROMPT * 20, TOKENS) and other.ids == scripted.reply([70, 71], TOKENS)
+    assert later.ids == first.ids[:4]
+    # Nothing was computed twice.
+    assert rows == len(PROMPT) * 20 + 2 + 2 * (TOKENS - 1)
+
+
+@pytest.mark.parametrize("recurrent", [False, True])
+@pytest.mark.parametrize("at", [3, 4, 5, 9])
+def test_accepted_drafts_are_kept(at: int, recurrent: bool) -> None:
+    backend = ScriptedBackend(slots=2, context=256, recurrent=recurrent)
+    drafter = oracle(backend, sometimes(0.3, 1), block=4)
+    with engine(backend, eos=frozenset(), drafter=drafter, verify_width=5) as made:
+        hook = backend.hook = Held(at)
+        drafted, _ = submit(made, PROMPT, max_tokens=TOKENS)
+        assert move_at(made, hook, lambda: wipe(backend)) == [None]
+        drafted.finished()
+        assert hook.count < TOKENS
+    assert drafted.ids == backend.reply(PROMPT, TOKENS)
+
+
+@pytest.mark.parametrize("options", [{"drafter": True}, {"temperature": 1.0, "seed": 7}], ids=["ngram", "draws"])
+def test_drafts_and_draws_go_on(options: dict[str, Any]) -> None:
+    def run(moves: bool) -> list[int]:
+        own = dict(options)
+        if own.pop("drafter", False):
+            own["drafter"] = NgramDrafter(block=7)
+        params = {name: own.pop(name) for name in ("temperature", "seed") if name in own}
+        backend = ScriptedBackend(slots=1, context=256, recurrent=True)
+        with engine(backend, eos=frozenset(), **own) as made:
+            hook = backend.hook = Held(6)
+            reply, _ = submit(made, PROMPT, max_tokens=TOKENS, **params)
+            if moves:
+                assert move_at(made, hook, lambda: wipe(backend)) == [None]
+            hook.go.set()
+            reply.finished()
+        return list(reply.ids)
+
+    assert run(True) == run(False)
+
+
+def fails(backend: ScriptedBackend, message: str) -> None:
+    wipe(backend)
+    backend.away = True
+    raise BackendError(message)
+
+
+def test_replies_wait_where_no_placement_can_be_had() -> None:
+    backend = ScriptedBackend(slots=2, context=256)
+    with engine(backend, eos=frozenset(), resume_seconds=30) as made:
+        hook = backend.hook = Held(10)
+        begun, _ = submit(made, PROMPT, max_tokens=TOKENS)
+        (error,) = move_at(made, hook, lambda: fails(backend, "it does not fit"))
+        assert str(error) == "it does not fit"
+        assert len(begun.ids) < TOKENS and made.stats().running == 1
+        # The next placement is one: they are read again there.
+        backend.away = False
+        begun.finished()
+        assert made.stats().resumed == 1
+    assert begun.ids == backend.reply(PROMPT, TOKENS)
+
+
+def test_without_a_wait_they_fail_with_the_reason() -> None:
+    backend = ScriptedBackend(slots=2, context=256)
+    with engine(backend, eos=frozenset()) as made:
+        hook = backend.hook = Held(10)
+        begun, _ = submit(made, PROMPT, max_tokens=TOKENS)
+        move_at(made, hook, lambda: fails(backend, "it does not fit"))
+        error = begun.failed()
+        assert isinstance(error, ShardLostError) and str(error) == "it does not fit"
+
+
+def test_a_state_that_was_lost_before_it_is_put_aside_is_read_again() -> None:
+    backend = ScriptedBackend(slots=2, context=256)
+    save = backend.state.save
+
+    def lost(slot: Any, pages: Any, *, held: bool = False) -> Any:
+        backend.gone = "shard 1 is gone"
+        backend.state.save = save  # type: ignore[method-assign]
+        raise ShardLostError("shard 1 is gone")
+
+    with engine(backend, eos=frozenset(), resume_seconds=30) as made:
+        hook = backend.hook = Held(10)
+        begun, _ = submit(made, PROMPT, max_tokens=TOKENS)
+        assert hook.reached.wait(TIMEOUT)
+        backend.state.save = lost  # type: ignore[method-assign]
+        assert move_at(made, hook, lambda: wipe(backend)) == [None]
+        begun.finished()
+        assert made.stats().resumed == 1
+    assert begun.ids == backend.reply(PROMPT, TOKENS)
+
+
+@pytest.mark.parametrize("what", ["memory", "load"])
+def test_what_cannot_be_kept_is_read_again(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = ScriptedBackend(slots=2, context=256)
+
+    def refuse(pieces: Any) -> None:
+        raise BackendError("no")
+
+    with engine(backend, eos=frozenset(), resume_seconds=30) as made:
+        hook = backend.hook = Held(10)
+        begun, _ = submit(made, PROMPT, max_tokens=TOKENS)
+        if what == "memory":
+            monkeypatch.setattr(relocation, "host_memory", lambda: Memory(0, 0))
+        else:
+            backend.state.load = refuse  # type: ignore[method-assign]
+        assert move_at(made, hook, lambda: wipe(backend)) == [None]
+        begun.finished()
+        assert made.stats().resumed == 1
+    assert begun.ids == backend.reply(PROMPT, TOKENS)
+
+
+def test_requests_wait_while_it_moves_and_nothing_stalls() -> None:
+    backend = ScriptedBackend(slots=2, context=256)
+    seen: list[Any] = []
+    with engine(backend, eos=frozenset(), max_queue=1) as made:
+        hook = backend.hook = Held(5)
+        begun, _ = submit(made, PROMPT, max_tokens=TOKENS)
+
+        def replace() -> None:
+            wipe(backend)
+            made._admission._last_progress -= 1e6
+            seen.append(submit(made, [70, 71], max_tokens=4)[0])
+            seen.append(made.stats())
+
+        assert move_at(made, hook, replace) == [None]
+        late, stats = seen
+        assert stats.stalled == 0 and stats.running == 1 and stats.waiting == 1
+        assert made.stats().stalled < 1e5
+        begun.finished()
+        late.finished()
+    assert late.ids == backend.reply([70, 71], 4)
+
+
+def test_an_engine_that_has_ended_does_not_move() -> None:
+    backend = ScriptedBackend()
+    with engine(backend) as made:
+        made.close()
+        with pytest.raises(UnavailableError, match="shutting down"):
+            made.relocate(lambda: wipe(backend))
