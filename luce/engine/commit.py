@@ -11,6 +11,7 @@ from luce.engine.masks import StepMasks
 from luce.engine.parts import EngineParts
 from luce.engine.reply import OutputRow, Reply, output_rows
 from luce.engine.scheduler import ScheduledSequence, ScheduledStep
+from luce.kvcache.prefix_cache import Hit
 from luce.runtime.step import Output
 
 
@@ -32,21 +33,28 @@ class Committer:
 
     def resume(self, reply: Reply) -> None:
         """Let a sequence that has a slot begin with what the prefix cache has of its prompt, and report how much."""
-        sequence, checkpoints = reply.sequence, self._parts.checkpoints
-        hit = None if checkpoints is None else checkpoints.resume(sequence)
+        sequence, hit = reply.sequence, self._restore(reply)
         if hit is not None:
-            self._parts.scheduler.resume(sequence, hit.length)
             reply.cached_tokens, reply.cache_tier = hit.length, hit.tier
         reply.on_event(Progress(sequence.computed, len(sequence.prompt), reply.cached_tokens))
-        if hit is not None and hit.logits is not None:
-            self._begin(reply, OutputRow(int(hit.logits.argmax()), hit.logits), time.monotonic())
+        self._begin_cached(reply, hit)
 
     def resume_lost(self, reply: Reply) -> None:
         """Let a sequence that is read again begin with what the prefix cache has of its tokens."""
-        sequence, checkpoints = reply.sequence, self._parts.checkpoints
-        hit = None if checkpoints is None else checkpoints.resume(sequence)
+        self._begin_cached(reply, self._restore(reply))
+
+    def _restore(self, reply: Reply) -> Hit | None:
+        """Restore what the prefix cache has of a sequence's tokens; None if it has nothing."""
+        checkpoints = self._parts.checkpoints
+        hit = None if checkpoints is None else checkpoints.resume(reply.sequence)
         if hit is not None:
-            self._parts.scheduler.resume(sequence, hit.length)
+            self._parts.scheduler.resume(reply.sequence, hit.length)
+        return hit
+
+    def _begin_cached(self, reply: Reply, hit: Hit | None) -> None:
+        """Begin the reply if the logits behind its prompt were cached, and it has not begun."""
+        if hit is not None and hit.logits is not None and not reply.sequence.reply:
+            self._begin(reply, OutputRow(int(hit.logits.argmax()), hit.logits), time.monotonic())
 
     def _commit(
         self, reply: Reply, scheduled: ScheduledSequence, rows: list[OutputRow], output: Output, now: float
@@ -83,7 +91,8 @@ class Committer:
         """Begin the reply: `row` is the output of the prompt's last row."""
         reply.prompt_done_at = now
         computed, cache = reply.sequence.computed - reply.cached_tokens, self._parts.cache
-        if cache is not None and computed and reply.started_at is not None:
+        # The time of a loss is not that of computing.
+        if cache is not None and computed and reply.started_at is not None and not reply.losses:
             cache.record_computed(computed, now - reply.started_at)
         if reply.sequence.max_new_tokens:
             self.extend(reply, [row])

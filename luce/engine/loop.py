@@ -27,6 +27,7 @@ from luce.engine.drafted import DraftStats
 from luce.engine.engine_options import EngineOptions, EngineStats, SlotStats
 from luce.engine.events import EventSink, FinishReason, Started, TextOutput, Timings
 from luce.engine.failures import Failures
+from luce.engine.masks import StepMasks
 from luce.engine.parts import EngineParts
 from luce.engine.reasoning_limit import ReasoningLimit
 from luce.engine.recovery import POLL_INTERVAL, Recovery
@@ -443,7 +444,7 @@ class Engine:
             self._delivery.finish(reply, FinishReason.SHUTDOWN)
 
     def _step(self, scheduled: ScheduledStep) -> None:
-        begun = time.monotonic()
+        begun, masks = time.monotonic(), None
         try:
             masks = self._masker.begin(scheduled)
             step = scheduled.step if masks is None else replace(scheduled.step, masks=masks)
@@ -451,6 +452,8 @@ class Engine:
         except Exception as error:
             self._admission.note_step()
             if self._recovery.seconds and isinstance(error, ShardLostError) and (loss := self._backend.lost()):
+                if masks is not None:
+                    self._end_masks(scheduled, masks)
                 self._forget_lost(loss)
                 return
             if not isinstance(error, LuceError):
@@ -465,6 +468,13 @@ class Engine:
         if self._speculator is not None:
             self._speculator.record_step(scheduled, now - begun)
         self._committer.commit(scheduled, output, now, masks)
+
+    def _end_masks(self, scheduled: ScheduledStep, masks: StepMasks) -> None:
+        """Wait for the masks of a step that failed: no other thread uses a reply's constraint while the reply goes on.
+        A reply whose masks cannot be made fails."""
+        for one in scheduled.sequences:
+            with self._delivery.bookkeeping(self._delivery[one.sequence]):
+                masks.of(one)
 
     def _queued(self, scheduled: ScheduledStep) -> None:
         """The devices have a step whose output was not waited for yet."""

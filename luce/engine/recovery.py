@@ -78,14 +78,16 @@ class Recovery:
                 with self._delivery.bookkeeping(reply):
                     self._committer.resume_lost(reply)
             return False
-        if waiting and time.monotonic() - self._since < self.seconds:
+        down = self._backend.down()
+        if waiting and not down and time.monotonic() - self._since < self.seconds:
             return True
-        if not waiting and not self._backend.down():
+        for reply in waiting:
+            late = f"{self._why}; it was not back within {self.seconds:g} s (--cluster-resume)"
+            self._delivery.fail(reply, ShardLostError(down or late))
+        if not down:
+            # A step would wait for the shard, and the engine for the step: no reply could be cancelled.
             return True
         self._since = None
-        for reply in waiting:
-            why = f"{self._why}; it was not back within {self.seconds:g} s (--cluster-resume)"
-            self._delivery.fail(reply, ShardLostError(why))
         return False
 
     def _can_resume(self, reply: Reply) -> bool:
@@ -98,7 +100,7 @@ class Recovery:
 
     def _restart(self, reply: Reply) -> None:
         parts, sequence = self._parts, reply.sequence
-        reply.losses += 1
+        reply.note_loss()
         if parts.checkpoints is not None:
             parts.checkpoints.sequence_ended(sequence)
         if parts.speculator is not None:

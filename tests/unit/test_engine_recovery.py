@@ -10,18 +10,21 @@ import pytest
 
 from luce.draft.ngram import NgramDrafter
 from luce.engine import recovery
-from luce.engine.events import FinishReason
+from luce.engine.events import FinishReason, PromptScores
 from luce.errors import ShardLostError
+from luce.kvcache.prefix_cache import PrefixCache
 from luce.runtime.step import Step
 from tests.support.constraints import Few
 from tests.support.daemons import within
-from tests.support.disk_tier import rig
-from tests.support.drafters import oracle, sometimes
-from tests.support.replies import TIMEOUT, engine, submit
+from tests.support.disk_tier import rig, tier
+from tests.support.drafters import BranchingDrafter, oracle, sometimes
+from tests.support.replies import TIMEOUT, Letters, Reply, engine, same, submit
 from tests.support.scripted_backend import ScriptedBackend
 
 PROMPT = [20, 21, 22, 20, 21, 22, 20, 21]
 TOKENS = 40
+#: a prompt of several chunks and pages
+LONG = [20 + n % 37 for n in range(150)]
 
 
 class Losing:
@@ -132,6 +135,97 @@ def test_a_prompt_of_the_disk_with_its_logits_does_not_skip_a_token(tmp_path: Pa
     assert again.ids == expected
 
 
+def test_the_logits_of_a_longer_prompts_end_are_not_those_of_the_next_token(tmp_path: Path) -> None:
+    expected = ScriptedBackend().reply(PROMPT, TOKENS)
+    with rig(tmp_path, recurrent=True) as first:
+        # The snapshot of PROMPT gets the logits of this prompt's end, which is what the reply has when it is lost.
+        first.ask(PROMPT + expected[:19], 1, boundaries=[len(PROMPT)])
+    with rig(tmp_path, resume_seconds=30, recurrent=True) as second:
+        second.backend.hook = Losing(second.backend, 20)
+        again, _ = submit(second.engine, PROMPT, max_tokens=TOKENS)
+        again.finished()
+        assert second.engine.stats().resumed == 1
+    assert again.ids == expected
+
+
+@pytest.mark.parametrize("recurrent", [False, True])
+@pytest.mark.parametrize("tokens", [0, 1, 8])
+def test_a_prompt_that_another_reply_has_put_on_the_disk_begins_with_its_logits(
+    tmp_path: Path, tokens: int, recurrent: bool
+) -> None:
+    with rig(tmp_path, recurrent=recurrent) as first:
+        submit(first.engine, LONG, max_tokens=1)[0].finished()
+    with rig(tmp_path, resume_seconds=30, recurrent=recurrent) as second:
+        disk, hook = tier(second), Losing(second.backend, 2)
+        find, second.backend.hook = disk.find, hook
+        # It comes there while this prompt is read.
+        disk.find = lambda *args, **kw: find(*args, **kw) if hook.lost.is_set() else []  # type: ignore[method-assign]
+        begun, _ = submit(second.engine, LONG, max_tokens=tokens)
+        begun.finished()
+        assert second.engine.stats().resumed == 1 and hook.count == max(2, 1 + tokens)
+    assert begun.ids == ScriptedBackend().reply(LONG, tokens)
+
+
+def test_a_prompt_that_is_read_again_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed: list[int] = []
+    monkeypatch.setattr(PrefixCache, "record_computed", lambda self, tokens, seconds: computed.append(tokens))
+    backend = ScriptedBackend(slots=1, context=256, resumes=True)
+    with engine(backend, eos=frozenset(), resume_seconds=30, cache_bytes=1 << 20) as made:
+        submit(made, LONG[:128], max_tokens=1)[0].finished()
+        backend.hook = Losing(backend, 1, 3)
+        begun, _ = submit(made, LONG, max_tokens=4)
+        timings = begun.finished().timings
+        assert (timings.prompt_tokens, timings.cached_tokens) == (150, 128)
+        hook = backend.hook = Losing(backend, 3, away=True)
+        waiting, ticket = submit(made, LONG, max_tokens=TOKENS)
+        assert hook.lost.wait(TIMEOUT)
+        ticket.cancel()
+        timings = waiting.finished().timings
+        assert (timings.prompt_tokens, timings.cached_tokens) == (150, 150)
+        backend.away = False
+    # The wait for a shard would make computing look slow.
+    assert computed == [128]
+
+
+def test_one_thread_at_a_time_uses_a_constraint() -> None:
+    backend = ScriptedBackend(slots=2, context=256)
+    begun, lost, clashes = threading.Event(), threading.Event(), list[str]()
+
+    class Slow(Few):
+        """Its masks of the 8th step take until the reply has gone on, if it does."""
+
+        busy = False
+
+        def fill(self, *args: Any) -> Any:
+            if self.busy:
+                clashes.append(threading.current_thread().name)
+                return super().fill(*args)
+            self.busy = True
+            if len(self.pushed) == 7 and not begun.is_set():
+                begun.set()
+                assert lost.wait(TIMEOUT)
+                within(0.3, lambda: bool(clashes))
+            found = super().fill(*args)
+            self.busy = False
+            return found
+
+    def lose(step: Step) -> None:
+        if not lost.is_set() and any(len(each.pushed) == 7 for each in constraints):
+            assert begun.wait(TIMEOUT)
+            backend.gone = "shard 1 is gone"
+            lost.set()
+            raise ShardLostError("shard 1 is gone")
+
+    constraints = [Slow(backend.capacity.vocab, 30, 31, 32, 33) for _ in range(2)]
+    backend.hook = lose
+    with engine(backend, eos=frozenset(), resume_seconds=30) as made:
+        replies = [submit(made, PROMPT, max_tokens=TOKENS, constraint=each)[0] for each in constraints]
+        for reply in replies:
+            reply.finished()
+        assert made.stats().resumed == 2
+    assert lost.is_set() and not clashes
+
+
 def test_no_step_runs_while_the_shard_is_away() -> None:
     backend = ScriptedBackend(slots=2, context=256)
     with engine(backend, eos=frozenset(), resume_seconds=30) as made:
@@ -153,16 +247,31 @@ def test_no_step_runs_while_the_shard_is_away() -> None:
 def test_a_shard_that_is_not_back_in_time_fails_its_replies() -> None:
     backend = ScriptedBackend(slots=2, context=256)
     with engine(backend, eos=frozenset(), resume_seconds=0.2) as made:
-        backend.hook = Losing(backend, 10, away=True)
+        hook = backend.hook = Losing(backend, 10, away=True)
         begun, _ = submit(made, PROMPT, max_tokens=TOKENS)
         error = begun.failed()
         assert isinstance(error, ShardLostError)
         assert str(error) == "shard 1 is gone; it was not back within 0.2 s (--cluster-resume)"
+        # A step would wait for the shard, and could not be cancelled.
+        tickets = [submit(made, [70, 71], max_tokens=4) for _ in range(4)]
+        for late, ticket in reversed(tickets):
+            ticket.cancel()
+            assert late.finished().reason is FinishReason.CANCELLED
+        assert hook.count == 10
         # A request that comes later is answered by what the backend says.
         backend.hook, backend.lasting = None, True
         later, _ = submit(made, [70, 71], max_tokens=4)
         later.finished()
     assert begun.ids == backend.reply(PROMPT, TOKENS)[: len(begun.ids)]
+
+
+def test_replies_do_not_wait_for_a_shard_that_is_gone_for_good() -> None:
+    backend = ScriptedBackend(slots=2, context=256)
+    with engine(backend, eos=frozenset(), resume_seconds=9999) as made:
+        backend.lasting = True
+        backend.hook = Losing(backend, 10, away=True)
+        begun, _ = submit(made, PROMPT, max_tokens=TOKENS)
+        assert str(begun.failed()) == "a shard is down"
 
 
 def test_a_reply_goes_on_behind_two_losses() -> None:
@@ -190,3 +299,50 @@ def test_scores_that_were_reported_are_not_reported_again() -> None:
         whole.finished()
     assert whole.ids == backend.reply(PROMPT, 8)
     assert sum(type(event).__name__ == "PromptScores" for event in whole.events) == 1
+
+
+@pytest.mark.parametrize("raises", [True, False], ids=["in the step", "between steps"])
+@pytest.mark.parametrize("at", [(4,), (3, 4)], ids=str)
+def test_branches_of_draft_trees_are_forgotten(at: tuple[int, ...], raises: bool) -> None:
+    backend = ScriptedBackend(slots=2, context=256, recurrent=True, windows=(None, 40), branch_pages=30)
+    drafter = BranchingDrafter(backend.reply, vocab=backend.capacity.vocab, wrong=sometimes(0.2, 3))
+    options: dict[str, Any] = {"eos": frozenset(), "drafter": drafter, "verify_width": 16, "tree_tokens": 15}
+    with engine(backend, resume_seconds=30, **options) as made:
+        hook = backend.hook = Losing(backend, *at, raises=raises)
+        replies = [submit(made, [*PROMPT, last], max_tokens=100)[0] for last in (30, 31)]
+        for reply in replies:
+            reply.finished()
+        assert hook.count < 90 and backend.moved
+    for last, reply in zip((30, 31), replies, strict=True):
+        assert reply.ids == backend.reply([*PROMPT, last], 100)
+
+
+@pytest.mark.parametrize("at", [(2,), (9,), (10,), (9, 10)], ids=str)
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "seed": 3},
+        {"temperature": 1.0, "min_p": 0.01, "logprobs": 3, "seed": 4},
+        {"temperature": 1.0, "repetition_penalty": 1.5, "frequency_penalty": 0.8, "seed": 5},
+        {"logit_bias": {40: 2.0, 41: -100.0}, "min_tokens": 9, "prompt_logprobs": 2, "logprobs": 1},
+    ],
+    ids=["candidates", "logprobs", "penalties", "bias"],
+)
+def test_draws_scores_and_stop_strings_are_those_of_an_undisturbed_run(
+    at: tuple[int, ...], params: dict[str, Any]
+) -> None:
+    def run(*losses: int, stop: str | None = None) -> Reply:
+        backend = ScriptedBackend(slots=1, context=256)
+        with engine(backend, eos=frozenset(), resume_seconds=30) as made:
+            backend.hook = Losing(backend, *losses)
+            reply, _ = submit(made, PROMPT, max_tokens=TOKENS, output=Letters(stop), **params)
+            reply.finished()
+        return reply
+
+    # The stop string ends with the 10th token, and begins with the one before it.
+    stop = "".join(chr(ord("a") + (token - 10) % 26) for token in run().ids[8:10])
+    disturbed, plain = run(*at, stop=stop), run(stop=stop)
+    same(disturbed, plain)
+    assert disturbed.text == plain.text and plain.finished().stop == stop
+    scores = [[event for event in one.events if isinstance(event, PromptScores)] for one in (disturbed, plain)]
+    assert scores[0] == scores[1]
