@@ -13,6 +13,7 @@ from collections.abc import Sequence as Many
 from concurrent.futures import Future
 from dataclasses import replace
 from math import inf
+from typing import TypeVar
 
 import numpy as np
 
@@ -37,12 +38,14 @@ from luce.engine.sampling import needs_candidates, needs_logits, reply_ends
 from luce.engine.scheduler import ScheduledStep
 from luce.engine.sequence import CacheState, Constraint, Sequence
 from luce.errors import BackendError, ContextError, LuceError, RequestError, ShardLostError
+from luce.kvcache.block_log import BlockChanges
 from luce.kvcache.disk.stats import CachedPrefix
 from luce.kvcache.disk.tier import DiskTier
 from luce.kvcache.paging import KVFlash
 from luce.kvcache.prefix_cache import CacheStats, PrefixCache
 from luce.runtime.step import Int32
 
+Found = TypeVar("Found")
 _log = logging.getLogger(__name__)
 
 
@@ -177,11 +180,17 @@ class Engine:
 
     def cached_prefixes(self) -> list[CachedPrefix]:
         """The contents of the prefix cache, the newest first. Blocks until the engine's thread is between two steps."""
-        return self._between_steps(lambda cache: cache.contents())
+        nothing: list[CachedPrefix] = []
+        return self._between_steps(lambda cache: cache.contents(), nothing)
+
+    def cached_blocks(self, life: str, after: int) -> BlockChanges:
+        """What the prefix cache in memory has gained and lost, as BlockLog.changes. Blocks as `cached_prefixes`."""
+        nothing = BlockChanges("", -1, 0, (), ())
+        return self._between_steps(lambda cache: cache.memory.tree.block_changes(life, after), nothing)
 
     def clear_cache(self) -> int:
         """Empty the prefix cache, memory and disk; returns how many prefixes it had. Blocks as `cached_prefixes`."""
-        return len(self._between_steps(lambda cache: cache.clear()))
+        return self._between_steps(lambda cache: len(cache.clear()), 0)
 
     def reset_counters(self) -> None:
         """Count steps and tokens from zero again. Blocks until the engine's thread is between two steps."""
@@ -238,10 +247,11 @@ class Engine:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def _between_steps(self, work: Callable[[PrefixCache], list[CachedPrefix]]) -> list[CachedPrefix]:
+    def _between_steps(self, work: Callable[[PrefixCache], Found], nothing: Found) -> Found:
+        """What `work` finds in the prefix cache; `nothing` without one, and once the engine is closed."""
         if self.cache is None:
-            return []
-        cache, answer = self.cache, Future[list[CachedPrefix]]()
+            return nothing
+        cache, answer = self.cache, Future[Found]()
 
         def command() -> None:
             try:
@@ -249,7 +259,7 @@ class Engine:
             except Exception as error:
                 answer.set_exception(error)
 
-        return answer.result() if self._admission.post(command) else []
+        return answer.result() if self._admission.post(command) else nothing
 
     def _check_prompt(self, prompt: Many[int], params: SamplingParams) -> Int32:
         vocab = self._backend.capacity.vocab

@@ -10,6 +10,8 @@ package calls luce.backend through the Backend protocol.
     policies      score pages by importance
     draft_scorer  a small model that scores pages by its attention
     prefix_tree   pure: token prefixes in nodes of one page, and the checkpoints at which a sequence can resume
+    block_keys    keys of prompts in blocks of a page, for routers, without their tokens
+    block_log     which blocks have come into the prefix tree and left it
     memory_tier   pages on the devices or in host memory, checkpoints with their states, eviction by bytes
     prefix_cache  PrefixCache: saves checkpoints, and finds one for a prompt in either tier
     restorer      restores a prefix into the slot of a sequence

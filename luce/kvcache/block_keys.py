@@ -1,14 +1,13 @@
 """Keys of a prompt's blocks, by which a router compares prompts with what replicas have cached, without a token.
 
 The key of a block is SHA-256(key of the block before it + the block), so it stands for everything up to its end. A
-block is PAGE tokens as little-endian int64, as luce.kvcache.prefix_tree has them, or CHARACTERS characters of a text
+block is TOKENS tokens as int64, as luce.kvcache.prefix_tree has them, or CHARACTERS characters of a text
 whose tokens are not known. Only the standard library is imported: a router has no NumPy.
 """
 
 from __future__ import annotations
 
 import hashlib
-import sys
 from array import array
 from collections.abc import Iterable, Sequence
 
@@ -25,10 +24,7 @@ def next_key(key: bytes, block: bytes) -> bytes:
 
 def token_keys(ids: Sequence[int]) -> list[bytes]:
     """The keys of the whole blocks of a prompt."""
-    values = array("q", ids)
-    if sys.byteorder == "big":
-        values.byteswap()
-    data, size = values.tobytes(), TOKENS * values.itemsize
+    data, size = array("q", ids).tobytes(), TOKENS * 8
     return _chain(data[begin : begin + size] for begin in range(0, len(data) - size + 1, size))
 
 

@@ -154,11 +154,8 @@ _TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
 }
 #: arguments of `luce serve` that a replica sets itself
-_TAKEN = frozenset(
-    f"--{name}"
-    for name in "host port parallel drain-seconds target-devices devices target-device shard-key-file api-key "
-    "api-key-file cluster".split()
-)
+_TAKEN = {"--host", "--port", "--parallel", "--drain-seconds", "--target-device", "--target-devices", "--devices"}
+_TAKEN |= {"--shard-key-file", "--api-key", "--api-key-file", "--cluster"}
 
 
 def _check(config: ClusterConfig) -> None:

@@ -22,7 +22,19 @@ from luce.errors import (
     TooLargeError,
     UnavailableError,
 )
-from luce.server import cache, completions, messages, native, props, responses, slots, static_files, status, tokens
+from luce.server import (
+    cache,
+    cached_blocks,
+    completions,
+    messages,
+    native,
+    props,
+    responses,
+    slots,
+    static_files,
+    status,
+    tokens,
+)
 from luce.server.auth import OPEN_PATHS
 from luce.server.connection import Connection, protocol_error, refusal
 from luce.server.errors import anthropic_error, openai_error
@@ -91,6 +103,8 @@ def create_app(server: Server) -> web.Application:
         add("POST", version + "/models/unload", status.unload)
         app.router.add_get(version + "/cache", cache.listing)
         add("DELETE", version + "/cache", cache.purge)
+        app.router.add_get(version + "/cache/blocks", cached_blocks.blocks)
+        add("POST", version + "/cache/keys", cached_blocks.keys)
         for path in _NOT_SERVED:
             add("POST", version + path, _not_supported)
     app[ENDPOINTS] = tuple(sorted(_served(app)))

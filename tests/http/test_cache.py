@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from luce.kvcache import block_log
 from tests.support.http_server import running
 from tests.support.key_files import write_keys
 
@@ -103,3 +104,74 @@ async def test_metrics_of_both_tiers() -> None:
         assert "luce_snapshot_queue 0.0" in text
         for reason in ("damaged", "unreadable", "slow", "refused"):
             assert f'luce_snapshot_misses_total{{reason="{reason}"}} 0.0' in text
+
+
+async def test_a_router_follows_what_comes_and_goes() -> None:
+    async with running() as here:
+        _, empty, _ = await here.get("/v1/cache/blocks")
+        assert (empty["since"], empty["sequence"], empty["added"]) == (-1, 0, [])
+        assert (empty["running"], empty["waiting"], empty["parallel"]) == (0, 0, here.model.engine.stats().slots)
+        body = {"messages": [{"role": "user", "content": LONG}], "temperature": 0}
+        _, asked, _ = await here.post("/v1/cache/keys?path=/v1/chat/completions", body)
+        assert (await here.get("/v1/cache"))[1]["data"] == []
+        reply = await here.chat(LONG)
+        assert asked["tokens"] == reply["usage"]["prompt_tokens"] and len(asked["keys"]) == asked["tokens"] // 64 > 1
+        where = f"/v1/cache/blocks?life={empty['life']}&after="
+        _, changed, _ = await here.get(where + "0")
+        assert changed["since"] == 0 and set(asked["keys"]) <= set(changed["added"]) and changed["removed"] == []
+        assert changed["prefill_seconds"] > 0
+        # Nothing new; then another life, a number that is not there yet, and none: the whole list.
+        _, same, _ = await here.get(f"{where}{changed['sequence']}")
+        assert (same["since"], same["added"]) == (changed["sequence"], [])
+        for query in ("?life=other&after=0", f"?life={empty['life']}&after=999", ""):
+            _, whole, _ = await here.get(f"/v1/cache/blocks{query}")
+            assert whole["since"] == -1 and set(whole["added"]) == set(changed["added"])
+        async with here.client.delete(here.url + "/v1/cache"):
+            pass
+        _, gone, _ = await here.get(f"{where}{changed['sequence']}")
+        assert set(gone["removed"]) == set(changed["added"]) and gone["added"] == []
+        _, net, _ = await here.get(where + "0")
+        assert net["added"] == [] and set(net["removed"]) == set(changed["added"])
+        status, error, _ = await here.get("/v1/cache/blocks?after=x")
+        assert status == 400 and error["error"]["param"] == "after"
+
+
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        ("/v1/completions", {"prompt": LONG}),
+        ("/completion", {"prompt": LONG}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": LONG}], "max_tokens": 1}),
+        ("/v1/responses", {"input": LONG}),
+    ],
+)
+async def test_keys_are_those_of_the_prompt_that_an_endpoint_reads(path: str, body: dict[str, Any]) -> None:
+    async with running() as here:
+        status, asked, _ = await here.post(f"/v1/cache/keys?path={path}", body)
+        assert status == 200 and asked["keys"]
+        assert (await here.post(path, body))[0] == 200
+        assert set(asked["keys"]) <= set((await here.get("/v1/cache/blocks"))[1]["added"])
+        status, error, _ = await here.post(f"/v1/cache/keys?path={path}x", body)
+        assert status == 400 and error["error"]["param"] == "path"
+        assert (await here.post(f"/v1/cache/keys?path={path}", {"prompt": 3, "messages": 3, "input": 3}))[0] == 400
+
+
+async def test_only_admins_may_know_what_is_cached(tmp_path: Path) -> None:
+    keys = write_keys(tmp_path / "keys", "alice:one\nbob:two:admin\n")
+    async with running(api_key_file=keys) as here:
+        for key, allowed in (("one", False), ("two", True)):
+            headers = {"Authorization": f"Bearer {key}"}
+            assert (await here.get("/v1/cache/blocks", headers=headers))[0] == (200 if allowed else 403)
+            status, _, _ = await here.post("/v1/cache/keys?path=/v1/completions", {"prompt": "a"}, headers=headers)
+            assert status == (200 if allowed else 403)
+
+
+def test_who_is_too_far_behind_gets_the_whole_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_log, "MOST_CHANGES", 3)
+    log = block_log.BlockLog()
+    life = log.changes("", -1, ()).life
+    for key in (b"a", b"b", b"c", b"d"):
+        log.note(key, held=True)
+    log.note(b"c", held=False)
+    assert log.changes(life, 2, ()) == block_log.BlockChanges(life, 2, 5, (b"d",), (b"c",))
+    assert log.changes(life, 1, (b"a", b"b", b"d")) == block_log.BlockChanges(life, -1, 5, (b"a", b"b", b"d"), ())
