@@ -80,6 +80,7 @@ class Parts:
         names = ["model.gguf"] if count == 1 else [f"model-{n + 1:05d}-of-{count:05d}.gguf" for n in range(count)]
         self._folder = root / fingerprint
         self.paths = [self._folder / name for name in names]
+        self._sizes = tuple(sizes)
         self.there = [Ranges() for _ in sizes]
         #: tensors that have been compared with the coordinator's
         self.compared: set[str] = set()
@@ -116,10 +117,7 @@ class Parts:
     def write(self, part: int, offset: int, data: NDArray[np.uint8]) -> None:
         """Write bytes of a file. Raises DeviceError."""
         with _naming(self._folder):
-            view = np.ascontiguousarray(data).data
-            at = 0
-            while at < len(view):
-                at += os.pwrite(self._files[part], view[at:], offset + at)
+            _write(self._files[part], np.ascontiguousarray(data).data, offset)
         self._unsynced.append((part, offset, offset + data.nbytes))
         self._bytes += data.nbytes
         if self._bytes >= _SYNC_BYTES or time.monotonic() - self._synced > _SYNC_SECONDS:
@@ -127,14 +125,16 @@ class Parts:
 
     def sync(self) -> None:
         """Have the disk keep what was written, and then the journal say so. Raises DeviceError."""
-        with _naming(self._folder):
-            for part in {part for part, _, _ in self._unsynced}:
-                os.fsync(self._files[part])
-            self._append([*self._unsynced, *self._names])
-        for part, begin, end in self._unsynced:
-            self.there[part].add(begin, end)
-        self.compared.update(self._names)
+        unsynced, names = self._unsynced, self._names
+        # Forgotten first: behind an error the next fsync succeeds without what the disk has lost.
         self._unsynced, self._names, self._bytes, self._synced = [], [], 0, time.monotonic()
+        with _naming(self._folder):
+            for part in {part for part, _, _ in unsynced}:
+                os.fsync(self._files[part])
+            self._append([*unsynced, *names])
+        for part, begin, end in unsynced:
+            self.there[part].add(begin, end)
+        self.compared.update(names)
 
     def sum(self, part: int, begin: int, end: int) -> bytes:
         """The SHA-256 of a range."""
@@ -156,10 +156,17 @@ class Parts:
         self.there = [Ranges() for _ in self.there]
 
     def _append(self, entries: Sequence[object]) -> None:
-        if entries:
-            lines = "".join(json.dumps(entry) + "\n" for entry in entries).encode()
-            os.pwrite(self._journal, lines, os.fstat(self._journal).st_size)
-            os.fsync(self._journal)
+        if not entries:
+            return
+        lines = "".join(json.dumps(entry) + "\n" for entry in entries).encode()
+        end = os.fstat(self._journal).st_size
+        try:
+            _write(self._journal, memoryview(lines), end)
+        except OSError:
+            # No line follows half a line.
+            os.ftruncate(self._journal, end)
+            raise
+        os.fsync(self._journal)
 
     def _read_journal(self) -> None:
         text = os.pread(self._journal, os.fstat(self._journal).st_size, 0)
@@ -170,13 +177,27 @@ class Parts:
                 if isinstance(entry, str):
                     self.compared.add(entry)
                 else:
-                    part, begin, end = entry
-                    self.there[part].add(begin, end)
-            except (ValueError, TypeError, IndexError):
-                # The line that was being written when the process or the machine ended.
+                    self._believe(*entry)
+            except (ValueError, TypeError):
+                # The line that was being written when the process or the machine ended, or what no writing made.
                 break
             valid += len(line)
         os.ftruncate(self._journal, valid)
+
+    def _believe(self, part: int, begin: int, end: int) -> None:
+        """A range of the journal is there. Raises ValueError unless it is a range of a file."""
+        if {type(part), type(begin), type(end)} != {int} or not 0 <= part < len(self._sizes):
+            raise ValueError("these are no numbers of a file")
+        if not 0 <= begin < end <= self._sizes[part]:
+            raise ValueError("this is no range of the file")
+        self.there[part].add(begin, end)
+
+
+def _write(fd: int, data: memoryview, offset: int) -> None:
+    """Write all bytes. Raises OSError."""
+    at = 0
+    while at < len(data):
+        at += os.pwrite(fd, data[at:], offset + at)
 
 
 def make_room(root: Path, fingerprint: str, size: int, limit: int) -> None:

@@ -128,3 +128,88 @@ def test_a_fingerprint_names_no_folder_elsewhere(tmp_path: Path, name: str) -> N
     with pytest.raises(DeviceError, match="no fingerprint"):
         Parts(tmp_path / "parts", str(own.parent), [1])
     assert own.read_bytes() == b"model" and not (tmp_path / "parts").exists()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[-1, 0, 10]",
+        "[1, 0, 10]",
+        "[0, -5, 10]",
+        "[0, 10, 10]",
+        "[0, 10, 5]",
+        "[0, 0, 101]",
+        "[0, 0.5, 10]",
+        "[false, 0, 10]",
+        '[0, "a", "b"]',
+        "[0, 10]",
+        '{"0": 1, "1": 2, "2": 3}',
+        "null",
+    ],
+)
+def test_a_line_that_no_writing_made_is_not_believed(tmp_path: Path, line: str) -> None:
+    filled(tmp_path, "f", 100)
+    (tmp_path / "f" / "journal").write_text(f"[0, 40, 50]\n{line}\n[0, 60, 70]\n")
+    again = Parts(tmp_path, "f", [100])
+    assert again.there[0].missing(0, 100) == [(0, 40), (50, 100)]
+    again.close()
+    assert (tmp_path / "f" / "journal").read_text() == "[0, 40, 50]\n"
+
+
+def test_what_the_disk_has_not_kept_is_not_claimed_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = Parts(tmp_path, "f", [100])
+    fsync, failures = os.fsync, ["once"]
+
+    def fail(fd: int) -> None:
+        # The kernel reports a lost page once; the next fsync of the file succeeds without it.
+        if failures and Path(os.readlink(f"/proc/self/fd/{fd}")).name == "model.gguf":
+            failures.pop()
+            raise OSError(5, "Input/output error")
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", fail)
+    parts.write(0, 0, np.zeros(10, np.uint8))
+    parts.note_compared("a")
+    with pytest.raises(DeviceError, match="Input/output error"):
+        parts.sync()
+    parts.write(0, 50, np.zeros(10, np.uint8))
+    parts.close()
+    again = Parts(tmp_path, "f", [100])
+    assert again.there[0].missing(0, 100) == [(0, 50), (60, 100)] and not again.compared
+    again.close()
+
+
+def test_a_journal_that_is_written_in_pieces_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts, pwrite = Parts(tmp_path, "f", [100]), os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, data[:7], at))
+    for begin in (0, 20, 40):
+        parts.write(0, begin, np.ones(10, np.uint8))
+    parts.sync()
+    parts.close()
+    again = Parts(tmp_path, "f", [100])
+    assert again.there[0].missing(0, 100) == [(10, 20), (30, 40), (50, 100)]
+    assert again.paths[0].read_bytes()[:10] == b"\1" * 10
+    again.close()
+
+
+def test_half_a_line_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts, pwrite, room = Parts(tmp_path, "f", [100]), os.pwrite, [7]
+
+    def write(fd: int, data: memoryview, at: int) -> int:
+        if Path(os.readlink(f"/proc/self/fd/{fd}")).name != "journal" or not room:
+            return pwrite(fd, data, at)
+        if not room[0]:
+            room.pop()
+            raise OSError(28, "No space left on device")
+        room[0] -= (written := pwrite(fd, data[: room[0]], at))
+        return written
+
+    monkeypatch.setattr(os, "pwrite", write)
+    parts.write(0, 0, np.ones(10, np.uint8))
+    with pytest.raises(DeviceError, match="No space left on device"):
+        parts.sync()
+    parts.write(0, 20, np.ones(10, np.uint8))
+    parts.close()
+    again = Parts(tmp_path, "f", [100])
+    assert again.there[0].missing(0, 100) == [(0, 20), (30, 100)]
+    again.close()
