@@ -150,6 +150,12 @@ class WeightLoader:
             stored += size
         return stored
 
+    def stored_fp16(self, layer: int) -> frozenset[str]:
+        """The matrices of a layer that `store_fp16` has stored unpacked, by the names of their parts in it."""
+        prefix = f"blk.{layer}."
+        stored = (names for names, weight in self._matrices.items() if weight.fp16 is not None)
+        return frozenset(name.removeprefix(prefix) for names in stored for name in names if name.startswith(prefix))
+
     def vector(self, name: str, size: int) -> Array:
         """A GGUF [size] tensor as float32 [size]."""
         return self._floats(name, (size,))

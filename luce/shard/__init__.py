@@ -16,5 +16,6 @@ shards one after the other. Not here: the placement of layers (luce.backend) and
     layerwise     a whole text through a model, one layer at a time
     sizes         pure: bytes of states and activations
     timing        seconds that shards and copies take
+    warm_up       what a load runs so that every kernel is built
     memory_watch  free memory of the devices
 """

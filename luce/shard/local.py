@@ -20,7 +20,6 @@ from luce.layers.state import DeltaState, KVPool, StateOptions
 from luce.models.spec import ModelSpec
 from luce.ops.embedding import take_rows
 from luce.ops.features import capture
-from luce.ops.matmul import FEW_ROWS
 from luce.ops.sample import argmax, find_candidates, top_k_keys, unpack_candidates
 from luce.runtime.device import Array, Device
 from luce.runtime.step import DeviceStep, Int32, Output, Span, SpanArrays, Step, StepShape, branches_of
@@ -31,10 +30,7 @@ from luce.shard.page_ranking import PageRanker
 from luce.shard.shard import Activation, DeviceInfo, Pending, ShardInfo
 from luce.shard.shard_options import NO_HOOKS, DeviceLayers, ShardHooks, ShardOptions
 from luce.shard.sizes import activation_widths, mirrored, state_bytes
-
-# Rows of prompts for which different kernels run: of few rows every number that has kernels of its own, of up to
-# MANY_ROWS, and of more.
-_FEW_PROMPT_ROWS, _PROMPT_ROWS = (1, 2, 4, 8, FEW_ROWS), (64, 512)
+from luce.shard.warm_up import layers_of_each_kind, step_shapes
 
 
 class LocalShard:
@@ -88,7 +84,8 @@ class LocalShard:
 
         def warm_up() -> None:
             builder.weights.store_fp16(own.unpack_bytes)
-            self._warm_up(len(spec.page_groups), widths, options)
+            chosen = layers_of_each_kind(file, spec, own, options, builder.weights)
+            self._warm_up(step_shapes(len(spec.page_groups), options), chosen, widths)
 
         device.warm_up(warm_up)
         unpacked = builder.weights.store_fp16(own.unpack_bytes)
@@ -150,9 +147,9 @@ class LocalShard:
             return logits[:0]
         return take_rows(self.device, logits, self.device.upload(np.flatnonzero(rows).astype(np.int32)))
 
-    def _run(self, step: DeviceStep, activation: Activation) -> tuple[Array, ...]:
-        """Queue the work on a step. The last shard returns ids and logits of the output rows, if there are any, and the
-        captured features; the others return the activation for the next shard."""
+    def _run(self, step: DeviceStep, activation: Activation, layers: Sequence[int] | None = None) -> tuple[Array, ...]:
+        """Queue the work on a step, of all layers or of some. The last shard returns ids and logits of the output rows,
+        if there are any, and the captured features; the others return the activation for the next shard."""
         if self._embedding is not None:
             activation = embedded = (self._embedding(step),)
             if self._split is not None:
@@ -172,8 +169,8 @@ class LocalShard:
         step.lent.update(zip(self._borrowed, lent, strict=True))
         for mirror in self._mirrors.values():
             mirror(step)
-        for index, layer in self._layers.items():
-            layer(stream, step)
+        for index in self._layers if layers is None else layers:
+            self._layers[index](stream, step)
             if index in self._captured:
                 output = self.device.empty((step.rows, stream.x.shape[1]), np.uint16)
                 capture(self.device, stream.x, stream.delta, output)
@@ -186,24 +183,15 @@ class LocalShard:
         logits = self._head(stream, step)
         return argmax(self.device, logits), logits, *captured
 
-    def _warm_up(self, groups: int, widths: Sequence[int], options: ShardOptions) -> None:
-        """Run steps of each kind for which kernels differ: prompts, sequences with a row each, and drafts.
-
-        `widths`: columns of the first activation.
-        """
-        tables, seen = (1,) * groups, (False,) * groups
-        shapes = [StepShape(n, 1, n, 1, tables, seen) for n in (*_FEW_PROMPT_ROWS, *_PROMPT_ROWS)]
-        several = list(range(2, min(options.slots, FEW_ROWS) + 1))
-        if options.slots > FEW_ROWS:
-            several.append(_PROMPT_ROWS[0])
-        shapes += [StepShape(n, n, 1, n, tables, seen) for n in several]
-        drafts = [n for n in _FEW_PROMPT_ROWS if n <= options.verify_rows]
-        shapes += [StepShape(n, 1, n, n, tables, seen, pending=True) for n in drafts]
+    def _warm_up(self, shapes: Sequence[StepShape], layers: Sequence[int], widths: Sequence[int]) -> None:
+        """Run steps through some layers. `widths`: columns of the first activation."""
         for shape in shapes:
             activation = (
                 () if self._embedding is not None else tuple(self.device.empty((shape.rows, w)) for w in widths)
             )
-            result = self._run(DeviceStep(self.device, shape, self.device.empty(shape.size, np.int32)), activation)
+            result = self._run(
+                DeviceStep(self.device, shape, self.device.empty(shape.size, np.int32)), activation, layers
+            )
         if self._head is not None:
             self._masks.warm_up(result[1])
 

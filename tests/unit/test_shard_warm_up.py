@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import numpy as np
 import pytest
+from gguf import GGMLQuantizationType
 
 from luce.backend.layersplit import LayerSplitBackend
 from luce.backend.serving_options import ServingOptions
 from luce.bench.measure import Stepper
-from luce.gguf.reader import open_gguf
+from luce.gguf.reader import GGUFFile, open_gguf
+from luce.layers.routed_experts import ExpertOffload
+from luce.layers.weights import WeightLoader
 from luce.models.keys import Source
 from luce.models.registry import read_spec
+from luce.models.spec import ModelSpec
+from luce.runtime.host import HostDevice
 from luce.runtime.kernels import KernelBuild
+from luce.shard import local
+from luce.shard.shard_options import DeviceLayers
+from luce.shard.warm_up import layers_of_each_kind
 from tests.support.emulated import EmulatedDevice
 
 REFERENCE = Path(__file__).parents[1] / "reference"
+#: models with layers of several kinds; the other families run in the nightly check
+_SEVERAL = ("qwen35-a-Q8_0", "qwen3-a-MIX", "deepseek2-a-F32", "gptoss-a-F32", "laguna-a-F32", "lfm2moe-a-F32")
+MODELS = [
+    pytest.param(path, id=path.stem, marks=() if path.stem in _SEVERAL else pytest.mark.slow)
+    for path in sorted(REFERENCE.glob("*-[abe]*-*.gguf"))
+]
 
 
 class Recorder(EmulatedDevice):
@@ -78,3 +95,69 @@ def test_the_first_use_of_a_number_of_rows_compiles_nothing(name: str, sequences
         backend.close()
     assert device.built
     assert not device.late, "\n".join(f"{when}: {build}" for build, when in device.late.items())
+
+
+def _built(path: Path, shards: int, **options: Any) -> list[set[KernelBuild]]:
+    """The builds of each shard's load."""
+    devices = [Recorder() for _ in range(shards)]
+    with open_gguf(path) as file:
+        spec = read_spec(Source(str(path), file.metadata, file.tensors))
+        LayerSplitBackend(file, spec, devices, ServingOptions(context=512, chunk=256, **options)).close()
+    return [device.built for device in devices]
+
+
+@pytest.mark.parametrize("path", MODELS)
+def test_layers_of_each_kind_launch_what_all_layers_launch(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"slots": 2, "verify_rows": 4, "captured": (1,)}
+    some = [_built(path, shards, **options) for shards in (1, 2)]
+    monkeypatch.setattr(local, "layers_of_each_kind", lambda file, spec, own, options, weights: list(own.layers))
+    assert some == [_built(path, shards, **options) for shards in (1, 2)]
+
+
+@pytest.fixture
+def plain() -> Iterator[tuple[GGUFFile, ModelSpec]]:
+    """A model of six layers of one kind."""
+    with open_gguf(REFERENCE / "qwen3-a-F32.gguf") as file:
+        yield file, read_spec(Source(str(file.paths[0]), file.metadata, file.tensors))
+
+
+@pytest.mark.parametrize(
+    ("change", "chosen"),
+    [
+        ("nothing", [0, 1, 5]),
+        ("type", [0, 1, 3, 5]),
+        ("missing", [0, 1, 3, 5]),
+        ("spec", [0, 1, 3, 5]),
+        ("fp16", [0, 1, 3, 5]),
+        ("offloaded", [0, 1, 3, 5]),
+        ("captured", [0, 1, 3, 5]),
+        ("donor", [0, 1, 2, 3, 4, 5]),
+        ("second shard", [2, 3, 5]),
+    ],
+)
+def test_a_layer_that_differs_is_of_another_kind(
+    plain: tuple[GGUFFile, ModelSpec], change: str, chosen: list[int]
+) -> None:
+    file, spec = plain
+    layers, tensors, captured, weights = [*spec.layers], dict(file.tensors), (), WeightLoader(file, HostDevice())
+    own = DeviceLayers(HostDevice(), range(2 if change == "second shard" else 0, 6))
+    match change:
+        case "type":
+            name = "blk.3.ffn_down.weight"
+            tensors[name] = dataclasses.replace(tensors[name], type=GGMLQuantizationType.Q6_K)
+        case "missing":
+            del tensors["blk.3.attn_q_norm.weight"]
+        case "spec" | "donor":
+            changed = {"window": 64} if change == "spec" else {"donor": 2}
+            layers[3] = dataclasses.replace(layers[3], mixer=dataclasses.replace(layers[3].mixer, **changed))
+        case "fp16":
+            shape = file.tensors["blk.3.ffn_down.weight"].shape
+            weights.matrix(["blk.3.ffn_down.weight"], shape[0], [shape[1]]).fp16 = np.zeros((1, 1), np.float16)
+        case "offloaded":
+            own = dataclasses.replace(own, offload=ExpertOffload(HostDevice(), frozenset({3})))
+        case "captured":
+            captured = (3,)
+    changed_file = cast(GGUFFile, SimpleNamespace(tensors=tensors))
+    options = ServingOptions(captured=captured)
+    spec = dataclasses.replace(spec, layers=tuple(layers))
+    assert layers_of_each_kind(changed_file, spec, own, options, weights) == chosen
