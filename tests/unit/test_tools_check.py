@@ -7,6 +7,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -37,6 +38,32 @@ def test_the_first_static_step_that_fails_ends_the_others(capfd: pytest.CaptureF
 def test_without_the_real_model_the_other_tests_run(capfd: pytest.CaptureFixture[str]) -> None:
     assert CHECK["together"]([["luce", "pull", "nowhere"], step("pass")]) == 0
     assert "could not be downloaded: its tests are skipped\n== timeit" in capfd.readouterr().out
+
+
+def test_the_output_of_a_step_beside_another_follows(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "meeting")
+    shorter, longer = [step(f"print({mode!r}); open({str(tmp_path / 'meeting')!r}, {mode!r})") for mode in "rw"]
+    assert CHECK["beside"](shorter, longer) == 0
+    lines = [line for line in capfd.readouterr().out.splitlines() if not line.startswith("1 loop")]
+    assert lines == ["w", f"== {' '.join(shorter)}", "r"]
+
+
+def test_a_step_beside_another_ends_it_by_failing(capfd: pytest.CaptureFixture[str]) -> None:
+    absent = ["json.tool", "/nowhere/absent"]
+    assert CHECK["beside"](absent, step("import signal; signal.pause()")) not in (0, None)
+    assert capfd.readouterr().out.endswith("/nowhere/absent'\n== json.tool failed\n")
+
+
+def test_the_longer_one_of_two_steps_may_fail(capfd: pytest.CaptureFixture[str]) -> None:
+    assert CHECK["beside"](step("print('types')"), ["json.tool", "/nowhere/absent"]) not in (0, None)
+    out = capfd.readouterr().out
+    assert "types\n" in out and out.endswith("\n== json.tool failed\n")
+
+
+def test_tests_run_in_a_process_more_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {2, 3, 7})
+    (tests,) = CHECK["steps"](SimpleNamespace(nightly=False, prove=False), ["-n", "0"])
+    assert tests[:3] == ["pytest", "-n", "4"] and tests[-2:] == ["-n", "0"]
 
 
 def test_interpreters_keep_bytecode(monkeypatch: pytest.MonkeyPatch) -> None:
