@@ -122,6 +122,8 @@ class ModelParts:
     #: compresses prompts; None without --prefill-drafter
     compressor: Compressor | None = None
     feature_tails: FeatureTails | None = None
+    #: gets the draft rows that a sequence's step verified and accepted
+    on_verified: Callable[[int, int], None] | None = None
     #: the devices in daemons of their own, by what they hold: draft, prefill_drafter
     draft_devices: Mapping[str, RemoteDevice] = field(default_factory=dict)
     #: why there is no drafter although one is wanted; empty otherwise
@@ -179,6 +181,7 @@ class Model:
             kvflash=parts.kvflash,
             drafter=parts.drafter,
             feature_tails=parts.feature_tails,
+            on_verified=parts.on_verified,
         )
 
     @property

@@ -28,6 +28,7 @@ from luce.config.prefill_settings import RESIDENCY
 from luce.config.resolve import resolve
 from luce.config.settings import Config, flag
 from luce.draft.drafter import Drafter
+from luce.draft.observed_drafts import draft_load, keeping, observed_path
 from luce.draft.open import DraftPlan, PreparedDrafter, branch_pages, open_drafter, plan_drafter, verified_rows
 from luce.draft.remote import RemoteDrafter
 from luce.errors import LuceError, OutOfMemoryError, UsageError
@@ -111,9 +112,17 @@ def place(
         opened.callback(device.close)
     if (goal := Goal.of(config)) is None or len(devices) < 2:
         model = ModelOnDevices(file, spec, devices, serving_options(config, spec, devices))
-        return Placed(devices, config, plan=known_plan(model, goal or Goal.default(config)))
+        plan = known_plan(model, goal or Goal.default(config))
+        if plan is not None and config.draft:
+            with contextlib.ExitStack() as planning:
+                model, _ = claimed(planning, config, file, spec, devices)
+                plan = known_plan(model, goal or Goal.default(config))
+        return Placed(devices, config, plan=plan)
     with contextlib.ExitStack() as planning:
         model, draft = claimed(planning, config, file, spec, devices)
+        # Without the CPU, steps are longer, and windows keep more positions.
+        chunk = default_chunk([device for device in devices if not device.host] or devices, config.chunk)
+        model = dataclasses.replace(model, options=dataclasses.replace(model.options, chunk=chunk))
         try:
             chosen = choose(model, goal, config.measure_budget, on_figure)
         except LuceError as error:
@@ -140,21 +149,21 @@ def claimed(
     """A model on devices for a plan, with the memory that a drafter and a small model for prompts will take, and the
     drafter, if it has weights and can be used. `planning` closes what is opened for it."""
     draft, claims, captured, weights = None, list[Claim](), tuple[int, ...](), WeightPool()
+    load = None
     # What cannot be used is reported when it is opened.
     with contextlib.suppress(LuceError):
         context = default_context(spec, config.max_ctx)
         draft = plan_drafter(planning, config, file, spec, devices, context=context, weights=weights)
         if draft is not None:
             claims, captured = [*draft.claims()], draft.spec.layers
+        load = draft_load(config, file, spec, draft)
     with contextlib.suppress(LuceError):
         if config.prefill_drafter:
             device = config.prefill_drafter_device
             scorer = plan_scorer(planning, config, config.prefill_drafter, devices, device, weights=weights)
             claims += scorer.claims
-    # Without the CPU, steps are longer, and windows keep more positions.
-    chunk = default_chunk([device for device in devices if not device.host] or devices, config.chunk)
-    options = dataclasses.replace(serving_options(config, spec, devices, claims), captured=captured, chunk=chunk)
-    return ModelOnDevices(file, spec, devices, options), draft
+    options = dataclasses.replace(serving_options(config, spec, devices, claims), captured=captured)
+    return ModelOnDevices(file, spec, devices, options, load), draft
 
 
 class _DrafterError(Exception):
@@ -244,6 +253,9 @@ def _open_model(
         drafter = None
         if prepared is not None:
             drafter, no_drafter_reason = _load_drafter(opened, prepared, backend)
+        on_verified = None
+        if prepared is not None and drafter is not None:
+            on_verified = keeping(observed_path(config, file, prepared.spec)).add
         disk = None
         if directory is not None:
             template, features = chat.template.source if chat.template else "", 0 if tails is None else tails.most_bytes
@@ -261,6 +273,7 @@ def _open_model(
             drafter=drafter,
             compressor=_compressor(opened, scorers, config, file, directory),
             feature_tails=tails,
+            on_verified=on_verified,
             draft_devices=_draft_devices(drafter, scorers),
             no_drafter_reason=no_drafter_reason,
             immovable=_immovable(config, backend, drafter),

@@ -12,7 +12,7 @@ import random
 from typing import Any
 
 from luce.planner.figures import DeviceFigures, LinkFigures
-from luce.planner.problem import ExpertWork, HeadWork, LayerWork, Load, ModelWork, Offload, Problem
+from luce.planner.problem import Drafting, ExpertWork, HeadWork, LayerWork, Load, ModelWork, Offload, Problem
 
 Case = dict[str, Any]
 #: device, first layer, last layer, layers without their experts
@@ -40,6 +40,7 @@ def problem_of(case: Case) -> Problem:
         case["optimize"],
         offload,
         case.get("margin", 0.03),
+        drafting=Drafting(**case["drafting"]) if "drafting" in case else None,
     )
 
 
@@ -147,6 +148,8 @@ class BruteForce:
         decode = sum(decodes) + sum(hop[0] for hop in hops) + ends
         slowest = max(pieces + [hop[1] for hop in hops] + list(on_cpu.values()))
         prompt = sum(pieces) + sum(hop[1] for hop in hops) + ends + (m - 1) * slowest
+        if "drafting" in self.case:
+            decode = (decode + self.case["drafting"]["seconds"]) / self.case["drafting"]["tokens"]
         by_objective = {"decode": decode, "prompt": prompt, "balanced": prompt + self.load.get("reply", 256) * decode}
         return by_objective[self.case["optimize"]], stages
 
@@ -266,8 +269,8 @@ class BruteForce:
 
 
 def random_case(rng: random.Random) -> Case:
-    """A small case: up to 4 devices and 8 layers, with windows, recurrent layers, experts, several machines and links
-    by chance. Memory is about what the model takes, so that some placements fit and others do not."""
+    """A small case: up to 4 devices and 8 layers, with windows, recurrent layers, experts, several machines, links
+    and drafts by chance. Memory is about what the model takes, so that some placements fit and others do not."""
     count = rng.randint(2, 8)
     experts = rng.random() < 0.5
     layers = [_random_layer(rng, experts=experts and rng.random() < 0.8) for _ in range(count)]
@@ -289,6 +292,8 @@ def random_case(rng: random.Random) -> Case:
     offload: Any = rng.choice((False, True, rng.randint(0, count))) if experts else False
     objective = rng.choice(("decode", "prompt", "balanced"))
     case = {"model": model, "load": load, "devices": devices, "pairs": pairs, "offload": offload}
+    if rng.random() < 0.4:
+        case["drafting"] = {"tokens": rng.uniform(1, 5), "seconds": 10 ** rng.uniform(-4, -1.5)}
     return case | {"optimize": objective, "margin": rng.choice((0.0, 0.03))}
 
 

@@ -13,6 +13,7 @@ one), placement and memory plans. Not here: what one shard does (luce.shard) and
     restore           loads a stored state into all shards at the same time
     boundary_memory   memory for activations between shards
     kvflash_size      pure: number of resident tokens of a long sequence (KVFlash)
+    draft_load        drafting, as a prediction takes it
     model_work        what the layers of a file ask of devices, for predictions
     fastest_placement  the fastest placement by predicted speed, held against the memory plan
     prediction_facts  a prediction as facts for JSON, and as a line

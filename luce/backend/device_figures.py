@@ -35,6 +35,17 @@ def weight_types(tensors: Sequence[TensorInfo]) -> dict[GGMLQuantizationType, in
     return kept
 
 
+def nearest_types(
+    tensors: Sequence[TensorInfo], known: Iterable[GGMLQuantizationType]
+) -> dict[GGMLQuantizationType, int]:
+    """The bytes of tensors, each type as the one of `known` with the nearest number of bits."""
+    known, sizes = list(known), dict[GGMLQuantizationType, int]()
+    for type, size in weight_types(tensors).items():
+        nearest = min(known, key=lambda other: abs(_bits(other) - _bits(type)))
+        sizes[nearest] = sizes.get(nearest, 0) + size
+    return sizes
+
+
 def _bits(type: GGMLQuantizationType) -> float:
     elements, size = GGML_QUANT_SIZES[type]
     return 8.0 * int(size) / int(elements)

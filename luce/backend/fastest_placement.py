@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import cast
 
-from luce.backend.device_figures import device_figures, machine
+from luce.backend.device_figures import device_figures, machine, nearest_types
 from luce.backend.measured_devices import MeasuredDevices, ModelOnDevices, known_figures, measured
 from luce.backend.model_work import model_work
 from luce.backend.placement import RESERVE, plan_shards
@@ -18,9 +18,10 @@ from luce.backend.prediction_facts import PredictedPlan
 from luce.config.settings import Config
 from luce.errors import OutOfMemoryError
 from luce.layers.tensors import tensor_bytes
+from luce.planner.draft_time import draft_time
 from luce.planner.figures import DeviceFigures, LinkFigures
 from luce.planner.prediction import PlacedShard, Prediction, predict
-from luce.planner.problem import Load, Objective, Offload, Problem
+from luce.planner.problem import Drafting, Load, Objective, Offload, Problem
 from luce.planner.search import Found, best_placement
 from luce.remote.device import MEMBER
 from luce.runtime.device import Device
@@ -106,7 +107,7 @@ def placement_problem(model: ModelOnDevices, known: MeasuredDevices, goal: Goal)
     layers, first = range(len(spec.layers)), devices[0]
     size = tensor_bytes(file, spec, layers, first, layers_only=True)
     figures = []
-    for device in model.measurable:
+    for device in (*devices, *model.expert_cpus):
         name = str(device.name)
         if name not in known.profiles:
             continue
@@ -120,6 +121,8 @@ def placement_problem(model: ModelOnDevices, known: MeasuredDevices, goal: Goal)
         )
         figures.append(replace(own, margin=device.margin))
     load = Load(options.slots, options.context, min(goal.prompt, options.context), goal.reply, chunk=options.chunk)
+    if model.draft is not None:
+        load = replace(load, rows=model.draft.rows)
     work = model_work(file, spec, first, options)
     links = {pair: LinkFigures(link.latency, link.bandwidth) for pair, link in known.links.items()}
     names = {str(device.name) for device in devices}
@@ -133,7 +136,24 @@ def placement_problem(model: ModelOnDevices, known: MeasuredDevices, goal: Goal)
         reserve=RESERVE,
         pinned=goal.pinned,
         expert_cpus=tuple(own for own in figures if own.name not in names),
+        drafting=_drafting(model, known, load.prompt),
     )
+
+
+def _drafting(model: ModelOnDevices, known: MeasuredDevices, depth: int) -> Drafting | None:
+    """How tokens are drafted at a position; None if they are not."""
+    draft = model.draft
+    if draft is None:
+        return None
+    made = Drafting(measured=draft.tokens is not None, tokens=draft.tokens or 1.0)
+    if draft.on is None:
+        return made
+    name, seconds = str(draft.on.device.name), None
+    if (profile := known.profiles.get(name)) is not None:
+        types = nearest_types(draft.on.tensors, model.types)
+        figures = device_figures(draft.on.device, profile, types, free=0, expand=1.0)
+        seconds = draft_time(figures, draft.on.work, depth).total
+    return replace(made, device=name, bytes=draft.on.bytes, seconds=seconds)
 
 
 def _share(one: Device, other: Device) -> bool:
@@ -189,7 +209,10 @@ def predicted_placement(model: ModelOnDevices, problem: Problem) -> Prediction |
 def known_plan(model: ModelOnDevices, goal: Goal) -> PredictedPlan | None:
     """The prediction of the placement that the options say; None where a device has no figures, or with KVFlash, whose
     steps are not predicted. Measures nothing."""
-    known = None if model.options.kvflash is not None else known_figures(model)
+    if model.options.kvflash is not None:
+        return None
+    # Without figures of a drafter's own device, its time is not counted.
+    known = known_figures(model) or known_figures(replace(model, draft=None))
     if known is None:
         return None
     problem = placement_problem(model, known, goal)

@@ -13,6 +13,7 @@ from pathlib import Path
 from gguf import GGMLQuantizationType
 
 from luce.backend.device_figures import weight_types
+from luce.backend.draft_load import DraftLoad
 from luce.backend.model_work import weight_tensors
 from luce.backend.serving_options import ServingOptions
 from luce.errors import DeviceError
@@ -41,6 +42,8 @@ class ModelOnDevices:
     spec: ModelSpec
     devices: Sequence[Device]
     options: ServingOptions
+    #: None without drafting
+    draft: DraftLoad | None = None
 
     @property
     def types(self) -> dict[GGMLQuantizationType, int]:
@@ -59,10 +62,19 @@ class ModelOnDevices:
 
     @property
     def measurable(self) -> list[Device]:
-        """The devices whose figures a plan needs: those of the layers, and a CPU for experts where they have none."""
+        """The devices whose figures a plan needs: those of the layers, a CPU for experts where they have none, and the
+        drafter's where it is one of this process."""
+        found = [*self.devices, *self.expert_cpus]
+        drafting = None if self.draft is None or self.draft.on is None else self.draft.on.device
+        if drafting is not None and not drafting.remote and drafting.name not in [device.name for device in found]:
+            found.append(drafting)
+        return found
+
+    @property
+    def expert_cpus(self) -> list[Device]:
+        """The CPU for experts where none is among the devices."""
         experts = self.options.experts
-        cpu = [] if experts is None or any(device.host for device in self.devices) else [experts.device]
-        return [*self.devices, *cpu]
+        return [] if experts is None or any(device.host for device in self.devices) else [experts.device]
 
 
 @dataclass(frozen=True)

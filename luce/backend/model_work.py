@@ -10,6 +10,7 @@ from luce.models.spec import Attention, GatedDeltaNet, ModelSpec
 from luce.planner.problem import ExpertWork, HeadWork, LayerWork, ModelWork
 from luce.runtime.device import Device
 from luce.runtime.step import PAGE
+from luce.shard.shard_options import ShardOptions
 from luce.shard.sizes import activation_bytes, state_bytes
 
 # Launches of a decoding step: of a layer with attention, of one with a recurrent state, of routed experts, of the head.
@@ -24,14 +25,21 @@ def model_work(file: GGUFFile, spec: ModelSpec, device: Device, options: Serving
     head as well counts at both ends, as on two devices.
     """
     count = len(spec.layers)
-    ends = [
-        tensor_bytes(file, spec, one, device) - tensor_bytes(file, spec, one, device, layers_only=True)
-        for one in (range(1), range(count - 1, count))
-    ]
-    head = file.tensors[head_name(spec)]
     boundaries = (0, *(activation_bytes(spec, layer, options.captured) for layer in range(1, count)))
-    layers = tuple(_layer(file, spec, device, options, layer) for layer in range(count))
-    return ModelWork(spec.hidden, boundaries, ends[0], HeadWork(ends[1], head.rows * head.cols, _HEAD), layers)
+    layers = tuple(layer_work(file, spec, device, options, layer) for layer in range(count))
+    embedding = _outside(file, spec, device, range(1))
+    return ModelWork(spec.hidden, boundaries, embedding, head_work(file, spec, device), layers)
+
+
+def head_work(file: GGUFFile, spec: ModelSpec, device: Device) -> HeadWork:
+    """The head of a file on `device`."""
+    count, head = len(spec.layers), file.tensors[head_name(spec)]
+    return HeadWork(_outside(file, spec, device, range(count - 1, count)), head.rows * head.cols, _HEAD)
+
+
+def _outside(file: GGUFFile, spec: ModelSpec, device: Device, one: range) -> int:
+    """Bytes that a shard of one layer has outside this layer."""
+    return tensor_bytes(file, spec, one, device) - tensor_bytes(file, spec, one, device, layers_only=True)
 
 
 def weight_tensors(file: GGUFFile, spec: ModelSpec) -> list[TensorInfo]:
@@ -40,7 +48,8 @@ def weight_tensors(file: GGUFFile, spec: ModelSpec) -> list[TensorInfo]:
     return [file.tensors[name] for name in sorted(names)]
 
 
-def _layer(file: GGUFFile, spec: ModelSpec, device: Device, options: ServingOptions, layer: int) -> LayerWork:
+def layer_work(file: GGUFFile, spec: ModelSpec, device: Device, options: ShardOptions, layer: int) -> LayerWork:
+    """One layer of a file on `device`, as in model_work."""
     one, mixer = range(layer, layer + 1), spec.layers[layer].mixer
     tensors = [file.tensors[name] for name in shard_tensors(file, spec, one, layers_only=True)]
     moe = spec.mixture(layer)

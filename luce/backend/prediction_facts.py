@@ -25,11 +25,13 @@ class PredictedPlan:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """See prediction_facts; and `optimize`, `load`, `left_out`, `near`, and `profiles` (see profile_facts)."""
+        """See prediction_facts; and `optimize`, `load`, `draft` (see draft_facts), `left_out`, `near`, and `profiles`
+        (see profile_facts)."""
         used = {shard.shard.device for shard in self.prediction.shards}
         return {
             "optimize": self.problem.objective,
             "load": load_facts(self.problem),
+            "draft": draft_facts(self.problem),
             **prediction_facts(self.prediction),
             "left_out": [device.name for device in self.problem.devices if device.name not in used],
             "near": self.near,
@@ -55,6 +57,27 @@ class PredictedPlan:
 def load_facts(problem: Problem) -> dict[str, int]:
     """What is predicted: sequences, and tokens of context, prompt and reply."""
     return {name: getattr(problem.load, name) for name in ("sequences", "context", "prompt", "reply")}
+
+
+def draft_facts(problem: Problem) -> dict[str, Any] | None:
+    """How tokens are drafted; None if they are not.
+
+    device, bytes     of the drafter; None and 0 where it computes nothing on a device
+    rows              of a sequence that a step verifies
+    tokens_per_step   that a step is counted on to give, and whether servers have measured it (measured); 1 until then
+    decode_s          of a step's proposals, in each decoding step; None where the device has no figures
+    """
+    draft = problem.drafting
+    if draft is None:
+        return None
+    return {
+        "device": draft.device or None,
+        "bytes": draft.bytes,
+        "rows": problem.load.rows,
+        "tokens_per_step": draft.tokens,
+        "measured": draft.measured,
+        "decode_s": draft.seconds,
+    }
 
 
 def prediction_facts(prediction: Prediction) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from luce.cli.pull import fetch
 from luce.compress.open import ScorerPlan, plan_scorer
 from luce.config import values
 from luce.config.settings import Config
+from luce.draft.observed_drafts import draft_load
 from luce.draft.open import DraftPlan, plan_drafter
 from luce.errors import ModelError, UsageError
 from luce.gguf.reader import GGUFFile, open_gguf
@@ -43,7 +44,7 @@ from luce.shard.sizes import state_bytes
 
 _MIB = 1 << 20
 #: groups of settings that `luce plan` takes
-SETTINGS = ("placement", "planning", "engine")
+SETTINGS = ("placement", "planning", "peer copies", "daemons", "engine", "drafting")
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,12 @@ class Opened:
     scorer: ScorerPlan | None = None
     #: the layers of each device, as the planner has chosen them; empty: by shares or by free memory
     layers: tuple[range, ...] = ()
+
+    @property
+    def on_devices(self) -> ModelOnDevices:
+        """The model as predictions take it."""
+        draft = draft_load(self.config, self.file, self.spec, self.draft)
+        return ModelOnDevices(self.file, self.spec, self.devices, self.options, draft)
 
     @cached_property
     def options(self) -> ServingOptions:
@@ -133,7 +140,7 @@ def run(arguments: argparse.Namespace) -> int:
     limit_threads(config.threads)
     with opened(arguments) as model, progress.shown("looking for figures of the devices", lines=True) as wait:
         facts = predicted(
-            ModelOnDevices(model.file, model.spec, model.devices, model.options),
+            model.on_devices,
             Asked(goal, config.measure_budget, arguments.measure, **more),
             wait.step,
         )

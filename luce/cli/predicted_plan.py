@@ -19,7 +19,7 @@ from luce.backend.fastest_placement import (
 )
 from luce.backend.layer_assignment import plan_layers
 from luce.backend.measured_devices import MeasuredDevices, ModelOnDevices, measured
-from luce.backend.prediction_facts import load_facts, prediction_facts, profile_facts
+from luce.backend.prediction_facts import draft_facts, load_facts, prediction_facts, profile_facts
 from luce.cli.what_if import card_for, with_devices
 from luce.errors import OutOfMemoryError, UsageError
 from luce.planner.figures import DeviceFigures
@@ -55,7 +55,7 @@ def predicted(
 ) -> dict[str, Any]:
     """The predictions for JSON. Times are in seconds, sizes in bytes.
 
-    optimize   what is to be fast; load: sequences, context, prompt, reply
+    optimize   what is to be fast; load: sequences, context, prompt, reply; draft: see draft_facts
     placement  the placement by free memory, or by shares where they are given, None if it does not fit: see
                prediction_facts
     fastest    the fastest placement of the devices, which may leave out some; near: it was searched coarsely
@@ -92,6 +92,7 @@ def predicted(
         "format": 2,
         "optimize": problem.objective,
         "load": load_facts(problem),
+        "draft": draft_facts(problem),
         "placement": None if current is None else prediction_facts(current),
         "fastest": {**prediction_facts(found.prediction), "near": found.near},
         "left_out": [
@@ -184,6 +185,8 @@ def show(console: Console, facts: Mapping[str, Any]) -> None:
         + (f"; figures: {basis}" if basis else "")
         + "".join(f"; {text} is not there" for text in facts["what_if"])
     )
+    if facts["draft"] is not None:
+        console.print(_draft(facts["draft"]))
     if placement is None and not facts["alone"]:
         console.print("the placement by free memory does not fit")
     elif placement is not None:
@@ -207,6 +210,18 @@ def show(console: Console, facts: Mapping[str, Any]) -> None:
         _show_comparison(console, facts["compare"])
     if "layer" in facts:
         _show_layer(console, facts["layer"])
+
+
+def _draft(draft: Mapping[str, Any]) -> str:
+    tokens = f"{draft['tokens_per_step']:.2f} tokens a step, as measured"
+    if not draft["measured"]:
+        tokens = "counted as 1 token a step until a server has measured it"
+    where = ""
+    if draft["device"] is not None:
+        seconds = draft["decode_s"]
+        time = "its time is not counted" if seconds is None else f"{seconds * 1e3:,.2f} ms a step"
+        where = f" on {draft['device']}: {draft['bytes'] / _GIB:,.2f} GiB, {time}"
+    return f"draft{where}; verifies {draft['rows']} rows, {tokens}"
 
 
 def _left_out(device: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@ and drafters in daemons; luce.draft.dflash is the block-diffusion draft. Not her
 
     drafter          the protocol
     open             opens the drafter that the settings name
+    observed_drafts  drafting for predictions of speed, and how many tokens drafts bring
     spec             a drafter with weights as settings and files describe it, before it has a device
     on_demand        a drafter whose memory is allocated when it is needed
     no_drafter       what an engine without --draft has in place of a drafter

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from luce.backend.model_work import layer_work
 from luce.draft.context import CONTEXT_CHUNK, WARM_UP_ROWS, Context, PageRing, of_few_sizes
 from luce.draft.drafter import Draftable, PendingProposals, Proposal
 from luce.draft.feature_drafter import FeatureDrafter
@@ -19,21 +20,23 @@ from luce.draft.feature_window import SlotPositions, as_table
 from luce.draft.probabilities import draft_one_by_one
 from luce.draft.target_head import TargetHead
 from luce.errors import UnsupportedError
-from luce.gguf.reader import GGUFFile
+from luce.gguf.reader import GGUFFile, TensorInfo
 from luce.layers.attention import AttentionLayer
 from luce.layers.build import LayerBuilder
 from luce.layers.decoder_layer import DecoderLayer, Residual
 from luce.layers.features import FeatureRing
 from luce.layers.state import KVPool, StateOptions
-from luce.layers.tensors import placed_bytes
+from luce.layers.tensors import placed_bytes, shard_tensors
 from luce.models.spec import Attention, ModelSpec
 from luce.ops.activation import add
 from luce.ops.embedding import embed
 from luce.ops.matmul import matmul
 from luce.ops.norm import rms_norm
+from luce.planner.problem import LayerWork
 from luce.runtime.device import Array, Device
 from luce.runtime.step import DeviceStep, Int32, Output
 from luce.shard.graphs import GraphRunner
+from luce.shard.shard_options import ShardOptions
 
 #: most tokens of a proposal: each takes a pass of the head
 MTP_BLOCK = 4
@@ -50,6 +53,20 @@ def mtp_bytes(file: GGUFFile, spec: ModelSpec, device: Device, *, slots: int, co
     infos = [info for name, info in file.tensors.items() if name.startswith(own) or name == "output_norm.weight"]
     like = next(layer.mixer for layer in reversed(spec.layers) if isinstance(layer.mixer, Attention))
     return placed_bytes(infos, device), slots * PageRing(context, CONTEXT_CHUNK).pages * KVPool.page_bytes(device, like)
+
+
+def mtp_layer(file: GGUFFile, spec: ModelSpec, device: Device) -> tuple[LayerWork, tuple[TensorInfo, ...]]:
+    """An MTPModel's layer for predictions, and its weights."""
+    whole, index = _with_layer(spec), len(spec.layers)
+    names = shard_tensors(file, whole, range(index, index + 1), layers_only=True)
+    return layer_work(file, whole, device, ShardOptions(1), index), tuple(file.tensors[name] for name in sorted(names))
+
+
+def _with_layer(spec: ModelSpec) -> ModelSpec:
+    """The model with the layer behind its last one, which is like the last one with attention: leading layers may
+    differ from it."""
+    like = next(layer for layer in reversed(spec.layers) if isinstance(layer.mixer, Attention))
+    return replace(spec, layers=(*spec.layers, like))
 
 
 class MTPModel:
@@ -72,8 +89,9 @@ class MTPModel:
         self.device = device
         self._eps, hidden, index = spec.norm_eps, spec.hidden, len(spec.layers)
         self.context = Context([PageRing(context, CONTEXT_CHUNK)], slots)
-        whole = replace(spec, layers=(*spec.layers, like))
-        builder = LayerBuilder(file, whole, range(index, index + 1), device, StateOptions(self.context.pages, slots))
+        builder = LayerBuilder(
+            file, _with_layer(spec), range(index, index + 1), device, StateOptions(self.context.pages, slots)
+        )
         weights, name = builder.weights, f"blk.{index}.nextn."
         self._mix = weights.matrix([f"{name}eh_proj.weight"], 2 * hidden, [hidden])
         self._token_norm = weights.vector(f"{name}enorm.weight", hidden)

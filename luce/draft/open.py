@@ -46,6 +46,8 @@ class PreparedDrafter:
     claims: Sequence[Claim] = ()
     #: saves the features before checkpoints; None if the drafter reads none
     tails: FeatureTails | None = None
+    #: None for a drafter without weights
+    spec: DrafterSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -174,7 +176,7 @@ def open_drafter(
                 raise
             return remote
 
-        return PreparedDrafter(ring, wait, claims, tails)
+        return PreparedDrafter(ring, wait, claims, tails, drafter_spec)
 
     def open(first: Shard, last: Shard) -> Drafter:
         head = TargetHead(device, first.ends, last.ends)
@@ -182,7 +184,7 @@ def open_drafter(
             lambda: drafter_spec.make(device, ring, head), keep=keep, block=drafter_spec.block, facts=facts
         )
 
-    return PreparedDrafter(ring, open, claims, tails)
+    return PreparedDrafter(ring, open, claims, tails, drafter_spec)
 
 
 def _device(opened: contextlib.ExitStack, config: Config, devices: Sequence[Device]) -> Device:

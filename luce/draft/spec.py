@@ -11,20 +11,22 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from luce.backend.model_work import head_work, model_work, weight_tensors
+from luce.backend.serving_options import ServingOptions
 from luce.draft.dflash.correction import SELECTOR_BEFORE
 from luce.draft.dflash.dialect import translated
 from luce.draft.dflash.drafter import DFlashDrafter
-from luce.draft.dflash.model import DFlashModel, draft_bytes
+from luce.draft.dflash.model import DFlashModel, draft_bytes, draft_layers
 from luce.draft.dflash.safetensors import is_checkpoint, open_checkpoint
 from luce.draft.dflash.spec import DFlashSpec, read_dflash
 from luce.draft.drafter import Drafter
-from luce.draft.mtp import MTP_BLOCK, MTPDrafter, MTPModel, captured, mtp_bytes
+from luce.draft.mtp import MTP_BLOCK, MTPDrafter, MTPModel, captured, mtp_bytes, mtp_layer
 from luce.draft.small_model import ModelDrafter, check_tokens, model_bytes
 from luce.draft.target_head import TargetHead
 from luce.errors import ModelError, UsageError
 from luce.gguf.fingerprint import fingerprint
 from luce.gguf.quants import dequantize
-from luce.gguf.reader import GGUFFile, open_gguf
+from luce.gguf.reader import GGUFFile, TensorInfo, open_gguf
 from luce.layers.features import FeatureRing
 from luce.layers.tensors import EMBEDDING
 from luce.layers.weight_pool import WeightPool
@@ -32,6 +34,7 @@ from luce.models.dflash import ARCHITECTURES
 from luce.models.keys import Source
 from luce.models.registry import read_spec
 from luce.models.spec import ModelSpec
+from luce.planner.draft_time import DraftWork
 from luce.runtime.device import Device
 
 _log = logging.getLogger(__name__)
@@ -58,6 +61,8 @@ class Target:
         return FeatureRing(device, layers, self.spec.hidden, slots=self.slots, capacity=self.context)
 
 
+#: What it computes on a device for a proposal of so many tokens, and its weights.
+Work = Callable[[Device, int], tuple[DraftWork, tuple[TensorInfo, ...]]]
 #: Makes the drafter on a device, from its ring on the same device and the target's head, each None if it reads none.
 MakeDrafter = Callable[[Device, FeatureRing | None, TargetHead | None], Drafter]
 
@@ -81,6 +86,7 @@ class DrafterSpec:
     digest: Callable[[], str]
     #: bytes of its weights, and of its context, on a device
     bytes: Callable[[Device], tuple[int, int]]
+    work: Work
     #: it proposes trees on request
     trees: bool = False
     #: whose weights small models of the same file share; None if none can
@@ -140,8 +146,14 @@ def _dflash(target: Target, file: GGUFFile, spec: DFlashSpec) -> DrafterSpec:
     def size(device: Device) -> tuple[int, int]:
         return draft_bytes(file, spec, device, slots=slots, context=context)
 
+    def work(device: Device, tokens: int) -> tuple[DraftWork, tuple[TensorInfo, ...]]:
+        # A pass computes the whole block, however many tokens are wanted.
+        own = draft_layers(file, spec, device)
+        infos = tuple(weight_tensors(file, spec.model))
+        return DraftWork(own, head_work(target.file, target.spec, device), 1, spec.block, context), infos
+
     return DrafterSpec(
-        "dflash", spec.path, spec.block - 1, layers, True, make, lambda: fingerprint(file), size, trees=True
+        "dflash", spec.path, spec.block - 1, layers, True, make, lambda: fingerprint(file), size, work, trees=True
     )
 
 
@@ -160,7 +172,12 @@ def _mtp(target: Target, window: int) -> DrafterSpec:
     def size(device: Device) -> tuple[int, int]:
         return mtp_bytes(target.file, target.spec, device, slots=target.slots, context=target.context)
 
-    return DrafterSpec("mtp", "", MTP_BLOCK, captured(target.spec), True, make, lambda: "", size)
+    def work(device: Device, tokens: int) -> tuple[DraftWork, tuple[TensorInfo, ...]]:
+        layer, infos = mtp_layer(target.file, target.spec, device)
+        head = head_work(target.file, target.spec, device)
+        return DraftWork((layer,), head, min(tokens, MTP_BLOCK), 1, target.context), infos
+
+    return DrafterSpec("mtp", "", MTP_BLOCK, captured(target.spec), True, make, lambda: "", size, work)
 
 
 def _model(target: Target, file: GGUFFile, spec: ModelSpec) -> DrafterSpec:
@@ -172,9 +189,13 @@ def _model(target: Target, file: GGUFFile, spec: ModelSpec) -> DrafterSpec:
     def size(device: Device) -> tuple[int, int]:
         return model_bytes(file, spec, device, slots=target.slots, context=target.context)
 
-    return DrafterSpec(
-        "model", str(file.paths[0]), ModelDrafter.block, (), False, make, lambda: fingerprint(file), size, shared=file
-    )
+    def work(device: Device, tokens: int) -> tuple[DraftWork, tuple[TensorInfo, ...]]:
+        own = model_work(file, spec, device, ServingOptions(target.slots))
+        passes, context = min(tokens, ModelDrafter.block), min(target.context, spec.context_length)
+        return DraftWork(own.layers, own.head, passes, 1, context), tuple(weight_tensors(file, spec))
+
+    path, block = str(file.paths[0]), ModelDrafter.block
+    return DrafterSpec("model", path, block, (), False, make, lambda: fingerprint(file), size, work, shared=file)
 
 
 def _mask(target: Target, spec: DFlashSpec) -> NDArray[np.float32]:

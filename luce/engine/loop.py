@@ -56,6 +56,8 @@ class Engine:
     kvflash        how pages of long sequences are swapped, needed where the backend bounds the pages of a sequence
     drafter        proposes tokens; it is closed with the engine
     feature_tails  the part of the drafter's feature ring that is saved with checkpoints
+    on_verified    gets the draft rows that a sequence's step verified, and how many it accepted, on the engine's
+                   thread; not where a grammar or the limit of the reasoning forced some
     """
 
     def __init__(
@@ -67,12 +69,19 @@ class Engine:
         kvflash: KVFlash | None = None,
         drafter: Drafter | None = None,
         feature_tails: FeatureTails | None = None,
+        on_verified: Callable[[int, int], None] | None = None,
     ) -> None:
         self._backend = backend
         self._options = options
         #: the collaborators, which belong to the engine's thread except for the methods that say otherwise
         self.parts = parts = EngineParts.build(
-            backend, options, disk=disk, kvflash=kvflash, drafter=drafter, feature_tails=feature_tails
+            backend,
+            options,
+            disk=disk,
+            kvflash=kvflash,
+            drafter=drafter,
+            feature_tails=feature_tails,
+            on_verified=on_verified,
         )
         self._admission = parts.admission
         self._scheduler = parts.scheduler

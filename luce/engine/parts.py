@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from luce.backend.backend import Backend
@@ -53,6 +54,7 @@ class EngineParts:
         kvflash: KVFlash | None,
         drafter: Drafter | None,
         feature_tails: FeatureTails | None,
+        on_verified: Callable[[int, int], None] | None = None,
     ) -> EngineParts:
         """The parts of an engine on a backend; parameters as those of Engine."""
         pages = PageTables.over(backend, options.chunk)
@@ -73,6 +75,7 @@ class EngineParts:
                     tree_tokens=options.tree_tokens,
                 ),
                 feature_tails=feature_tails,
+                on_verified=on_verified,
                 lookup=Lookup() if options.lookup else None,
             )
         checkpoints = None

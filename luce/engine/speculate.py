@@ -50,6 +50,7 @@ class Speculator:
     """Asks a drafter for the sequences of an engine, and closes it. All but `stats` on the engine's thread.
 
     feature_tails  the part of the drafter's feature ring that is saved with checkpoints
+    on_verified    as Engine's
     lookup         finds texts that repeat, which are verified with the drafter's proposals; None: only these are
     """
 
@@ -59,6 +60,7 @@ class Speculator:
         limits: DraftLimits,
         *,
         feature_tails: FeatureTails | None = None,
+        on_verified: Callable[[int, int], None] | None = None,
         lookup: Lookup | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -69,6 +71,7 @@ class Speculator:
         self._fixed = limits.width > 0
         self._tree_tokens = limits.tree_tokens
         self._feature_tails = feature_tails
+        self._on_verified = on_verified
         self._lookup = lookup
         self._clock = clock
         self._sequences: dict[Sequence, DraftedSequence] = {}
@@ -254,6 +257,8 @@ class Speculator:
         known.proposed += len(draft.tokens)
         known.accepted += len(accepted)
         self._pace.record_accepted(len(accepted))
+        if self._on_verified is not None and not forced:
+            self._on_verified(len(draft.tokens), len(accepted))
         if not draft.ends_reasoning:
             self._forced += forced
             self._forced_accepted += sum(row <= forced for row in accepted)

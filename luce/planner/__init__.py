@@ -7,6 +7,7 @@ placements, and the search over all placements. Not here: the measuring of devic
     known_cards  figures of cards by their data sheets, for devices that are not there
     problem      a model's layers, the load, the devices: what a placement is predicted and searched for
     layer_time   seconds of a layer on a device, by what they are spent on
+    draft_time   seconds of a step's proposals, where tokens are drafted
     shard_tables seconds and bytes of every range of layers on a device
     prediction   seconds of a whole placement
     labels       partial placements, and which of them no other one beats

@@ -54,7 +54,7 @@ class Prediction:
     shards: tuple[ShardPrediction, ...]
     #: one less than shards
     links: tuple[LinkPrediction, ...]
-    #: seconds of a decoding step
+    #: seconds of a decoding step, with its proposals where tokens are drafted
     decode: float
     #: seconds of a prompt
     prompt: float
@@ -101,18 +101,20 @@ def predict(problem: Problem, placement: Sequence[PlacedShard]) -> Prediction | 
         return None
     ends = placed[0].way.latency + placed[-1].way.latency
     decode = ends + sum(shard.decode.total for shard in shards) + sum(link.decode for link in links)
+    decode += problem.drafting_seconds
     slowest = max([*busy.values(), *(shard.piece.total for shard in shards), *(link.piece for link in links)])
     once = ends + sum(shard.piece.total for shard in shards) + sum(link.piece for link in links)
     prompt = once + (pieces - 1) * slowest
     value = value_of(problem, decode, prompt)
-    load = problem.load
-    return Prediction(
-        tuple(shards), tuple(links), decode, prompt, rows, pieces, value, load.rows / decode, load.prompt / prompt
-    )
+    rates = problem.step_tokens / decode, problem.load.prompt / prompt
+    return Prediction(tuple(shards), tuple(links), decode, prompt, rows, pieces, value, *rates)
 
 
 def value_of(problem: Problem, decode: float, prompt: float) -> float:
-    """What the search makes small: seconds of a token, of a prompt, or of a prompt with its reply."""
+    """What the search makes small: seconds of a token, of a prompt, or of a prompt with its reply.
+
+    `decode`, `prompt`: seconds of a decoding step and of a prompt.
+    """
     decoding, reading = problem.weights
     return decoding * decode + reading * prompt
 

@@ -104,6 +104,21 @@ class Load:
 
 
 @dataclass(frozen=True)
+class Drafting:
+    """Drafts in each decoding step, whose rows are the verified ones (`Load.rows`)."""
+
+    #: that a step is expected to bring; 1 until a server has measured it
+    tokens: float = 1.0
+    #: seconds of a step's proposals; None: not known, and not counted
+    seconds: float | None = 0.0
+    measured: bool = False
+    #: of the drafter; empty where it computes nothing on a device
+    device: str = ""
+    #: bytes that it takes there
+    bytes: int = 0
+
+
+@dataclass(frozen=True)
 class Problem:
     """A model, its load, and the devices that may hold its layers."""
 
@@ -124,11 +139,26 @@ class Problem:
     required: str = ""
     #: CPUs that hold no layers, but may get experts, of machines without a CPU among the devices
     expert_cpus: tuple[DeviceFigures, ...] = ()
+    #: None: a step gives a token for each of its rows
+    drafting: Drafting | None = None
 
     @property
     def weights(self) -> tuple[float, float]:
-        """How much a second of decoding a token and a second of reading a prompt count."""
-        return {"decode": (1.0, 0.0), "prompt": (0.0, 1.0), "balanced": (float(self.load.reply), 1.0)}[self.objective]
+        """How much a second of a decoding step and a second of reading a prompt count. Of drafted steps a reply takes
+        fewer."""
+        steps = 1.0 if self.drafting is None else 1 / self.drafting.tokens
+        reply = self.load.reply * steps
+        return {"decode": (steps, 0.0), "prompt": (0.0, 1.0), "balanced": (reply, 1.0)}[self.objective]
+
+    @property
+    def step_tokens(self) -> float:
+        """Tokens that a decoding step gives."""
+        return self.load.rows if self.drafting is None else self.drafting.tokens
+
+    @property
+    def drafting_seconds(self) -> float:
+        """Seconds of a decoding step's proposals."""
+        return 0.0 if self.drafting is None else self.drafting.seconds or 0.0
 
     def room(self, device: DeviceFigures) -> float:
         """Bytes of a device that layers may take."""

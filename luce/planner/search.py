@@ -245,7 +245,9 @@ class _Programme:
     def _begin(self) -> Labels:
         zero, nothing = np.zeros(1, np.int64), np.zeros(1)
         resources = np.zeros((1, len(self._pools) + len(self._busy)))
-        empty = Labels(zero, zero, zero, nothing, nothing, resources, zero, zero, zero, zero)
+        # Drafting takes as long with all placements; what a device brings is a share of it all.
+        cost = nothing + self._problem.weights[0] * self._problem.drafting_seconds
+        empty = Labels(zero, zero, zero, cost, nothing, resources, zero, zero, zero, zero)
         devices = range(len(self._problem.devices))
         parts = [self._longer(empty, zero, i, first=True) for i in devices if self._search.usable(i, 0, None)]
         return self._kept(parts)

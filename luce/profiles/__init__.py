@@ -8,5 +8,6 @@ with this package (luce.remote.probe). `luce doctor`, `luce plan` and the placem
     measuring      measures them, in bounded time
     profile_cache  keeps them in the user's cache folder
     link_cache     keeps the links to daemons there
+    draft_cache    keeps there what drafts brought servers
     cached_file    files of one value each, written whole
 """

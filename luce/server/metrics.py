@@ -364,7 +364,7 @@ class _ShardCollector:
         if model.plan is not None:
             predicted = GaugeMetricFamily(
                 "luce_predicted_seconds",
-                "Predicted seconds of a shard: for a decoding step of one row, and for a piece of a prompt.",
+                "Predicted seconds of a shard: for a decoding step, and for a piece of a prompt.",
                 labels=("shard", "device", "phase"),
             )
             for number, stage in enumerate(model.plan.prediction.shards):

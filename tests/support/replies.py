@@ -115,7 +115,11 @@ class Gate:
 
 def make_engine(backend: Any, **options: Any) -> Engine:
     """An engine. `options`: fields of EngineOptions, parameters of Engine; the chunk is the scripted backend's own."""
-    parts = {name: options.pop(name) for name in ("disk", "kvflash", "drafter", "feature_tails") if name in options}
+    parts = {
+        name: options.pop(name)
+        for name in ("disk", "kvflash", "drafter", "feature_tails", "on_verified")
+        if name in options
+    }
     if "chunk" not in options:
         options["chunk"] = backend.chunk
     settings = {"eos": frozenset(), "max_queue": 64} | options

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from luce.backend import measured_devices
+from luce.backend.draft_load import DraftingDevice, DraftLoad
 from luce.backend.expert_placement import ExpertRequest
 from luce.backend.fastest_placement import (
     Goal,
@@ -22,6 +23,7 @@ from luce.backend.fastest_placement import (
     fastest_placement as fastest_placement_of,
 )
 from luce.backend.measured_devices import ModelOnDevices, measured
+from luce.backend.model_work import model_work, weight_tensors
 from luce.backend.placement import plan_shards
 from luce.backend.serving_options import Claim, ServingOptions
 from luce.config.resolve import resolve
@@ -29,6 +31,7 @@ from luce.errors import DeviceError, OutOfMemoryError
 from luce.gguf.reader import open_gguf
 from luce.models.keys import Source
 from luce.models.registry import read_spec
+from luce.planner.draft_time import DraftWork
 from luce.planner.search import best_placement
 from luce.profiles.profile import DeviceProfile, FormatProfile, LinkProfile
 from luce.runtime.device import Device
@@ -70,6 +73,12 @@ def model() -> Iterator[Any]:
         yield made
 
 
+def planned_alone(model: Any) -> int:
+    """Bytes that the model takes on one device."""
+    on = model(Sized("cuda:0", GIB))
+    return plan_shards(on.file, on.spec, on.devices, on.options)[0].needed
+
+
 def silent(figure: str) -> None:
     """For callers that look at no progress."""
 
@@ -87,7 +96,7 @@ def test_a_slow_device_is_left_out_and_the_order_is_changed(stored: dict[str, De
 
 
 def test_what_is_found_fits_as_it_is_loaded(stored: dict[str, DeviceProfile], model: Any) -> None:
-    whole = plan_shards(*vars(model(Sized("cuda:0", GIB))).values())[0].needed
+    whole = planned_alone(model)
     # Within a few bytes, a device holds a layer less or more.
     for free in range(int(whole * 0.6), int(whole * 0.7), 1009):
         both = model(Sized("cuda:0", free), Sized("cuda:2", GIB))
@@ -101,7 +110,7 @@ def test_what_is_found_fits_as_it_is_loaded(stored: dict[str, DeviceProfile], mo
 def test_it_is_never_predicted_worse_than_the_placement_by_memory(
     objective: Any, names: str, stored: dict[str, DeviceProfile], model: Any
 ) -> None:
-    whole = plan_shards(*vars(model(Sized("cuda:0", GIB))).values())[0].needed
+    whole = planned_alone(model)
     for free in (GIB, int(whole * 0.75)):
         on = model(*(Sized(name, free) for name in names.split(",")))
         found = choose(on, Goal(objective), 10, silent)
@@ -142,7 +151,8 @@ def test_a_placement_is_predicted_where_all_devices_have_figures(stored: dict[st
     stored.update({str(device.name): profile(device) for device in devices})
     plan = known_plan(model(*devices), goal)
     assert plan is not None
-    planned = plan_shards(*vars(model(*devices)).values())
+    on = model(*devices)
+    planned = plan_shards(on.file, on.spec, on.devices, on.options)
     assert [shard.shard.layers for shard in plan.prediction.shards] == [shard.layers for shard in planned]
     assert plan.facts["profiles"]["cuda:0"]["noisy"] == []
     assert known_plan(model(Sized("cuda:0", 1000)), goal) is None
@@ -270,3 +280,64 @@ def test_layers_of_experts_by_name_are_no_goal() -> None:
     assert Goal.of(resolve({**auto, "experts_on": "auto"}, spell=str)) is not None
     assert Goal.of(resolve({**auto, "experts_on": "2"}, spell=str)) is not None
     assert Goal.of(resolve({**auto, "experts_on": "1-2"}, spell=str)) is None
+
+
+def drafted(on: ModelOnDevices, device: Device | None, **fields: Any) -> ModelOnDevices:
+    """Drafting by a model like the first layer, in 5 passes."""
+    work = model_work(on.file, on.spec, Sized("cuda:0", GIB), on.options)
+    one = DraftWork(work.layers[:1], work.head, 5, 1, 100)
+    tensors = tuple(weight_tensors(on.file, on.spec))
+    load = DraftLoad(6, on=None if device is None else DraftingDevice(device, 1234, one, tensors))
+    return replace(on, draft=replace(load, **fields))
+
+
+def test_steps_with_drafts_have_their_rows_tokens_and_time(stored: dict[str, DeviceProfile], model: Any) -> None:
+    device = Sized("cuda:0", GIB)
+    plain, on = model(device), drafted(model(device), device)
+    stored["cuda:0"] = profile(device)
+    known = measured(on)
+    problem = placement_problem(on, known, Goal("decode", prompt=50))
+    draft, load = problem.drafting, on.draft
+    assert draft is not None and load is not None and load.on is not None
+    assert (problem.load.rows, draft.tokens, draft.measured) == (6, 1.0, False)
+    assert (draft.device, draft.bytes) == ("cuda:0", 1234)
+    layer = load.on.work.layers[0]
+    size, seen = layer.bytes + load.on.work.head.bytes, layer.kv * 50
+    # cuda:0 reads 1e9 B/s; a launch takes 1 us, a step 10 us.
+    expected = 5 * (1e-5 + (size + seen) / 1e9 + 1e-6 * (layer.launches + load.on.work.head.launches))
+    assert draft.seconds == pytest.approx(expected)
+    assert placement_problem(plain, known, Goal("decode")).drafting is None
+    facts = choose(drafted(model(device), device, tokens=2.5), Goal("decode", prompt=50), 10, silent).plan.facts
+    assert facts["draft"] == {
+        "device": "cuda:0",
+        "bytes": 1234,
+        "rows": 6,
+        "tokens_per_step": 2.5,
+        "measured": True,
+        "decode_s": pytest.approx(draft.seconds),
+    }
+    # A drafter that looks tokens up takes no time of a device.
+    facts = choose(drafted(model(device), None), Goal("decode"), 10, silent).plan.facts
+    assert (facts["draft"]["device"], facts["draft"]["decode_s"]) == (None, 0.0)
+
+
+def test_a_drafter_on_a_device_of_its_own_is_measured_and_holds_no_layers(
+    stored: dict[str, DeviceProfile], model: Any
+) -> None:
+    target, own = Sized("cuda:2", GIB), Sized("cuda:0", GIB)
+    on = drafted(model(target), own)
+    found = choose(on, Goal("decode"), 10, silent)
+    assert found.devices == ("cuda:2",)
+    assert [device.name for device in found.problem.devices] == ["cuda:2"]
+    assert found.problem.expert_cpus == ()
+    assert found.problem.drafting is not None
+    assert found.problem.drafting.seconds
+    # Without its figures a running server predicts the rest.
+    stored["cuda:2"] = profile(target)
+    plan = known_plan(on, Goal("decode"))
+    assert plan is not None
+    assert plan.facts["draft"]["decode_s"] is None
+    stored["cuda:0"] = profile(own)
+    plan = known_plan(on, Goal("decode"))
+    assert plan is not None
+    assert plan.facts["draft"]["decode_s"] == found.problem.drafting.seconds

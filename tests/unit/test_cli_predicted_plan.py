@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from pathlib import Path
@@ -16,12 +17,16 @@ from luce.backend.serving_options import ServingOptions
 from luce.cli import predicted_plan
 from luce.cli.main import main
 from luce.cli.predicted_plan import Asked, predicted
+from luce.config.resolve import resolve
+from luce.draft.observed_drafts import observed_path
+from luce.draft.open import plan_drafter
 from luce.errors import OutOfMemoryError, UsageError
 from luce.gguf.reader import open_gguf
 from luce.models.keys import Source
 from luce.models.registry import read_spec
 from luce.planner.known_cards import card_figures
 from luce.profiles import profile_cache
+from luce.profiles.draft_cache import ObservedDrafts, write_drafts
 from luce.profiles.measuring import ProfileSizes
 from luce.profiles.profile import DeviceProfile, FormatProfile, LinkProfile
 from luce.runtime.device import Device, DeviceName, Memory
@@ -220,7 +225,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def test_the_command_prints_both_placements(measured: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = "--devices", "cpu:0,cpu:1", "--optimize-prompt", "128"
+    flags = "--devices", "cpu:0,cpu:1", "--optimize-prompt", "128", "--measure-budget", "600"
     status, out, _ = command(capsys, *flags)
     assert status == 0
     command(capsys, *flags, "--compare", "--explain-layer", "3")
@@ -243,6 +248,49 @@ def test_the_command_prints_both_placements(measured: Path, capsys: pytest.Captu
     status, out, _ = command(capsys, *flags, "--measure", "--json", "--optimize", "decode")
     assert json.loads(out)["optimize"] == "decode"
     assert file.read_text() != before
+
+
+def test_a_draft_is_in_the_plan(measured: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--devices", "cpu:0", "--optimize-prompt", "128", "--measure-budget", "600"
+    _, out, _ = command(capsys, *flags, "--json")
+    plain = json.loads(out)
+    assert plain["draft"] is None
+    drafted = *flags, "--draft", str(MODEL)
+    status, out, _ = command(capsys, *drafted, "--json")
+    found = json.loads(out)
+    assert status == 0
+    draft, stages = found["draft"], found["fastest"]["stages"]
+    assert (draft["device"], draft["rows"], draft["tokens_per_step"], draft["measured"]) == ("cpu:0", 9, 1, False)
+    # Eight passes of one row, each a step of the whole model.
+    assert draft["decode_s"] == pytest.approx(8 * plain["fastest"]["stages"][0]["decode_s"], rel=1e-6)
+    way = 1 / plain["fastest"]["decode_tok_s"] - plain["fastest"]["stages"][0]["decode_s"]
+    step = sum(stage["decode_s"] for stage in stages) + draft["decode_s"] + way
+    assert found["fastest"]["decode_tok_s"] == pytest.approx(1 / step)
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(open_gguf(MODEL))
+        config = resolve({"draft": str(MODEL)}, env={})
+        spec = read_spec(Source(str(file.paths[0]), file.metadata, file.tensors))
+        plan = plan_drafter(stack, config, file, spec, [HostDevice()], context=256)
+        assert plan is not None
+        write_drafts(observed_path(config, file, plan.spec), ObservedDrafts(9.0, 2.5, 1000))
+    _, out, _ = command(capsys, *drafted, "--json")
+    known = json.loads(out)
+    assert known["fastest"]["decode_tok_s"] == pytest.approx(2.5 / step)
+    _, out, _ = command(capsys, *drafted)
+    line = next(line for line in out.splitlines() if line.startswith("draft"))
+    expected = r"draft on cpu:0: 0\.\d\d GiB, [\d.]+ ms a step; verifies 9 rows, 2\.50 tokens a step, as measured"
+    assert re.fullmatch(expected, line)
+
+
+def test_the_line_of_a_draft_says_what_it_rests_on() -> None:
+    facts = {"device": "hip:0", "bytes": 3 << 29, "rows": 7, "tokens_per_step": 1.0, "measured": False}
+    assert predicted_plan._draft({**facts, "decode_s": None}) == (
+        "draft on hip:0: 1.50 GiB, its time is not counted; verifies 7 rows, counted as 1 token a step until a server "
+        "has measured it"
+    )
+    assert predicted_plan._draft({**facts, "device": None, "measured": True, "tokens_per_step": 3.2}) == (
+        "draft; verifies 7 rows, 3.20 tokens a step, as measured"
+    )
 
 
 @pytest.mark.parametrize(

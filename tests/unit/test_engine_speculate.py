@@ -48,6 +48,23 @@ def test_the_reply_is_that_of_plain_decoding(wrong: Callable[[int], bool], recur
         assert accepted == 0 and steps >= 57
 
 
+@pytest.mark.parametrize("wrong", [never, sometimes(0.3, 1)], ids=["oracle", "mixed"])
+def test_each_verification_is_told(wrong: Callable[[int], bool]) -> None:
+    backend, told = ScriptedBackend(), list[tuple[int, int]]()
+
+    def on_verified(drafted: int, accepted: int) -> None:
+        told.append((drafted, accepted))
+
+    drafter = oracle(backend, wrong)
+    with engine(backend, eos=frozenset(), drafter=drafter, verify_width=5, on_verified=on_verified) as made:
+        reply, _ = submit(made, PROMPT, max_tokens=60)
+        reply.finished()
+        counts = draft_counts(made)
+    assert (len(told), *map(sum, zip(*told, strict=True))) == counts
+    if wrong is never:
+        assert set(told[:-1]) == {(4, 4)}
+
+
 class Numberless(ScriptedDrafter):
     """Knows of every other token only how sure it is."""
 

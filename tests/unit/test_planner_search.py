@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from luce.planner.figures import DeviceFigures, LinkFigures
-from luce.planner.problem import HeadWork, LayerWork, Load, ModelWork, Problem
+from luce.planner.problem import Drafting, HeadWork, LayerWork, Load, ModelWork, Problem
 from luce.planner.search import Found, best_placement
 from luce.planner.shard_tables import handover_rows
 from tools.planner_cases import BruteForce, Placement, problem_of, random_case
@@ -104,6 +104,16 @@ def test_a_device_must_bring_the_margin() -> None:
     assert both is not None
     assert alone is not None
     assert (len(both.placement), len(alone.placement)) == (2, 1)
+
+
+def test_what_a_device_brings_is_a_share_of_drafted_steps() -> None:
+    fast = gpu("fast", free=5_000_000_000)
+    problem = Problem(model(), Load(1, 8192, 2048), (gpu("slow", 0.5), fast), {}, "decode")
+    plain, drafted = best_placement(problem), best_placement(replace(problem, drafting=Drafting(3.0, 10.0)))
+    assert plain is not None
+    assert drafted is not None
+    assert len(plain.placement) == 2
+    assert placement_of(drafted) == [["slow", 0, 11, 0]]
 
 
 def test_figures_that_differ_a_little_still_decide_the_order() -> None:

@@ -14,6 +14,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from luce.backend.model_work import layer_work
 from luce.draft.context import CONTEXT_CHUNK, WARM_UP_ROWS, Context, PageRing, of_few_sizes
 from luce.draft.dflash.correction import DOMINO, DSPARK, MULTIPLIED, Correction, open_correction
 from luce.draft.dflash.spec import FINAL_NORM, FUSION, FUSION_NORM, MASK_EMBEDDING, DFlashSpec, capture_norm, stored
@@ -33,9 +34,11 @@ from luce.ops.embedding import embed, take_rows
 from luce.ops.matmul import int8_group, matmul
 from luce.ops.norm import head_rms_norm, rms_norm
 from luce.ops.quantise import Quantised, quantise
+from luce.planner.problem import LayerWork
 from luce.runtime.device import Array, Device
 from luce.runtime.step import DeviceStep, Int32
 from luce.shard.graphs import GraphRunner
+from luce.shard.shard_options import ShardOptions
 
 
 class DFlashModel:
@@ -185,6 +188,16 @@ def draft_bytes(file: GGUFFile, spec: DFlashSpec, device: Device, *, slots: int,
     state = sum(pages[mixer.window] * KVPool.page_bytes(device, mixer) for mixer in mixers)
     placed = [info for name, info in _needed(file, spec).items() if not _of_head(name) or name in MULTIPLIED]
     return placed_bytes(placed, device), state
+
+
+def draft_layers(file: GGUFFile, spec: DFlashSpec, device: Device) -> tuple[LayerWork, ...]:
+    """A DFlashModel's layers for predictions; that of a correction head comes last."""
+    layers = [layer_work(file, spec.model, device, ShardOptions(1), layer) for layer in range(len(spec.layers))]
+    head = [info for name, info in _needed(file, spec).items() if _of_head(name) and name in MULTIPLIED]
+    if head:
+        macs = sum(info.rows * info.cols for info in head)
+        layers.append(LayerWork(placed_bytes(head, device), macs, len(head), kv=0, attention=0))
+    return tuple(layers)
 
 
 @functools.lru_cache
