@@ -47,7 +47,7 @@ from luce.models.model_card import find_recommended
 from luce.models.registry import read_spec
 from luce.models.spec import ModelSpec
 from luce.ops.kvtype import KVTypes
-from luce.remote.device import RemoteDevice, is_remote
+from luce.remote.device import RemoteDevice, is_remote, same_daemon
 from luce.remote.open import NO_CONNECTS, Connects, open_placement
 from luce.runtime.cores import limit_threads
 from luce.runtime.device import Device
@@ -131,8 +131,11 @@ def place(
             _log.warning("layers go by free memory: %s", error)
             return Placed(devices, config)
     by_name = {str(device.name): device for device in devices}
-    for name in by_name.keys() - set(chosen.devices):
-        by_name[name].close()
+    used = [by_name[name] for name in chosen.devices]
+    for device in devices:
+        # The end of a daemon would be that of all its devices.
+        if device not in used and not any(same_daemon(device, other) for other in used):
+            device.close()
     _log.info("%s", chosen.plan.text)
     if model.options.experts is not None:
         spans = ",".join(f"{layer}-{layer}" for layer in chosen.offloaded)
@@ -140,7 +143,7 @@ def place(
     if draft is not None and not draft.remote:
         # Without the devices that are left out, another one could be the last.
         config = dataclasses.replace(config, draft_device=str(draft.device.name))
-    return Placed([by_name[name] for name in chosen.devices], config, chosen.layers, chosen.plan)
+    return Placed(used, config, chosen.layers, chosen.plan)
 
 
 def claimed(

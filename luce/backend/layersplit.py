@@ -27,6 +27,7 @@ from luce.errors import BackendError
 from luce.gguf.reader import GGUFFile
 from luce.layers.features import FeatureRing
 from luce.models.spec import ModelSpec
+from luce.profiles.profile import Observed
 from luce.remote.device import is_remote
 from luce.remote.shard import RemoteShard
 from luce.runtime.device import Array, Device, Memory
@@ -189,10 +190,30 @@ class LayerSplitBackend:
         """Seconds that the shards' work and the copies between them took since the start. Any thread may call it."""
         return self._pipeline.times()
 
-    def watch_decoding(self, shard: int, on_decoded: Callable[[int, float], None]) -> None:
-        """Let a function get the position and the seconds of each decoding step of one row in a shard, on the thread of
-        `forward`."""
-        self._pipeline.watch_decoding(shard, on_decoded)
+    def watch_decoding(self, device: str, on_decoded: Callable[[int, float], None]) -> None:
+        """Let a function get the position and the seconds of each decoding step of one row on a device, on the thread
+        that drives its shard."""
+        shard, number = self._place(device)
+        remote = self._pipeline.shards[shard]
+        if isinstance(remote, RemoteShard):
+            remote.watch_decoding(number, on_decoded)
+        else:
+            self._pipeline.watch_decoding(shard, on_decoded)
+
+    def keep_observed(self, device: str, observed: Observed) -> None:
+        """Let a device's daemon keep what was observed of it. On the thread that drives its shard."""
+        shard, number = self._place(device)
+        remote = self._pipeline.shards[shard]
+        assert isinstance(remote, RemoteShard)
+        remote.keep_observed(number, observed)
+
+    def _place(self, device: str) -> tuple[int, int]:
+        """The shard with the layers of a device, and which of its devices it is."""
+        for shard, own in enumerate(self._pipeline.shards):
+            for number, part in enumerate(own.info.devices):
+                if part.device == device:
+                    return shard, number
+        raise AssertionError(f"{device} has no layers")
 
     def forward(self, step: Step, queued: Callable[[], None] = lambda: None) -> Output:
         if not self._pipeline.shards:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import statistics
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from luce.backend.prediction_facts import PredictedPlan
 from luce.planner.prediction import PlacedShard
 from luce.planner.problem import Problem
 from luce.planner.shard_tables import shard_seconds
+from luce.profiles.cached_file import in_background
 from luce.profiles.profile import Observed
 from luce.profiles.profile_cache import note_observed
 
@@ -95,18 +95,14 @@ class ShardObservation:
 
 
 def observe(backend: LayerSplitBackend, plan: PredictedPlan) -> None:
-    """Compare the decoding steps of a backend with its plan, and keep what was observed beside the profiles of this
-    process's devices, for later plans. Daemons keep none: theirs report the time of all their devices together."""
-    for number, stage in enumerate(plan.prediction.shards):
+    """Compare the decoding steps of a backend with its plan, and keep what was observed beside the profiles of the
+    devices, for later plans; daemons keep that of theirs."""
+    for stage in plan.prediction.shards:
         name = stage.shard.device
-        path = plan.known.paths.get(name)
-        if path is None:
-            continue
-        before = correction(plan.known.profiles[name])
-        store = partial(_store, path)
-        backend.watch_decoding(number, ShardObservation(plan.problem, stage.shard, before, store).add)
+        path, before = plan.known.paths.get(name), correction(plan.known.profiles[name])
+        store = partial(backend.keep_observed, name) if path is None else partial(_store, path)
+        backend.watch_decoding(name, ShardObservation(plan.problem, stage.shard, before, store).add)
 
 
 def _store(path: Path, observed: Observed) -> None:
-    """On a thread of its own: a slow disk holds up no step."""
-    threading.Thread(target=note_observed, args=(path, observed), name="luce-observed", daemon=True).start()
+    in_background(partial(note_observed, path, observed))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +15,7 @@ from luce.draft.spec import DrafterSpec
 from luce.gguf.fingerprint import fingerprint
 from luce.gguf.reader import GGUFFile
 from luce.models.spec import ModelSpec
+from luce.profiles.cached_file import in_background
 from luce.profiles.draft_cache import ObservedDrafts, drafts_path, read_drafts, write_drafts
 
 #: steps of sequences after which drafts are counted on, and as many whose means they are
@@ -69,9 +69,5 @@ class DraftObservation:
 
 
 def keeping(path: Path) -> DraftObservation:
-    """An observation that is kept in a file, which is written on a thread of its own: a slow disk holds up no step."""
-    return DraftObservation(partial(_write, path))
-
-
-def _write(path: Path, found: ObservedDrafts) -> None:
-    threading.Thread(target=write_drafts, args=(path, found), name="luce-observed", daemon=True).start()
+    """An observation that is kept in a file."""
+    return DraftObservation(lambda found: in_background(partial(write_drafts, path, found)))

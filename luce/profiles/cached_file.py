@@ -6,7 +6,9 @@ import contextlib
 import logging
 import os
 import tempfile
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,6 +42,11 @@ def counts(path: Path, flaw: str, measured: float) -> bool:
         _reject(path, flaw)
         return False
     return 0 <= time.time() - measured < MAX_AGE
+
+
+def in_background(write: Callable[[], None]) -> None:
+    """Let a thread of its own write what was observed: a slow disk holds up no step."""
+    threading.Thread(target=write, name="luce-observed", daemon=True).start()
 
 
 def _reject(path: Path, reason: str) -> None:

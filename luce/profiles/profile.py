@@ -11,6 +11,7 @@ _Range = tuple[float, float]
 # known_cards.py reaches, so that only lies and errors of a clock are beyond it.
 _BYTES, _OPERATIONS = (0.0, 100 * 8e12), (0.0, 100 * 2.5e15)
 _SECONDS, _RATIO, _ROWS = (-1e-300, 3600.0), (0.0, 1e6), (0.0, float(1 << 20))
+_STEPS = 0.0, sys.float_info.max
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,11 @@ class Observed:
     ratio: float
     steps: int
 
+    @property
+    def flaw(self) -> str:
+        """The first figure that cannot be, with its value; empty if all can."""
+        return _first_flaw([("observed.ratio", self.ratio, _RATIO), ("observed.steps", self.steps, _STEPS)])
+
 
 @dataclass(frozen=True)
 class DeviceProfile:
@@ -98,7 +104,7 @@ class DeviceProfile:
         """The first figure that cannot be, with its value; empty if all can."""
         if not all(found.rates for found in self.formats.values()):
             return "rates are missing"
-        return _first_flaw(self._figures())
+        return _first_flaw(self._figures()) or ("" if self.observed is None else self.observed.flaw)
 
     def _figures(self) -> Iterator[tuple[str, float, _Range]]:
         times = {"step": self.step, "launch": self.launch, "routing": self.routing, "way.latency": self.way.latency}
@@ -107,8 +113,6 @@ class DeviceProfile:
         yield "way.bandwidth", self.way.bandwidth, _BYTES
         measured = {"state_read": _BYTES, "attention": _OPERATIONS, "elementwise": _BYTES, "recurrence": _BYTES}
         yield from ((name, value, r) for name, r in measured.items() if (value := getattr(self, name)) is not None)
-        if self.observed is not None:
-            yield "observed.ratio", self.observed.ratio, _RATIO
         for type, found in self.formats.items():
             yield f"{type}.read", found.read, _BYTES
             yield f"{type}.spread", found.spread, (-1.0, sys.float_info.max)

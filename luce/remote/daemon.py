@@ -31,7 +31,7 @@ from luce.remote.daemon_shard import ServedModel
 from luce.remote.messages import Load, Measure, Probe, Request
 from luce.remote.probe import answer_probe, measure_devices
 from luce.remote.service import Handler, Loader, Service, Work
-from luce.remote.validate import check_descriptor
+from luce.remote.validate import check_descriptor, load_devices
 from luce.runtime.cores import limit_threads
 from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
@@ -253,7 +253,7 @@ class Session:
         def note_read(share: float) -> None:
             self._note_progress(fetched + (1 - fetched) * share)
 
-        self._service = ServedModel(path, message, self._devices, arena, self._opened, note_read)
+        self._service = ServedModel(path, message, load_devices(message, self._devices), arena, self._opened, note_read)
         self._on_loaded()
         return self._service.loaded()
 

@@ -6,6 +6,7 @@ Work is queued on the devices; luce.remote.service.Work says when it is done, an
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import math
@@ -26,6 +27,8 @@ from luce.layers.routed_experts import ExpertOffload
 from luce.models.keys import Source
 from luce.models.registry import read_spec
 from luce.ops.kvtype import KVTypes
+from luce.profiles.cached_file import in_background
+from luce.profiles.profile_cache import note_observed, profile_path
 from luce.remote.activation_codec import ActivationCodec
 from luce.remote.announced import Announced, AnnouncedStep, CopiedState, QueuedStep, announcement
 from luce.remote.mask_codec import MaskDecoder
@@ -41,6 +44,7 @@ from luce.remote.messages import (
     Loaded,
     LoadedLayers,
     LoadState,
+    Observe,
     Project,
     RankPages,
     Restore,
@@ -108,6 +112,7 @@ class ServedModel(Service):
             Restore: self.restore,
             Drop: self.drop,
             LoadState: self.load_state,
+            Observe: self.observe,
         }
         file = opened.enter_context(open_gguf(path))
         if fingerprint(file) != load.fingerprint:
@@ -146,7 +151,8 @@ class ServedModel(Service):
         self._output_copies = devices[-1].copy_stream()
         #: output activations, until they have been copied
         self._copying: deque[tuple[Activation, Event]] = deque()
-        self._seconds_reported = 0.0
+        #: of each device
+        self._seconds_reported = [0.0] * len(devices)
         #: by number
         self._saved: dict[int, JoinedSavedState] = {}
         self._masks = MaskDecoder(spec.vocab)
@@ -239,8 +245,8 @@ class ServedModel(Service):
             Flag(self.arena.input_flag, flag).set()
 
     def handle(self, message: Any) -> Any:
-        # A Drop may arrive between Announce and Forward; any other request ends what was announced.
-        if not isinstance(message, Drop):
+        # These may arrive between Announce and Forward; any other request ends what was announced.
+        if not isinstance(message, Drop | Observe):
             self._previous, self._announced = self._announced, None
         return super().handle(message)
 
@@ -358,12 +364,11 @@ class ServedModel(Service):
         # The next step overwrites the outputs, and the response says that the copies are there.
         self.devices[-1].wait_for(self._output_copies.record())
 
-    def _seconds(self) -> float:
-        """What the devices have worked since the last response."""
+    def _seconds(self) -> tuple[float, ...]:
+        """What each device has worked since the last response."""
         self.pipeline.count_times()
-        total = self.pipeline.work_seconds()
-        seconds, self._seconds_reported = total - self._seconds_reported, total
-        return seconds
+        before, self._seconds_reported = self._seconds_reported, self.pipeline.work_seconds()
+        return tuple(now - then for now, then in zip(self._seconds_reported, before, strict=True))
 
     def embed(self, message: Embed) -> Tensors:
         """Look up rows of the token table."""
@@ -460,6 +465,13 @@ class ServedModel(Service):
         """Release saved states."""
         for number in message.saved:
             self._saved.pop(number, None)
+
+    def observe(self, message: Observe) -> None:
+        """Keep what was observed of a device beside its profile."""
+        if not 0 <= message.device < len(self.devices) or message.observed.flaw:
+            raise BackendError(f"nothing can be observed of device {message.device}: {message.observed.flaw}")
+        path = profile_path(self.devices[message.device])
+        in_background(functools.partial(note_observed, path, message.observed))
 
     def _saved_state(self, number: int) -> JoinedSavedState:
         if number not in self._saved:

@@ -14,6 +14,7 @@
     Fetch          -> Tensors  tensors of a saved state
     Restore        -> Done     copy a saved state back into a slot and pages
     Drop                       no response: release saved states
+    Observe                    no response: keep how a device compares with its prediction
     LoadState      -> Done     copy tensors of this message into a slot and pages
 
 Every request may have the response Failed instead. A Step and an Output travel field by field as they are declared, so
@@ -30,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.ipc.lifecycle import Failed, Hello, Open
-from luce.profiles.profile import DeviceProfile, LinkProfile
+from luce.profiles.profile import DeviceProfile, LinkProfile, Observed
 from luce.remote.mask_codec import WireMasks
 from luce.runtime.step import Output, Step
 
@@ -95,7 +96,7 @@ class Probed(msgspec.Struct, tag=True):
 
 
 class Load(msgspec.Struct, tag=True):
-    """Load consecutive layers of a file, a range for each device."""
+    """Load consecutive layers of a file, a range for each of the devices that get some."""
 
     path: str
     #: fingerprint of the file as the server sees it
@@ -131,6 +132,8 @@ class Load(msgspec.Struct, tag=True):
     offloaded_packed: bool = True
     #: positions that the server's spec is for (luce.models.spec.ModelSpec.for_context)
     context: int = 0
+    #: the numbers of the devices in the order of `layers`; empty: all of them as they are
+    devices: tuple[int, ...] = ()
 
 
 class LoadedLayers(msgspec.Struct):
@@ -208,8 +211,8 @@ class Done(msgspec.Struct, tag=True):
 
     checksummed: ClassVar[bool] = False
 
-    #: what the devices worked
-    seconds: float = 0.0
+    #: of a step: what each device worked
+    seconds: tuple[float, ...] = ()
     output: Output | None = None
     #: the output activation, if the arena is not shared
     data: NDArray[np.uint8] | None = None
@@ -305,6 +308,14 @@ class Drop(msgspec.Struct, tag=True):
     saved: tuple[int, ...]
 
 
+class Observe(msgspec.Struct, tag=True):
+    """Keep how a device's decoding steps compare with their prediction beside its profile."""
+
+    #: which of the devices that hold layers
+    device: int
+    observed: Observed
+
+
 class LoadState(msgspec.Struct, tag=True):
     """Copy tensors of layers [begin, end) into a slot and pages. See Shard.state.load."""
 
@@ -316,5 +327,5 @@ class LoadState(msgspec.Struct, tag=True):
 
 Steps = Load | Announce | Forward | Embed | Project | Accept | UpdateRanking | RankPages
 SavedStates = Save | Fetch | Restore | Drop | LoadState
-Request = Open | Measure | Probe | Steps | SavedStates
+Request = Open | Measure | Probe | Steps | SavedStates | Observe
 Response = Hello | Measured | Probed | Loaded | Done | Tensors | Saved | Failed

@@ -59,6 +59,8 @@ class Requests:
         self.saved_numbers = itertools.count(1)
         #: numbers of saved states to release; any thread may append to it
         self.dropped: deque[int] = deque()
+        #: messages without a response, for the time before the next request
+        self.later: deque[msgspec.Struct] = deque()
         #: the last request, unless the daemon has been lost since
         self.newest: Request | None = None
         #: seconds that threads have waited for responses and outputs; any thread may read it
@@ -88,6 +90,8 @@ class Requests:
         if self.dropped:
             # Any thread may hold the last reference to a saved state, and release it meanwhile.
             self._send(channel, Drop(tuple(self.dropped.popleft() for _ in range(len(self.dropped)))))
+        while self.later:
+            self._send(channel, self.later.popleft())
         self._send(channel, message)
         request = Request(self, channel, self._numbers, expected or Expected(), self.daemon.timeouts.request)
         self._open.append(request)
@@ -187,7 +191,7 @@ class Request(Event):
             return
         self.expected.take(response)
         if isinstance(response, Done):
-            self._work = response.seconds
+            self._work = sum(response.seconds)
             self._output = self._output or response.output or (self._read() if self._read is not None else None)
         # `take` may refer to an object that refers to this request.
         self.expected = Expected()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,16 +18,18 @@ from luce.ipc.arena import Arena, shared_arena
 from luce.ipc.channel import SMALL_FRAME, ProtocolError
 from luce.ipc.supervisor import Supervisor
 from luce.models.spec import ModelSpec
+from luce.profiles.profile import Observed
 from luce.remote.activation_codec import ActivationCodec
 from luce.remote.device import is_remote
 from luce.remote.mask_codec import MaskEncoder
-from luce.remote.messages import Accept, Announce, Done, Forward, Load, Loaded, Response
+from luce.remote.messages import Accept, Announce, Done, Forward, Load, Loaded, Observe, Response
 from luce.remote.rpc import PER_BYTE, PER_ROW, Expected, Request, Requests
 from luce.remote.shard_groups import RemoteEnds, RemoteRanking, RemoteState, check_ids, check_output
 from luce.remote.shared_layout import OUTPUT_BUFFERS, OUTPUT_BYTES, OutputLayout, shared_size
 from luce.runtime.device import Device, Event, Flag
 from luce.runtime.host import HostEvent
 from luce.runtime.step import MAX_CANDIDATES, Output, Step
+from luce.shard.pipeline import decoding_position
 from luce.shard.shard import Activation, DaemonState, DeviceInfo, Pending, ShardInfo
 from luce.shard.shard_options import DeviceLayers, OnCaptured, ShardOptions
 from luce.shard.sizes import activation_widths, mirrored
@@ -113,6 +116,8 @@ class RemoteShard:
         self._masks = MaskEncoder()
         #: whether the daemon's devices wait for the arena's flags, and raise them, without the host
         self._uses_flags = False
+        #: by the number of the device in `info`, what gets the position and the seconds of decoding steps of one row
+        self._watching: dict[int, Callable[[int, float], None]] = {}
         #: how many steps have been announced: the values of the arena's flags
         self._steps = 0
         #: bytes that went through shared memory, to the daemon and from it
@@ -201,6 +206,14 @@ class RemoteShard:
         state = daemon_state(number, self.info.device, self._daemon, shared=shared)
         transport = "shared" if self._shared else "stream"
         return replace(state, transport=transport, gpu_waits=self._uses_flags, waited=self._requests.waited)
+
+    def watch_decoding(self, number: int, on_decoded: Callable[[int, float], None]) -> None:
+        """As Pipeline.watch_decoding, for a device of the daemon by its number in `info`."""
+        self._watching[number] = on_decoded
+
+    def keep_observed(self, number: int, observed: Observed) -> None:
+        """Let the daemon keep what was observed of a device beside its profile, before the next request."""
+        self._requests.later.append(Observe(number, observed))
 
     def announce(self, step: Step, activation: Activation | None) -> None:
         self._release()
@@ -296,6 +309,7 @@ class RemoteShard:
         if needs_data == (response.data is None) or needs_output == (response.output is None):
             raise ProtocolError("it sent another result of the step than it was asked for")
         step = announced.step
+        self._take_seconds(response.seconds, step)
         if response.data is not None:
             try:
                 self._output_codec.unpack(response.data, self._arena.memory[announced.target :], step.rows)
@@ -307,6 +321,15 @@ class RemoteShard:
             if len(step.output_rows):
                 self._check_step_output(response.output, step)
             self._hand_on_captured(announced)
+
+    def _take_seconds(self, seconds: Sequence[float], step: Step) -> None:
+        """Check what the devices worked on a step, and tell whoever watches them."""
+        if len(seconds) != len(self.info.devices) or not all(0 <= one < math.inf for one in seconds):
+            raise ProtocolError(f"it sent {seconds} as the seconds of {len(self.info.devices)} devices")
+        position = decoding_position(step)
+        if position is not None:
+            for number, on_decoded in self._watching.items():
+                on_decoded(position, seconds[number])
 
     def _read(self, layout: OutputLayout, announced: _Announced) -> Output:
         """The Output of a step whose output flag is raised. Raises ProtocolError for ids outside the vocabulary."""
@@ -374,4 +397,5 @@ def _load_message(
         offloaded=tuple(part.offloaded for part in parts) if offloads else (),
         offloaded_packed=all(offload.device.packed for offload in offloads),
         context=spec.context_length,
+        devices=tuple(part.device.number for part in parts if is_remote(part.device)),
     )

@@ -15,10 +15,19 @@ from luce.models.spec import ModelSpec
 from luce.ops.deltanet import RECURRENT_ROWS
 from luce.remote.activation_codec import TYPES
 from luce.remote.messages import Load
+from luce.runtime.device import Device
 from luce.runtime.step import PAGE, PageView, Span, Step
 
 #: most rows of a span whose page view says which keys each row sees
 _SEEN_ROWS = 64
+
+
+def load_devices(load: Load, devices: Sequence[Device]) -> Sequence[Device]:
+    """The devices that get layers, in their order. Raises BackendError for devices that do not exist."""
+    numbers = load.devices or tuple(range(len(devices)))
+    if len(set(numbers)) != len(numbers) or not set(numbers) <= set(range(len(devices))):
+        raise BackendError(f"layers for devices {load.devices} of {len(devices)}")
+    return [devices[number] for number in numbers]
 
 
 def load_layers(load: Load, devices: int, spec: ModelSpec) -> list[range]:

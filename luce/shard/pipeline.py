@@ -131,8 +131,7 @@ class Pipeline:
             start = device.record(timing=True)
             made = shard.forward(step, arrays)
             end = device.record(timing=True)
-            alone = step.rows == 1 and len(step.output_rows) == 1
-            self._work[number].add(start, end, int(step.positions[0]) if alone else None)
+            self._work[number].add(start, end, decoding_position(step))
             result: Transfer | Activation | Pending = made
             if number < len(self.links):
                 assert isinstance(made, tuple)
@@ -179,9 +178,9 @@ class Pipeline:
         `count_times` counts it."""
         self._work[shard].on_decoded = on_decoded
 
-    def work_seconds(self) -> float:
-        """Seconds that the shards' counted work took since the start."""
-        return sum(clock.total for clock in self._work)
+    def work_seconds(self) -> list[float]:
+        """Seconds that each shard's counted work took since the start."""
+        return [clock.total for clock in self._work]
 
     def wait(self) -> None:
         """Wait until the threads are idle. Raises their first error."""
@@ -213,6 +212,11 @@ class Pipeline:
         for shard in reversed(self.shards):
             shard.close()
         self.shards.clear()
+
+
+def decoding_position(step: Step) -> int | None:
+    """The position of the row of a decoding step of one row; None for other steps."""
+    return int(step.positions[0]) if step.rows == len(step.output_rows) == 1 else None
 
 
 def _transfer(result: Result) -> Transfer:

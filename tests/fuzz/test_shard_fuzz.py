@@ -107,8 +107,8 @@ def _other(message: msgspec.Struct, chance: random.Random) -> msgspec.Struct:
         kinds[chance.choice([name, "blk.99.k", "", "blk.0.k"])] = kind
     return chance.choice(
         [
-            Done(chance.choice([0.0, -1.0, float("nan"), 1e300]), output, array(np.uint8, some * 1000)),
-            Done(0.0, output, None),
+            Done((chance.choice([0.0, -1.0, float("nan"), 1e300]),), output, array(np.uint8, some * 1000)),
+            Done((0.0,), output, None),
             Saved(kinds, chance.choice([0, -1, some, 1 << 70 >> 8, 1 << 30])),
             Tensors(fetched),
             Tensors({"rows": array(np.float32, few, some)}),

@@ -21,6 +21,7 @@ from luce.gguf.reader import open_gguf
 from luce.ipc.arena import shared_arena
 from luce.ipc.channel import Channel
 from luce.ipc.lifecycle import Failed, Hello, Open, Ping, Pong
+from luce.profiles.profile import Observed
 from luce.remote import daemon
 from luce.remote.daemon import serve
 from luce.remote.messages import (
@@ -33,6 +34,7 @@ from luce.remote.messages import (
     Load,
     Loaded,
     LoadState,
+    Observe,
     Project,
     RankPages,
     Response,
@@ -175,6 +177,9 @@ LOADS: dict[str, tuple[dict[str, Any], str, str]] = {
     "no file": ({"path": "/no/such.gguf"}, "/no/such.gguf", "ModelError"),
     "layers": ({"layers": ((0, LAYERS + 1),)}, "layers", "BackendError"),
     "no layers": ({"layers": ((1, 1),)}, "layers", "BackendError"),
+    "another device": ({"devices": (1,)}, "layers for devices (1,) of 1", "BackendError"),
+    "a device before the first": ({"devices": (-1,)}, "layers for devices", "BackendError"),
+    "a device twice": ({"devices": (0, 0)}, "layers for devices", "BackendError"),
     "holes": ({"layers": ((0, 1), (2, 3))}, "layers", "BackendError"),
     "slots": ({"slots": 0}, "do not fit", "BackendError"),
     "activations": ({"activations": "f8"}, "activations as 'f8'", "BackendError"),
@@ -297,6 +302,9 @@ def test_steps(server: Server) -> None:
     assert isinstance(server.ask(LoadState(1, ((3,),), (0, LAYERS), fetched.tensors)), Done)
     server.send(Drop((5,)))
     server.refused(Restore(5, 1, ((3,),), 0), "no saved state 5")
+    for device, ratio in ((1, 1.0), (-1, 1.0), (0, 0.0), (0, -1.0), (0, float("nan")), (0, 1e30)):
+        server.refused(Observe(device, Observed(ratio, 1000)), "nothing can be observed")
+    server.refused(Observe(0, Observed(1.0, 0)), "nothing can be observed")
     again = output().output
     assert again is not None and (again.logits == expected.logits).all()
 

@@ -9,10 +9,12 @@ import pytest
 
 import luce
 from luce.backend import fastest_placement, measured_devices
+from luce.backend.measured_devices import MeasuredDevices, ModelOnDevices
 from luce.errors import DeviceError, OutOfMemoryError, UsageError
 from luce.profiles.profile import DeviceProfile, FormatProfile, LinkProfile
 from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
+from tests.support.daemons import HERE
 from tests.support.reference import Reference
 
 REFERENCE = Reference("qwen3-a-F32")
@@ -105,3 +107,18 @@ def test_layers_go_by_free_memory_where_nothing_is_measured(
         assert devices(model) == ["cpu:0", "cpu:1"]
         assert model.plan is None
     assert "layers go by free memory: cpu:0: not measured within 0 s" in caplog.text
+
+
+def test_a_daemon_may_hold_layers_on_some_of_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cpu:1 and cpu:2 are in a daemon, whose figures are invented."""
+    monkeypatch.setitem(SPEEDS, "cpu:1", 0.02)
+    monkeypatch.setitem(SPEEDS, "cpu:2", 1.0)
+
+    def measured(model: ModelOnDevices, **how: Any) -> MeasuredDevices:
+        return MeasuredDevices({str(device.name): profile(device) for device in model.devices})
+
+    monkeypatch.setattr(fastest_placement, "measured", measured)
+    given = {"target_devices": "cpu:0,cpu:1,cpu:2", "target_shard_ipc_bin": HERE, "optimize": "decode"}
+    with load(**given) as model:
+        assert devices(model) == ["cpu:2"]
+        assert [token.id for token in model.generate(PROMPT, max_tokens=8, ignore_eos=True, temperature=0)] == GREEDY

@@ -122,7 +122,7 @@ def test_no_life_responds_to_requests_of_another(watch: Watch) -> None:
     def live(channel: Channel[Request], fd: int) -> None:
         nonlocal lives
         lives += 1
-        channel.send(channel.receive(timeout=60)[0], Done(seconds=lives), timeout=60)
+        channel.send(channel.receive(timeout=60)[0], Done(seconds=(lives,)), timeout=60)
         channel.receive(timeout=60)
 
     daemon = watch(live)

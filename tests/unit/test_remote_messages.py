@@ -17,7 +17,7 @@ from tests.support.values import made, same
 @pytest.mark.parametrize("kind", [Step, Output])
 def test_every_field_crosses(kind: type[Any]) -> None:
     sent = made(kind)
-    message: Any = Announce(sent, 0, 0) if kind is Step else Done(1.0, sent)
+    message: Any = Announce(sent, 0, 0) if kind is Step else Done((1.0,), sent)
     ours, theirs = socket.socketpair()
     with ours, theirs:
         Channel[Any](ours, Response).send(1, message, timeout=5)

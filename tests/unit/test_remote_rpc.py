@@ -148,7 +148,7 @@ def test_every_response_is_that_of_its_request(secured: bool, tmp_path: Path) ->
             if isinstance(message, Drop):
                 dropped.extend(message.saved)
                 number, message = daemon.peer.receive(timeout=60)
-            daemon.peer.send(number, Done(seconds=number, data=message.data[::-1]), timeout=60)
+            daemon.peer.send(number, Done(seconds=(number,), data=message.data[::-1]), timeout=60)
 
     peer = threading.Thread(target=serve)
     peer.start()

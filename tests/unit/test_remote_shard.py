@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 
 import msgspec
+import numpy as np
 import pytest
 
 from luce import __version__
 from luce.backend.layersplit import LayerSplitBackend
 from luce.backend.serving_options import ServingOptions
-from luce.errors import BackendError, DeviceError
+from luce.errors import BackendError, DeviceError, ShardLostError
 from luce.gguf.reader import GGUFFile, open_gguf
 from luce.ipc.arena import Arena, shared_arena
 from luce.ipc.lifecycle import Open
@@ -22,6 +23,7 @@ from luce.remote.device import RemoteDevice
 from luce.remote.messages import Loaded, LoadedLayers, Response
 from luce.runtime.device import DeviceName
 from luce.runtime.host import HostDevice
+from tests.support.drive import Driver
 from tests.support.reference import Reference
 from tests.support.threaded_daemon import ThreadedDaemon
 
@@ -94,6 +96,38 @@ def test_a_daemon_that_has_loaded_something_else(lie: str, monkeypatch: pytest.M
 
 def test_a_daemon_that_has_loaded_what_it_was_asked_to() -> None:
     load()
+
+
+@pytest.mark.parametrize("seconds", [(), (1.0, 1.0), (-1.0,), (float("nan"),), (float("inf"),)])
+def test_a_daemon_whose_devices_worked_no_time_is_lost(
+    seconds: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(daemon_shard.ServedModel, "_seconds", lambda self: seconds)
+    with placement() as (file, devices):
+        backend = LayerSplitBackend(file, SPEC, devices, OPTIONS)
+        with closing(backend):
+            driver = Driver(backend)
+            with pytest.raises(ShardLostError, match=r"as the seconds of 1 devices"):
+                driver.feed((driver.start(), np.array([1, 2, 3], np.int32)))
+
+
+def test_each_device_of_a_daemon_has_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(daemon_shard.ServedModel, "_seconds", lambda self: (0.25, 0.5))
+    opening = Open(__version__, ("cpu:1", "cpu:2"), "error", 0, "float32")
+    with ExitStack() as stack:
+        file = stack.enter_context(open_gguf(REFERENCE.path))
+        daemon = Supervisor("cpu:1", ThreadedDaemon, opening, Timeouts(60, 60), Response)
+        stack.callback(daemon.close)
+        devices = [RemoteDevice(DeviceName("cpu", 1 + number), daemon, number) for number in range(2)]
+        backend = stack.enter_context(closing(LayerSplitBackend(file, SPEC, devices, OPTIONS)))
+        seen: list[tuple[str, int, float]] = []
+        backend.watch_decoding("cpu:1", lambda position, seconds: seen.append(("cpu:1", position, seconds)))
+        backend.watch_decoding("cpu:2", lambda position, seconds: seen.append(("cpu:2", position, seconds)))
+        driver = Driver(backend)
+        sequence = driver.start()
+        driver.feed((sequence, np.array([1, 2, 3], np.int32)))
+        driver.feed((sequence, np.array([4], np.int32)))
+    assert seen == [("cpu:1", 3, 0.25), ("cpu:2", 3, 0.5)]
 
 
 def test_shards_in_daemons_are_closed_when_a_layer_here_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
