@@ -50,6 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", metavar="NAME", help="name of the cluster (default: the only one of this machine)")
     parser.add_argument("--expires", metavar="MINUTES", help="token: how long it holds (default: 15)")
     parser.add_argument("--label", metavar="TEXT", help="token: what `luce cluster status` shows beside the member")
+    parser.add_argument(
+        "--lan",
+        action="store_true",
+        help="token: without an address, for machines of the same network as a server with --cluster-announce",
+    )
     parser.add_argument("--watch", action="store_true", help="status: show it every second, until Ctrl+C")
     add_json(parser)
 
@@ -94,8 +99,8 @@ def _misused(arguments: argparse.Namespace) -> Iterator[UsageError]:
         yield UsageError(f"luce cluster {action} {arguments.member}: takes no MEMBER", param="member")
     if arguments.member is None and action == "remove":
         yield UsageError("luce cluster remove: name a MEMBER; `luce cluster status` lists them", param="member")
-    for name in ("expires", "label"):
-        if getattr(arguments, name) is not None and action != "token":
+    for name in ("expires", "label", "lan"):
+        if getattr(arguments, name) not in (None, False) and action != "token":
             yield UsageError(f"luce cluster {action}: --{name} is for token", param=name)
     for name in ("json", "watch"):
         if getattr(arguments, name) and action != "status":
@@ -119,7 +124,7 @@ def _command(arguments: argparse.Namespace) -> wire.Command:
                 minutes = number(0.1, _LONGEST)(arguments.expires) if arguments.expires else TOKEN_SECONDS / 60
             except ValueError as error:
                 raise UsageError(f"--expires {arguments.expires}: {error}", param="expires") from None
-            return wire.AskToken(60 * float(minutes), (arguments.label or "")[:60])
+            return wire.AskToken(60 * float(minutes), (arguments.label or "")[:60], arguments.lan)
         case "remove":
             return wire.AskRemove(arguments.member)
         case "replan":

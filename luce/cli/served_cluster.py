@@ -151,7 +151,10 @@ def served_cluster(config: Config) -> Iterator[ServedCluster | None]:
     if not config.cluster:
         yield None
         return
-    with contextlib.closing(Coordinator(config.cluster, config.cluster_listen, flag("cluster_listen"))) as coordinator:
+    listen, announce = config.cluster_listen, config.cluster_announce
+    with contextlib.closing(
+        Coordinator(config.cluster, listen, flag("cluster_listen"), announce=announce)
+    ) as coordinator:
         log.event(_log, "cluster", cluster=config.cluster, address=",".join(coordinator.addresses))
         cluster = ServedCluster(coordinator)
         with answering(coordinator, cluster.replan):

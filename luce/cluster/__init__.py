@@ -9,6 +9,7 @@ wire           what coordinator, members and the `luce cluster` commands send
 link           the connection between coordinator and member over which the others are asked for
 addresses      what a token says where the coordinator is
 cluster_status what the commands, the server and the metrics show of members and placement
+discovery      how a coordinator is found on the local network
 coordinator    the server's side: joins, members, and connections to their devices
 gate           who gets through the coordinator's port
 member         a host's side: joins, connects, and serves layers

@@ -25,9 +25,9 @@ _REQUEST_SECONDS, _ANSWER_SECONDS = 5.0, 60.0
 _SOCKET = "socket"
 
 
-def join_command(coordinator: Coordinator, seconds: float, label: str = "") -> str:
-    """What to type on a machine that is to join, and what that means, with a new token."""
-    token = coordinator.new_token(seconds, label)
+def join_command(coordinator: Coordinator, seconds: float, label: str = "", *, lan: bool = False) -> str:
+    """What to type on a machine that is to join, and what that means, with a new token. `lan`: as in new_token."""
+    token = coordinator.new_token(seconds, label, lan=lan)
     return f"luce join {token}\n\nThe token lets one machine join, within {seconds / 60:g} minutes: {TRUST}."
 
 
@@ -110,8 +110,8 @@ def _answer(coordinator: Coordinator, replan: Callable[[], None], command: wire.
         match command:
             case wire.AskStatus():
                 return coordinator.status()
-            case wire.AskToken(seconds, label):
-                return wire.Done(join_command(coordinator, seconds, label))
+            case wire.AskToken(seconds, label, lan):
+                return wire.Done(join_command(coordinator, seconds, label, lan=lan))
             case wire.AskRemove(member):
                 coordinator.remove(member)
                 return wire.Done(f"{member} is removed")

@@ -25,6 +25,7 @@ from luce.cluster import membership, wire
 from luce.cluster.addresses import reachable
 from luce.cluster.cluster_files import ClusterFiles
 from luce.cluster.cluster_status import ModelFacts, member_status, place_of, placement_text, span_text
+from luce.cluster.discovery import Announcement
 from luce.cluster.gate import ClusterGate, member_name
 from luce.cluster.identity import Identity, coordinator_context, new_key_pair, pin, read_identity
 from luce.cluster.join_token import ID_BYTES, SECRET_BYTES, TokenBook, TokenRecord, encode_token
@@ -77,7 +78,7 @@ class Coordinator:
     Raises UsageError and ListenError. Any thread may call it.
     """
 
-    def __init__(self, name: str, address: str, flag: str = "--listen") -> None:
+    def __init__(self, name: str, address: str, flag: str = "--listen", *, announce: bool = False) -> None:
         self.files = ClusterFiles(name)
         with contextlib.ExitStack() as opened:
             opened.callback(os.close, self.files.lock("lock", "another server"))
@@ -86,6 +87,11 @@ class Coordinator:
             self._membership = read_members(self.files)
             listener = opened.enter_context(tcp.listen(address, flag))
             self.addresses = reachable(*listener.getsockname()[:2])
+            #: what makes it known on the local network; None: nothing
+            self._announcement: Announcement | None = None
+            if announce:
+                self._announcement = Announcement(self.addresses, pin(self._identity.certificate))
+                opened.callback(self._announcement.close)
             self._lock = threading.Condition()
             self._context = self._new_context()
             self._sessions = itertools.count(1)
@@ -136,15 +142,19 @@ class Coordinator:
 
     # What the commands ask for.
 
-    def new_token(self, seconds: float, label: str = "") -> str:
-        """The text of a new token, which is nowhere else. Raises UsageError if too many are open."""
+    def new_token(self, seconds: float, label: str = "", *, lan: bool = False) -> str:
+        """The text of a new token, which is nowhere else. `lan`: without addresses; the host looks this coordinator up.
+
+        Raises UsageError if too many are open, and for `lan` without an announcement."""
+        if lan and self._announcement is None:
+            raise UsageError("--lan: the server has to announce itself: --cluster-announce", param="lan")
         issued = secrets.token_bytes(ID_BYTES), secrets.token_bytes(SECRET_BYTES)
         now = time.time()
         with self._lock:
             self._tokens.issue(issued, now + seconds, label, now)
             self.files.write("tokens.json", self._tokens.records)
             own = pin(self._identity.certificate)
-        return encode_token(self.files.name, self.addresses, own, issued, now + seconds)
+        return encode_token(self.files.name, () if lan else self.addresses, own, issued, now + seconds)
 
     def status(self) -> wire.Status:
         """The cluster as it is."""
@@ -186,6 +196,8 @@ class Coordinator:
             self._apply(membership.Rotated(tuple(self._pinned & self._links.keys())))
             self._context = self._new_context()
             kept = sorted(self._membership.members)
+        if self._announcement is not None:
+            self._announcement.renew(pin(following.certificate))
         event(_log, "key rotated", members=len(kept))
         return kept, sorted(before - set(kept))
 

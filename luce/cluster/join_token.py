@@ -30,7 +30,7 @@ class JoinToken(msgspec.Struct, array_like=True, frozen=True):
     id: bytes
     #: name of the cluster
     cluster: str
-    #: HOST:PORT of the coordinator, in the order to try
+    #: HOST:PORT of the coordinator, in the order to try; empty: it is looked up by mDNS (luce.cluster.discovery)
     addresses: tuple[str, ...]
     #: SHA-256 of the coordinator's certificate
     pin: bytes
@@ -57,7 +57,7 @@ def decode_token(text: str) -> JoinToken:
         data = base64.b64decode(body + "=" * (-len(body) % 4), altchars=b"-_", validate=True)
         token = msgspec.msgpack.decode(data, type=JoinToken)
         sizes = len(token.id), len(token.pin), len(token.secret)
-        if token.version != _VERSION or sizes != (ID_BYTES, PIN_BYTES, SECRET_BYTES) or not token.addresses:
+        if token.version != _VERSION or sizes != (ID_BYTES, PIN_BYTES, SECRET_BYTES):
             raise ValueError("its content is not that of a token")
     except (ValueError, binascii.Error, msgspec.MsgspecError) as error:
         raise UsageError(f"TOKEN: not a join token: {error}", param="token") from None

@@ -25,6 +25,7 @@ import msgspec
 from luce import __version__
 from luce.cluster import wire
 from luce.cluster.cluster_files import ClusterFiles
+from luce.cluster.discovery import find
 from luce.cluster.identity import Identity, join_context, member_context, pin
 from luce.cluster.join_token import JoinToken
 from luce.cluster.lent_memory import lent_memory
@@ -86,16 +87,25 @@ class PinnedCoordinator:
 def join(token: JoinToken, files: ClusterFiles, hostname: str) -> None:
     """Make this host a member, and keep the coordinator's certificate. Raises DeviceError and UsageError."""
     identity = files.identity("member.pem")
+    addresses = token.addresses or _found(token.pin)
     problems = []
-    for address in token.addresses:
+    for address in addresses:
         try:
             certificate = _ask(address, token, identity, hostname)
         except (OSError, ValueError, ChannelError) as error:
             problems.append(f"{address}: {error}")
             continue
-        files.write("server.json", _Server(token.addresses, [certificate]))
+        files.write("server.json", _Server(addresses, [certificate]))
         return
     raise DeviceError(f"cannot join cluster {token.cluster}: {'; '.join(problems)}")
+
+
+def _found(pin: bytes) -> tuple[str, ...]:
+    """As luce.cluster.discovery.find."""
+    _log.info("looking for the server on the local network")
+    addresses = find(pin)
+    event(_log, "server found", address=",".join(addresses))
+    return addresses
 
 
 def _ask(address: str, token: JoinToken, identity: Identity, hostname: str) -> bytes:

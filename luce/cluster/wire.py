@@ -195,10 +195,11 @@ class AskStatus(msgspec.Struct, tag=True):
 
 
 class AskToken(msgspec.Struct, tag=True):
-    """Asks for a join token, which holds for so many seconds."""
+    """Asks for a join token, which holds for so many seconds. `lan`: without addresses."""
 
     seconds: float
     label: str
+    lan: bool = False
 
 
 class AskRemove(msgspec.Struct, tag=True):

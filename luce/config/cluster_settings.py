@@ -27,6 +27,12 @@ class ClusterSettings:
         metavar="HOST:PORT",
         group="cluster",
     )
+    cluster_announce: bool = setting(
+        False,
+        text,
+        "let machines of the local network find this server by mDNS, with a token of `luce cluster token --lan`",
+        group="cluster",
+    )
     cluster_min: int = setting(
         1, integer(0, 64), "machines that the load of the model waits for", metavar="N", group="cluster"
     )

@@ -197,6 +197,7 @@ def _cluster_problems(values: Mapping[str, Any], spelled: Mapping[str, str]) -> 
         return
     for name in (
         "cluster_listen",
+        "cluster_announce",
         "cluster_min",
         "cluster_wait",
         "cluster_stream",

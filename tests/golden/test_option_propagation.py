@@ -66,6 +66,7 @@ ELSEWHERE = {
     "prefill_positions": "tests/golden/test_compression.py::test_kept_tokens_with_their_original_positions",
     "prefill_curve": "tests/unit/test_compress_compression_options.py::test_a_curve_is_linear_between_its_points",
     "cluster": "tests/process/test_cluster.py::test_a_machine_joins_and_holds_layers",
+    "cluster_announce": "tests/unit/test_cluster_discovery.py::test_a_host_joins_with_a_token_without_addresses",
     "cluster_listen": "tests/process/test_cluster.py::test_a_machine_joins_and_holds_layers",
     "cluster_min": "tests/unit/test_cli_served_cluster.py::test_the_load_waits_for_members",
     "cluster_resume": "tests/unit/test_engine_recovery.py::test_a_shard_that_is_not_back_in_time_fails_its_replies",

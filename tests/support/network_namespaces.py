@@ -19,6 +19,19 @@ def ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True)
 
 
+def drop_multicast() -> None:
+    """Let nothing that goes to a group leave the namespace. nft is not on every machine; its routes do not decide about
+    groups of the link."""
+    queue = f"tc -n {NAMESPACE} qdisc add dev {THERE}"
+    for command in (
+        f"{queue} root handle 1: htb",
+        f"tc -n {NAMESPACE} class add dev {THERE} parent 1: classid 1:1 htb rate 8bit",
+        f"{queue} parent 1:1 pfifo limit 0",
+        f"tc -n {NAMESPACE} filter add dev {THERE} parent 1: protocol ip u32 match ip dst 224.0.0.0/4 flowid 1:1",
+    ):
+        subprocess.run(command.split(), check=True, capture_output=True)
+
+
 @pytest.fixture
 def cable() -> Iterator[None]:
     """A namespace and its cable. Skips the test where they cannot be made."""

@@ -126,6 +126,7 @@ def test_watch_reads_again_and_again(
         (["remove"], "luce cluster remove: name a MEMBER; `luce cluster status` lists them"),
         (["status", "--expires", "5"], "luce cluster status: --expires is for token"),
         (["rotate", "--label", "x"], "luce cluster rotate: --label is for token"),
+        (["status", "--lan"], "luce cluster status: --lan is for token"),
         (["token", "--watch"], "luce cluster token: --watch is for status"),
         (["token", "--json"], "luce cluster token: --json is for status"),
         (["token", "--expires", "0", "--cluster", "home"], "--expires 0: expected a number in [0.1, 10080]"),

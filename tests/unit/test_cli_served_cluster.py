@@ -92,8 +92,8 @@ def test_the_load_waits_for_members(folder: Path, monkeypatch: Patch) -> None:
     made: list[Host] = []
     real = module.Coordinator
 
-    def kept(*arguments: Any) -> Any:
-        found = real(*arguments)
+    def kept(*arguments: Any, **options: Any) -> Any:
+        found = real(*arguments, **options)
         host = joined(found, monkeypatch, folder)
         (host.folder / "model.gguf").symlink_to(MODEL)
         made.append(host)
@@ -139,8 +139,8 @@ def test_a_load_begins_again_only_where_a_member_is_lost(folder: Path, monkeypat
     loads: list[tuple[str, ...]] = []
     real = module.Coordinator
 
-    def kept(*arguments: Any) -> Any:
-        found = real(*arguments)
+    def kept(*arguments: Any, **options: Any) -> Any:
+        found = real(*arguments, **options)
         made.append(joined(found, monkeypatch, folder).start())
         return found
 

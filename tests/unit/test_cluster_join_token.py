@@ -46,14 +46,9 @@ def test_other_texts_are_no_tokens(text: str) -> None:
 
 
 def test_tokens_with_values_of_other_sizes() -> None:
-    for id, secret, pin, addresses in (
-        (b"short", SECRET, b"p" * 32, ("a:1",)),
-        (ID, b"short", b"p" * 32, ("a:1",)),
-        (ID, SECRET, b"short", ("a:1",)),
-        (ID, SECRET, b"p" * 32, ()),
-    ):
+    for id, secret, pin in ((b"short", SECRET, b"p" * 32), (ID, b"short", b"p" * 32), (ID, SECRET, b"short")):
         with pytest.raises(UsageError, match="its content is not that of a token"):
-            decode_token(encode_token("home", addresses, pin, (id, secret), 0))
+            decode_token(encode_token("home", ("a:1",), pin, (id, secret), 0))
 
 
 def book(expires: float = 100.0) -> TokenBook:
