@@ -12,7 +12,10 @@ import pytest
 
 #: names of the namespace and of the ends of the cable; a name has at most 15 letters
 NAMESPACE, HERE, THERE = (f"luce{os.getpid()}{suffix}" for suffix in ("n", "a", "b"))
-ADDRESS, NETWORK = "10.213.77.1", "10.213.77."
+#: of its own for each process: tests of several may run at a time
+NETWORK = f"10.{192 + os.getpid() // 256 % 64}.{os.getpid() % 256}."
+#: of this end of the cable; the other end is NETWORK and 2
+ADDRESS = f"{NETWORK}1"
 
 
 def ip(*arguments: str) -> None:
