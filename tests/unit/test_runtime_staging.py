@@ -71,7 +71,7 @@ def test_values_arrive(runtime: Runtime, count: int) -> None:
     for source, target in zip(sources, targets, strict=True):
         np.testing.assert_array_equal(source, target)
     assert not runtime.pending
-    assert all(name.startswith("luce-load") for name in runtime.threads) and 0 < len(runtime.threads) <= 8
+    assert all(name.startswith("luce-load") for name in runtime.threads) and 0 < len(runtime.threads) <= 12
     assert not any(thread.name.startswith("luce-load") for thread in threading.enumerate())
 
 
