@@ -3,16 +3,20 @@
 #include "gpu.h"
 
 // cos and sin of position * frequency. In double: a float product is off by 0.016 at position 262144. That is
-// fast enough on GPUs that are slow in double: `half` angles per row and step.
+// fast enough on GPUs that are slow in double: `half` angles per row and step. Positions from `stretched` on count from
+// there and take the second `half` frequencies.
 extern "C" __global__ void rope_table(float2* __restrict__ table, const int* __restrict__ positions,
                                       const int position_stride, const double* __restrict__ frequencies,
-                                      const int* __restrict__ axes, const int half, const float magnitude) {
+                                      const int* __restrict__ axes, const int half, const int stretched,
+                                      const float magnitude) {
     luce_await();
     int i = blockIdx.y * blockDim.x + threadIdx.x;
     if (i >= half) return;
     // One position per row serves all axes.
     int axis = position_stride == 1 ? 0 : axes[i];
-    double angle = (double)positions[(i64)blockIdx.x * position_stride + axis] * frequencies[i];
+    int position = positions[(i64)blockIdx.x * position_stride + axis];
+    double angle = position < stretched ? (double)position * frequencies[i]
+                                        : (double)(position - stretched) * frequencies[half + i];
     double s, c;
     sincos(angle, &s, &c);
     float2 turn;

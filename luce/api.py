@@ -175,6 +175,7 @@ class Model:
                 eos=tokenizer.eos_ids,
                 chunk=backend.options.chunk,
                 positions=parts.spec.context_length,
+                original_context=parts.spec.original_context,
                 no_drafter_reason=parts.no_drafter_reason,
             ),
             disk=parts.disk,

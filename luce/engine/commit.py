@@ -39,7 +39,7 @@ class Committer:
         reply.on_event(Progress(sequence.computed, len(sequence.prompt), reply.cached_tokens))
         self._begin_cached(reply, hit)
 
-    def resume_lost(self, reply: Reply) -> None:
+    def resume_restarted(self, reply: Reply) -> None:
         """Let a sequence that is read again begin with what the prefix cache has of its tokens."""
         self._begin_cached(reply, self._restore(reply))
 

@@ -24,6 +24,8 @@ class EngineOptions:
     chunk: int
     #: positions for which the model was trained, where prompts have position ids
     positions: int = 0
+    #: most positions of a sequence that is not stretched (luce.engine.stretching); None: no sequence is
+    original_context: int | None = None
     #: longest wait of a sequence; 0 without a limit
     max_queue_seconds: float = 0
     #: longest life of a sequence, in seconds; 0 without a limit
@@ -53,7 +55,14 @@ class EngineOptions:
 
     @classmethod
     def of(
-        cls, config: Config, *, eos: frozenset[int], chunk: int, positions: int, no_drafter_reason: str = ""
+        cls,
+        config: Config,
+        *,
+        eos: frozenset[int],
+        chunk: int,
+        positions: int,
+        original_context: int | None = None,
+        no_drafter_reason: str = "",
     ) -> EngineOptions:
         """The options that a Config asks for."""
         return cls(
@@ -61,6 +70,7 @@ class EngineOptions:
             max_queue=config.max_queue,
             chunk=chunk,
             positions=positions,
+            original_context=original_context,
             max_queue_seconds=config.max_queue_seconds,
             timeout=config.timeout,
             cache_bytes=config.cache_ram << 20,

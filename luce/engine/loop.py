@@ -37,6 +37,7 @@ from luce.engine.reply import Reply
 from luce.engine.sampling import needs_candidates, needs_logits, reply_ends
 from luce.engine.scheduler import ScheduledStep
 from luce.engine.sequence import CacheState, Constraint, Sequence
+from luce.engine.stretching import Stretching
 from luce.errors import BackendError, ContextError, LuceError, RequestError, ShardLostError
 from luce.kvcache.block_log import BlockChanges
 from luce.kvcache.disk.stats import CachedPrefix
@@ -94,6 +95,7 @@ class Engine:
         self._committer = Committer(parts, self._delivery)
         self._recovery = Recovery(backend, parts, self._delivery, self._committer, options.resume_seconds)
         self._relocation = Relocation(backend, parts, self._delivery, self._recovery, self._forget_lost)
+        self._stretching = Stretching(options.original_context, parts, self._delivery, self._committer)
         #: whether there is a drafter: without one, only what grammars force is drafted
         self._drafts = drafter is not None
         self._cancelled = self._steps = 0
@@ -135,6 +137,7 @@ class Engine:
         sequence = self._sequence(ids, params, session, timeout, self._cache_state(ids, boundaries, max_cached_tokens))
         if position_ids is not None:
             self._set_positions(sequence, position_ids)
+        self._stretching.begin(sequence)
         sequence.constraint, sequence.reasoning = constraint, reasoning
         handle = self._admission.handle(self._cancel)
         reply = Reply(
@@ -372,6 +375,7 @@ class Engine:
             self._admission.wait_for_command(POLL_INTERVAL)
             return True
         self._admit(now)
+        self._stretching.stretch()
         self._swap_pages()
         if self._speculator is not None:
             self._delivery.fail_replies(self._speculator.propose(self._scheduler.running))

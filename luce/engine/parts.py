@@ -16,6 +16,7 @@ from luce.engine.drafted import DraftLimits
 from luce.engine.engine_options import EngineOptions
 from luce.engine.masks import Masker
 from luce.engine.scheduler import Scheduler
+from luce.engine.sequence import Draft, Sequence
 from luce.engine.sequence_paging import SequencePaging
 from luce.engine.speculate import Speculator
 from luce.kvcache.disk.tier import DiskTier
@@ -43,6 +44,16 @@ class EngineParts:
     checkpoints: Checkpoints | None
     speculator: Speculator | None
     masker: Masker
+
+    def restart(self, sequence: Sequence) -> None:
+        """Let a running sequence be read again from its first token: its state is lost, or means nothing any more."""
+        if self.checkpoints is not None:
+            self.checkpoints.sequence_ended(sequence)
+        if self.speculator is not None:
+            self.speculator.forget(sequence)
+        # What was reported of the prompt's scores stands.
+        sequence.draft, sequence.scores_prompt = Draft(), False
+        self.scheduler.restart(sequence)
 
     @classmethod
     def build(

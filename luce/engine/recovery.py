@@ -15,7 +15,6 @@ from luce.engine.commit import Committer
 from luce.engine.delivery import Delivery
 from luce.engine.parts import EngineParts
 from luce.engine.reply import Reply
-from luce.engine.sequence import Draft
 from luce.errors import ShardLostError
 
 _log = logging.getLogger(__name__)
@@ -76,7 +75,7 @@ class Recovery:
             for reply in waiting:
                 self.resumed += 1
                 with self._delivery.bookkeeping(reply):
-                    self._committer.resume_lost(reply)
+                    self._committer.resume_restarted(reply)
             return False
         down = self._backend.down()
         if waiting and not down and time.monotonic() - self._since < self.seconds:
@@ -99,11 +98,5 @@ class Recovery:
         return not (sequence.scores_prompt and sequence.prompt_remaining)
 
     def _restart(self, reply: Reply) -> None:
-        parts, sequence = self._parts, reply.sequence
         reply.note_loss()
-        if parts.checkpoints is not None:
-            parts.checkpoints.sequence_ended(sequence)
-        if parts.speculator is not None:
-            parts.speculator.forget(sequence)
-        sequence.draft, sequence.scores_prompt = Draft(), False
-        parts.scheduler.restart(sequence)
+        self._parts.restart(reply.sequence)

@@ -218,7 +218,7 @@ class Scheduler:
         sequence.schedule.computed = length
 
     def restart(self, sequence: Sequence) -> None:
-        """Let a running sequence be read again from its first token: the backend has lost its state."""
+        """Let a running sequence be read again from its first token."""
         state = sequence.schedule
         assert state.slot is not None
         state.accept_applied()
@@ -404,7 +404,7 @@ def _first_chain(draft: Draft) -> Draft:
 
 def _position_ids(step: Step, scheduled: Many[ScheduledSequence]) -> Int32 | None:
     """Step.position_ids: None where they are the positions."""
-    if all(one.sequence.position_ids is None for one in scheduled):
+    if not any(one.sequence.stretched or one.sequence.position_ids is not None for one in scheduled):
         return None
     ids, row = step.positions.copy(), 0
     for one in scheduled:

@@ -19,7 +19,7 @@ from luce.draft.draw import Draw
 from luce.engine.reasoning_limit import ReasoningLimit
 from luce.kvcache.prefix_ids import PrefixIds, prefix_ids
 from luce.ops.matmul import FEW_ROWS
-from luce.runtime.step import Int32
+from luce.runtime.step import STRETCHED, Int32
 
 
 @dataclass
@@ -34,8 +34,10 @@ class ScheduleState:
     accepted: int = 0
     #: the rows of that span that were accepted, if they are not its first ones
     path: tuple[int, ...] = ()
-    #: first tokens of the reply that are read as the prompt is, because the backend has lost its state
+    #: first tokens of the reply that are read as the prompt is, because the sequence is read again
     reread: int = 0
+    #: first positions that are read in chunks, as a prompt is, where the reply begins before them
+    chunked: int = 0
     #: number of the sequence in order of arrival
     number: int = -1
     #: sequences that came later and got a slot before it
@@ -181,6 +183,10 @@ class Sequence:
     #: int32 [n]: the positions of the prompt's tokens in the longer text that it is a part of, ascending: rotary
     #: embeddings take these. None: 0 .. n - 1
     position_ids: Int32 | None = None
+    #: most rows that it has without being stretched; None: it never is. Written by luce.engine.stretching
+    original_rows: int | None = None
+    #: whether its rows are rotated as those of a stretched sequence. Written by luce.engine.stretching
+    stretched: bool = False
     #: sessions share slots and chunks of prompts
     session: str = ""
     #: whether choosing a token needs the whole row of logits
@@ -239,11 +245,16 @@ class Sequence:
     def position_ids_at(self, positions: Int32) -> Int32:
         """What rotary embeddings take for rows at these positions: int32 [n] -> int32 [n]. A reply goes on behind its
         prompt's last token."""
-        if self.position_ids is None:
-            return positions
-        inside = np.minimum(positions, np.int32(len(self.position_ids) - 1))
-        found: Int32 = self.position_ids[inside] + (positions - inside)
-        return found
+        found = positions
+        if self.position_ids is not None:
+            inside = np.minimum(positions, np.int32(len(self.position_ids) - 1))
+            found = self.position_ids[inside] + (positions - inside)
+        return found + np.int32(STRETCHED) if self.stretched else found
+
+    @property
+    def rows_before_stretching(self) -> int | None:
+        """Rows that may be computed before it has to be stretched; None: as many as there are."""
+        return None if self.stretched or self.original_rows is None else self.original_rows - self.computed
 
     @property
     def prompt_remaining(self) -> int:
@@ -266,7 +277,7 @@ class Sequence:
         """Rows that are read up to the next position at which a step has to end."""
         if not self.prompt_remaining:
             # As few as share the products of replies, so that they have the bits that they had.
-            return min(FEW_ROWS, self.unread)
+            return max(min(FEW_ROWS, self.unread), self.schedule.chunked - self.computed)
         return rows_to_boundary(self.computed, len(self.prompt), self.paging, self.cache.lengths)
 
 

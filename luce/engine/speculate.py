@@ -315,9 +315,11 @@ class Speculator:
     def _room(self, sequence: Sequence, budget: int) -> int:
         """Most draft tokens of a sequence, one behind another."""
         # Each row gives a token, and the last token needs no row after it.
-        rows = min(self._max_verify_rows, sequence.max_new_tokens - len(sequence.reply)) - 1
+        rows = min(self._max_verify_rows, sequence.max_new_tokens - len(sequence.reply))
+        if sequence.rows_before_stretching is not None:
+            rows = min(rows, sequence.rows_before_stretching)
         limit = sequence.paging.max_draft
-        return min(rows, budget if limit is None else min(limit, budget))
+        return min(rows - 1, budget if limit is None else min(limit, budget))
 
     def _forced_tokens(self, sequence: Sequence, most: int) -> tuple[int, ...]:
         """Up to `most` tokens that come next whatever the model would choose: those that end the sequence's reasoning,

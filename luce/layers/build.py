@@ -466,10 +466,9 @@ class LayerBuilder:
 
     def _rotary(self, spec: Rope) -> Rotary:
         if spec not in self._rotaries:
-            factors = None
-            if spec.factors is not None:
-                factors = self._values(spec.factors, spec.dims // 2)
-            self._rotaries[spec] = Rotary(self._device, spec, factors)
+            names = spec.factors, spec.long_factors
+            factors = [None if name is None else self._values(name, spec.dims // 2) for name in names]
+            self._rotaries[spec] = Rotary(self._device, spec, *factors)
         return self._rotaries[spec]
 
 

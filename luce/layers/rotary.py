@@ -58,11 +58,20 @@ def axes(spec: Rope) -> NDArray[np.int32]:
 class Rotary:
     """The rotation of query and key heads."""
 
-    def __init__(self, device: Device, spec: Rope, factors: NDArray[np.float32] | None) -> None:
+    def __init__(
+        self,
+        device: Device,
+        spec: Rope,
+        factors: NDArray[np.float32] | None,
+        long_factors: NDArray[np.float32] | None = None,
+    ) -> None:
         self._device = device
         self._adjacent = spec.adjacent
         self._magnitude = magnitude(spec)
-        self._frequencies = device.upload(frequencies(spec, factors))
+        both = frequencies(spec, factors)
+        if long_factors is not None:
+            both = np.stack((both, frequencies(spec, long_factors)))
+        self._frequencies = device.upload(both)
         self._axes = device.upload(axes(spec))
 
     def __call__(self, step: DeviceStep) -> Rotation:

@@ -52,7 +52,7 @@ def shard_tensors(file: GGUFFile, spec: ModelSpec, layers: range, *, layers_only
             named |= {*PER_LAYER_TABLES, "per_layer_model_proj.weight", "per_layer_proj_norm.weight"}
         mixers = (spec.layers[layer].mixer for layer in layers)
         ropes = (m.rope for m in mixers if isinstance(m, Attention) and m.rope is not None)
-        named |= {rope.factors for rope in ropes if rope.factors is not None}
+        named |= {name for rope in ropes for name in (rope.factors, rope.long_factors) if name is not None}
         names |= named & file.tensors.keys()
     return names
 

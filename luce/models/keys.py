@@ -200,7 +200,7 @@ def read_rope_of(source: Source, head_dim: int, *, base: float, adjacent: bool =
     """The rotation of full attention, with every scaling of the context that files describe.
 
     Divisors: `rope_freqs.weight` (Llama 3), or with LongRoPE (Ding et al., arXiv 2402.13753) the short ones, which hold
-    up to the original context (read_context); ModelSpec.for_context puts the long ones in their place.
+    up to the original context (read_context); ModelSpec.for_context puts the long ones beside them.
     """
     kind = source.metadata.string(source.key("rope.scaling.type"), default="none")
     if kind not in ("none", "linear", "yarn", "longrope"):
@@ -251,9 +251,9 @@ def read_context(source: Source) -> int:
 
 def read_long_context(source: Source) -> LongContext | None:
     """The context behind that of read_context, of a file that has LongRoPE's divisors for it."""
-    length, factors = source.positive("context_length"), "rope_factors_long.weight"
-    has_more = factors in source.tensors and length > read_context(source)
-    return LongContext(length, factors) if has_more else None
+    original, length, factors = read_context(source), source.positive("context_length"), "rope_factors_long.weight"
+    has_more = factors in source.tensors and length > original
+    return LongContext(original, length, factors) if has_more else None
 
 
 def sliding_layers(source: Source, layers: int, period: int) -> list[bool]:

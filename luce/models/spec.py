@@ -57,6 +57,8 @@ class Rope:
     sections: tuple[int, ...] = ()
     #: name of a tensor [dims/2] of divisors of the frequencies
     factors: str | None = None
+    #: name of the tensor of those that hold in their place in stretched sequences (luce.runtime.step.STRETCHED)
+    long_factors: str | None = None
     #: divisor of every position
     linear: float = 1.0
     yarn: Yarn | None = None
@@ -362,6 +364,8 @@ class LongContext:
     """What LongRoPE (Ding et al., arXiv 2402.13753) changes for sequences beyond the original context: other divisors
     hold at all of their positions."""
 
+    #: positions of the original context
+    original: int
     #: positions of the whole context
     length: int
     #: name of the tensor of divisors
@@ -423,16 +427,18 @@ class ModelSpec:
         return self.context_length if self.long_context is None else self.long_context.length
 
     @property
-    def stretched(self) -> bool:
-        """Whether the divisors of the long context hold."""
-        return self.long_context is not None and self.context_length == self.long_context.length
+    def original_context(self) -> int | None:
+        """Most positions of a sequence that is not stretched, where longer ones can be; None: no sequence can."""
+        long = self.long_context
+        return long.original if long is not None and self.context_length == long.length else None
 
     def for_context(self, positions: int) -> ModelSpec:
-        """The model for sequences of up to `positions`: with the divisors of the long context if there are so many."""
+        """The model for sequences of up to `positions`, 0 for the most that there can be: with the divisors of the long
+        context beside its own if there are so many."""
         long = self.long_context
-        if long is None or positions <= self.context_length:
+        if long is None or 0 < positions <= self.context_length:
             return self
-        layers = tuple(_with_factors(layer, long.factors) for layer in self.layers)
+        layers = tuple(_with_long_factors(layer, long.factors) for layer in self.layers)
         return replace(self, context_length=long.length, layers=layers)
 
     @property
@@ -475,11 +481,11 @@ class ModelSpec:
         return self.page_groups.index(PageGroup(mixer.window))
 
 
-def _with_factors(layer: AnyLayer, factors: str) -> AnyLayer:
-    """A layer whose rotation has these divisors in place of its own."""
+def _with_long_factors(layer: AnyLayer, factors: str) -> AnyLayer:
+    """A layer whose rotation has these divisors for stretched sequences."""
     mixer = layer.mixer
     if not isinstance(layer, Layer) or not isinstance(mixer, Attention):
         return layer
     if mixer.rope is None or mixer.rope.factors is None:
         return layer
-    return replace(layer, mixer=replace(mixer, rope=replace(mixer.rope, factors=factors)))
+    return replace(layer, mixer=replace(mixer, rope=replace(mixer.rope, long_factors=factors)))

@@ -25,6 +25,8 @@ PAGE = 64
 MAX_CANDIDATES = 64
 #: most rows of a draft tree
 MAX_TREE_ROWS = 16
+#: a position id of at least so much is one of a stretched sequence, and this number above its position
+STRETCHED = 1 << 24
 
 Int32 = NDArray[np.int32]
 
@@ -180,7 +182,8 @@ class Step:
     #: whole logits have no mask here. None: any token may come
     masks: PendingMasks | None = None
     #: int32 [rows]: positions that rotary embeddings take, where a prompt keeps those of the longer text that it is a
-    #: part of; pages, windows and the order of rows follow `positions`. None: they are `positions`
+    #: part of, or a sequence is stretched; pages, windows and the order of rows follow `positions`. None: they are
+    #: `positions`
     position_ids: Int32 | None = None
 
     @classmethod

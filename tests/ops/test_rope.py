@@ -28,6 +28,11 @@ def test_table_of_positions_on_four_axes(device: Device) -> None:
     checks.check_table(device, np.array([[5, 1000, 3, 9], [262143, 0, 77777, 9]], np.int32), 10, 1e4)
 
 
+@on_devices("half", [1, 48, 65], gpu=[1, 48, 65, 256])
+def test_table_of_stretched_sequences(device: Device, half: int) -> None:
+    checks.check_stretched(device, half)
+
+
 @on_devices(host=[], emulated=[])
 def test_table_agrees_with_the_reference(device: Device) -> None:
     positions = np.arange(0, 1 << 20, 4097, dtype=np.int32)

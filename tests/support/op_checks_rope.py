@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from luce.ops.qkv import HeadNorms, Rotation, prepare_queries, temper
 from luce.ops.rope import rope_table
 from luce.runtime.device import Device
+from luce.runtime.step import STRETCHED
 
 # pi to 60 digits, to reduce angles exactly.
 _TURN = 2 * Fraction("3.14159265358979323846264338327950288419716939937510582097494")
@@ -39,6 +40,22 @@ def check_table(device: Device, positions: NDArray[np.int32], half: int, base: f
             own = position if positions.ndim == 1 else position[axes[i]]
             # The double product is off by up to half an ulp: 1e-10 at a million; float32 rounds to 6e-8.
             np.testing.assert_allclose(table[row, i], turned(own, omega[i]), rtol=0, atol=6.1e-8)
+
+
+def check_stretched(device: Device, half: int) -> None:
+    """Positions from STRETCHED on count from there and take the second frequencies; the others have the bits that they
+    have alone."""
+    short, long = frequencies(half, 1e4), frequencies(half, 1e4) / np.linspace(1.1, 9, half)
+    positions = np.array([0, 5, 4095, STRETCHED - 1, STRETCHED, STRETCHED + 5, STRETCHED + 131071], np.int32)
+    axes = device.upload(np.zeros(half, np.int32))
+
+    def table(positions: NDArray[np.int32], frequencies: NDArray[np.float64]) -> NDArray[np.float32]:
+        return device.download(rope_table(device, device.upload(positions), device.upload(frequencies), axes))
+
+    found = table(positions, np.stack((short, long)))
+    np.testing.assert_array_equal(found[:4], table(positions[:4], short))
+    np.testing.assert_array_equal(found[4:], table(positions[4:] - np.int32(STRETCHED), long))
+    assert (found[4, :, 0] == 1).all() and (found[5] != found[1]).any()
 
 
 def check_rope(device: Device, n: int, heads: int, d: int, half: int, *, adjacent: bool) -> None:

@@ -49,7 +49,7 @@ class Loaders:
 
 def wanted(file: GGUFFile, spec: ModelSpec) -> set[str]:
     """Tensors that the family uses: all but those of skipped layers, projections of borrowing layers and divisors of
-    rotary frequencies for longer contexts than Luce runs."""
+    rotary frequencies for longer contexts than are asked for."""
     skipped = tuple(f"blk.{layer}." for layer in spec.skipped_layers)
     found = {name for name in file.tensors if not (skipped and name.startswith(skipped))} - {"rope_factors_long.weight"}
     borrowing = [layer for layer in range(len(spec.layers)) if spec.donor(layer) is not None]

@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from luce.engine.sequence import CacheState, Draft, Sequence
+from luce.ops.matmul import FEW_ROWS
+from luce.runtime.step import STRETCHED
 from tests.support.driven_scheduler import CHUNK, SLOTS, Drive, rows, sequence
 
 
@@ -176,6 +178,32 @@ def test_position_ids_of_drafts() -> None:
     plan = drive.scheduler.schedule()
     assert plan is not None and plan.step.position_ids is not None
     np.testing.assert_array_equal(plan.step.position_ids, plan.step.positions + 18)
+
+
+def test_a_stretched_sequence_is_read_again_in_chunks() -> None:
+    """Its reply too, and behind that as few rows at a time as is usual."""
+    drive = Drive()
+    one, other = sequence(6, 90), sequence(3, 90)
+    for added in (one, other):
+        drive.scheduler.add(added)
+    for _ in range(51):
+        drive.step()
+    computed, reply = one.computed, list(one.reply)
+    one.stretched, one.schedule.chunked = True, computed
+    one.reply += [1] * 20
+    drive.scheduler.restart(one)
+    read: list[int] = []
+    while one.unread:
+        plan = drive.scheduler.schedule()
+        assert plan is not None and plan.step.position_ids is not None
+        drive.scheduler.advance(plan)
+        (part,) = (part for part in plan.sequences if part.sequence is one)
+        own = plan.step.position_ids - plan.step.positions
+        assert sorted(own.tolist()) == [0] * (len(own) - part.rows) + [STRETCHED] * part.rows
+        read.append(part.rows)
+    assert read == [6, CHUNK, computed - CHUNK - 6, FEW_ROWS, 20 - FEW_ROWS]
+    assert one.reply == reply + [1] * 20 and one.computed == 6 + len(reply) + 19
+    assert set((one.prefix_ids >> 32).tolist()) == {STRETCHED} and other.prefix_ids.dtype == np.int32
 
 
 def test_what_is_wanted_of_a_step() -> None:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from luce.kvcache.disk.manifest import keys
 from luce.kvcache.prefix_ids import key_bytes, prefix_ids, stored, tokens_of
+from luce.runtime.step import STRETCHED
 
 
 def made(pairs: list[tuple[int, int]]) -> NDArray[np.int64]:
@@ -21,7 +22,7 @@ def made(pairs: list[tuple[int, int]]) -> NDArray[np.int64]:
     return prefix_ids(tokens, (np.arange(len(pairs)) + gaps).astype(np.int32)).astype(np.int64)
 
 
-TEXTS = st.lists(st.tuples(st.integers(0, 3), st.sampled_from([0, 0, 1, 2, 2**20])), min_size=1, max_size=12)
+TEXTS = st.lists(st.tuples(st.integers(0, 3), st.sampled_from([0, 0, 1, 2, 2**20, STRETCHED])), min_size=1, max_size=12)
 
 
 @given(TEXTS, TEXTS)

@@ -101,14 +101,13 @@ def test_files_that_differ_from_those_that_run(name: str, removed: str, added: s
 
 def test_a_long_context_has_divisors_of_its_own() -> None:
     spec = Reference("phi3-a-F32").spec
-    assert (spec.context_length, spec.longest_context, spec.stretched) == (4096, 131072, False)
-    assert spec.for_context(0) is spec and spec.for_context(4096) is spec
+    assert (spec.context_length, spec.longest_context, spec.original_context) == (4096, 131072, None)
+    assert spec.for_context(1) is spec and spec.for_context(4096) is spec
     longer = spec.for_context(4097)
-    assert (longer.context_length, longer.stretched) == (131072, True)
-    assert longer.for_context(1) is longer
-    factors = {
-        layer.mixer.rope.factors for layer in longer.layers if isinstance(layer.mixer, Attention) and layer.mixer.rope
-    }
-    assert factors == {"rope_factors_long.weight"}
+    assert (longer.context_length, longer.longest_context, longer.original_context) == (131072, 131072, 4096)
+    assert longer.for_context(1) is longer and spec.for_context(0) == longer
+    ropes = [x.mixer.rope for x in longer.layers if isinstance(x.mixer, Attention) and x.mixer.rope]
+    factors = {(rope.factors, rope.long_factors) for rope in ropes}
+    assert factors == {("rope_factors_short.weight", "rope_factors_long.weight")}
     plain = Reference("llama-a-F32").spec
-    assert plain.for_context(1 << 30) is plain
+    assert plain.for_context(1 << 30) is plain and plain.original_context is None

@@ -31,8 +31,6 @@ def open_disk_tier(
     if config.shard_activations != "f32":
         # Keys, values and states of layers in daemons are computed from activations of fewer bits.
         meaning["--shard-activations"] = config.shard_activations
-    if backend.spec.stretched:
-        meaning["--max-ctx"] = "beyond the original context"
     if config.kv_cache_placement == "exact":
         layers = (
             f"{part.device} {part.layers.start}..{part.layers.stop - 1}"
