@@ -57,7 +57,7 @@ _TICK_INTERVAL = 1.0
 _POLL_INTERVAL = 0.2
 #: most devices that a member may have, and letters of its version
 _MOST_DEVICES, _LONGEST_VERSION = 64, 40
-_DEVICE = re.compile(r"(cuda|hip|cpu):[0-9]{1,3}", re.ASCII)
+_DEVICE = re.compile(r"(cuda|hip|cpu):(0|[1-9][0-9]{0,2})", re.ASCII)
 #: what everybody who lets a host join has to know
 TRUST = "a member sees activations, from which texts can be recovered, and can compute wrong results"
 
@@ -133,12 +133,13 @@ class Coordinator:
                 self._close_devices(name, "the coordinator ends")
         for link in links:
             link.close()
+        if self._source is not None:
+            # First: who waits for a piece's turn would wait on.
+            self._source.close()
         self.streams.close()
         for thread in list(self._threads):
             thread.join()
         self._opened.close()
-        if self._source is not None:
-            self._source.close()
 
     # What the commands ask for.
 
@@ -385,6 +386,8 @@ class Coordinator:
             hello = link.receive(wire.Hello, tcp.HANDSHAKE_TIMEOUT)
             if len(hello.devices) > _MOST_DEVICES or not all(map(_DEVICE.fullmatch, hello.devices)):
                 raise ChannelError("it sent devices that are none")
+            if len(set(hello.devices)) < len(hello.devices):
+                raise ChannelError("it sent a device twice")
             address, luce = sock.getpeername()[0], hello.luce[:_LONGEST_VERSION]
             with self._lock:
                 self._apply(membership.Connected(certificate, session, luce, hello.devices, address))

@@ -17,6 +17,7 @@ from luce.cluster.join_token import RefusalLimit, TokenRefusedError
 from luce.cluster.wire import Join, Joined, Refused
 from luce.errors import UsageError
 from luce.ipc import tcp
+from luce.ipc.accept import network_of
 from luce.ipc.channel import Channel, ChannelError
 from luce.log import event
 
@@ -61,7 +62,7 @@ class ClusterGate:
         if protocol != JOIN_PROTOCOL:
             raise ConnectionError("it speaks neither the protocol of members nor that of joining")
         with self._lock:
-            if self._limit.blocks(host, time.monotonic()):
+            if self._limit.blocks(network_of(host), time.monotonic()):
                 raise ConnectionError("tokens from this address have been refused too often")
         self._answer(sock, host)
         return False
@@ -76,7 +77,7 @@ class ClusterGate:
                 self._admit_host(join, host)
             except TokenRefusedError as error:
                 with self._lock:
-                    self._limit.note(host, time.monotonic())
+                    self._limit.note(network_of(host), time.monotonic())
                 event(_log, "join refused", logging.WARNING, address=host, reason=str(error))
                 time.sleep(REFUSAL_DELAY)
                 channel.send(number, Refused(), timeout=tcp.HANDSHAKE_TIMEOUT)

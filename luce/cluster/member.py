@@ -26,7 +26,7 @@ from luce import __version__
 from luce.cluster import wire
 from luce.cluster.cluster_files import ClusterFiles
 from luce.cluster.discovery import find
-from luce.cluster.identity import Identity, join_context, member_context, pin
+from luce.cluster.identity import Identity, flaw, join_context, member_context, pin
 from luce.cluster.join_token import JoinToken
 from luce.cluster.lent_memory import lent_memory
 from luce.cluster.link import Link
@@ -310,6 +310,9 @@ class MemberHost:
         if isinstance(message, wire.Find | wire.Assign):
             self._work.put(message)
         elif isinstance(message, wire.NewPin):
+            if reason := flaw(message.certificate):
+                # With it no connection could be made any more.
+                raise ChannelError(f"of its new key, {reason}")
             self._keep([*self._server.certificates, message.certificate])
             self._post(wire.Pinned())
         elif isinstance(message, wire.Notice):

@@ -240,12 +240,12 @@ class _Fetch:
         self._make_room(sum(self._missing(*head) for head in heads))
         self._get(piece for head in heads for piece in self._pieces(*head))
         parts.sync()
-        with open_gguf(parts.paths[0]) as file:
-            try:
+        try:
+            with open_gguf(parts.paths[0]) as file:
                 infos = _layers(self._load, file)
-            except LuceError:
-                parts.forget()
-                raise
+        except LuceError:
+            parts.forget()
+            raise
         missing = sum(self._missing(*_range(info)) for info in infos)
         self._size = sum(info.nbytes for info in infos)
         self.there = self._size - missing

@@ -28,6 +28,8 @@ _log = logging.getLogger("luce.cluster")
 _SEND_TIMEOUT = 60.0
 #: bytes of a tensor that are hashed at a time
 _PIECE = 4 << 20
+#: most connections of a member: it uses one at a time, and makes another where that is cut
+MOST_STREAMS = 8
 
 
 class WeightSource:
@@ -44,10 +46,12 @@ class WeightSource:
         self._lock = threading.Lock()
         #: when the next piece may be sent
         self._next = 0.0
+        self._closed = threading.Event()
         self._sums: dict[str, bytes] = {}
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file. Whoever waits for its turn gets a ChannelError."""
+        self._closed.set()
         self._file.close()
 
     def answer(self, request: wire.AskLayout | wire.AskBytes | wire.AskSum) -> wire.Weights:
@@ -79,13 +83,14 @@ class WeightSource:
         return self._sums[name]
 
     def _pace(self, size: int) -> None:
-        """Wait until so many bytes may be sent."""
+        """Wait until so many bytes may be sent. Raises ChannelError if the file is closed meanwhile."""
         if not self._rate:
             return
         with self._lock:
             begin = max(self._next, time.monotonic())
             self._next = begin + size / self._rate
-        time.sleep(max(0.0, begin - time.monotonic()))
+        if self._closed.wait(max(0.0, begin - time.monotonic())):
+            raise ChannelError("the model file is read no more")
 
 
 def tensor_sum(file: GGUFFile, name: str) -> bytes:
@@ -113,7 +118,12 @@ class WeightStreams:
         arguments = member, sock, source
         thread = threading.Thread(target=self._run, args=arguments, name="luce-weights", daemon=True)
         with self._lock:
-            self._open.setdefault(member, set()).add(sock)
+            own = self._open.setdefault(member, set())
+            if len(own) >= MOST_STREAMS:
+                _log.warning("member %s reads the model file over %d connections: one more is closed", member, len(own))
+                sock.close()
+                return
+            own.add(sock)
             self._threads.add(thread)
         thread.start()
 
@@ -126,6 +136,7 @@ class WeightStreams:
     def end(self, member: str) -> None:
         """End the connections of a member."""
         with self._lock:
+            self._shares.pop(member, None)
             for sock in self._open.get(member, ()):
                 with contextlib.suppress(OSError):
                     # Not SSLSocket.shutdown, which would let its thread read on without TLS.
@@ -144,6 +155,8 @@ class WeightStreams:
             while True:
                 number, request = channel.receive(timeout=None, limit=0)
                 if isinstance(request, wire.Needs):
+                    if request.there > request.size:
+                        raise ChannelError("it has more than it needs")
                     with self._lock:
                         self._shares[member] = request.size, request.there
                     continue

@@ -9,6 +9,8 @@ socket in the cluster's directory and get one response.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +19,9 @@ from numpy.typing import NDArray
 CONTROL, WEIGHTS = b"C", b"F"
 #: most bytes of an AskBytes
 LARGEST_PIECE = 4 << 20
+
+#: a number of bytes, or an offset; no file is larger
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
 class Join(msgspec.Struct, tag=True):
@@ -52,8 +57,8 @@ class Ping(msgspec.Struct, tag=True):
 class DeviceMemory(msgspec.Struct, frozen=True):
     """Bytes of a device's memory; None: not known, such as what is free of a GPU without layers."""
 
-    free: int | None
-    total: int | None
+    free: Count | None
+    total: Count | None
 
 
 class Pong(msgspec.Struct, tag=True):
@@ -150,22 +155,22 @@ class AskLayout(msgspec.Struct, tag=True):
 class Layout(msgspec.Struct, tag=True):
     """The files of the model: of each its bytes, and where its tensors begin."""
 
-    files: tuple[tuple[int, int], ...]
+    files: tuple[tuple[Count, Count], ...]
 
 
 class Needs(msgspec.Struct, tag=True):
     """How many bytes the member needs for its layers, and how many of them are there."""
 
-    size: int
-    there: int
+    size: Count
+    there: Count
 
 
 class AskBytes(msgspec.Struct, tag=True):
     """Asks for FileBytes: `size` bytes of a file of the model, by its number, from `offset` on."""
 
-    part: int
-    offset: int
-    size: int
+    part: Count
+    offset: Count
+    size: Count
 
 
 class FileBytes(msgspec.Struct, tag=True):

@@ -113,7 +113,7 @@ class Places:
 
     def take(self, sock: ssl.SSLSocket, host: str) -> None:
         """Give a connection from `host` a place; that of another one if there is none, whose connection ends."""
-        network = _network(host)
+        network = network_of(host)
         with self._lock:
             counts = Counter(self._taken.values())
             if counts[network] >= PER_ADDRESS:
@@ -140,7 +140,7 @@ class Places:
             socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
-def _network(host: str) -> str:
+def network_of(host: str) -> str:
     """The address that places are counted by: that of an IPv6 network, as one host may have all of it."""
     address = ipaddress.ip_address(host.partition("%")[0])
     if isinstance(address, ipaddress.IPv6Address):
