@@ -300,12 +300,7 @@ def _immovable(config: Config, backend: LayerSplitBackend, drafter: Drafter | No
     return ", ".join(name for name, used in reasons.items() if used)
 
 
-def relocate(
-    model: Model,
-    config: Config,
-    on_progress: Callable[[float], None] = lambda _: None,
-    connects: Connects = NO_CONNECTS,
-) -> None:
+def relocate(model: Model, config: Config, connects: Connects = NO_CONNECTS) -> None:
     """Load an open model on the devices of `config`, which are placed as for open_model, with the context that it has.
 
     For Model.engine.relocate, where `model.immovable` is empty. Raises as open_model; then no device has it.
@@ -316,7 +311,7 @@ def relocate(
     with contextlib.ExitStack() as opened:
         placed = place(opened, config, backend.file, backend.spec, connects=connects)
         options = serving_options(placed.config, backend.spec, placed.devices)
-        backend.relocate(placed.devices, dataclasses.replace(options, layers=placed.layers), on_progress)
+        backend.relocate(placed.devices, dataclasses.replace(options, layers=placed.layers))
         if placed.plan is not None:
             observe(backend, placed.plan)
         model.moved(placed.plan, opened.pop_all())

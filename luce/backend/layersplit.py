@@ -124,19 +124,14 @@ class LayerSplitBackend:
         for device in self._devices:
             device.close()
 
-    def relocate(
-        self,
-        devices: Sequence[Device],
-        options: ServingOptions,
-        on_progress: Callable[[float], None] = lambda fraction: None,
-    ) -> None:
+    def relocate(self, devices: Sequence[Device], options: ServingOptions) -> None:
         """Load the model on other devices, behind `unload`. The contents of pages and slots are undefined then.
 
         Raises as the constructor, and BackendError if the capacity would differ; then there are no shards. Not for a
         backend with a feature ring.
         """
-        self._load(devices, options, on_progress, self.capacity)
-        self._lost, self._unwaited = "", False
+        self._load(devices, options, lambda fraction: None, self.capacity)
+        self._absent, self._lost, self._unwaited = "", "", False
 
     @property
     def shards(self) -> tuple[Shard, ...]:

@@ -31,6 +31,7 @@ from luce.hub.reporting import size_text
 _ACTIONS = {
     "status": "show the members and the placement",
     "token": "print a command with which one more machine joins",
+    "drain": "let MEMBER leave once other machines have its layers; running replies go on",
     "remove": "end the connection to MEMBER, which has to join again",
     "replan": "load the model anew, on the machines that are there now",
     "rotate": "make a new key of the server; members that are not connected have to join again",
@@ -45,7 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """ACTION, MEMBER and what the actions take."""
     actions = "; ".join(f"{action}: {text}" for action, text in _ACTIONS.items())
     parser.add_argument("action", metavar="ACTION", choices=_ACTIONS, help=actions)
-    parser.add_argument("member", metavar="MEMBER", nargs="?", help="remove: a name that `luce cluster status` shows")
+    parser.add_argument(
+        "member", metavar="MEMBER", nargs="?", help="drain, remove: a name that `luce cluster status` shows"
+    )
     parser.set_defaults(behind_flags="member")
     parser.add_argument("--cluster", metavar="NAME", help="name of the cluster (default: the only one of this machine)")
     parser.add_argument("--expires", metavar="MINUTES", help="token: how long it holds (default: 15)")
@@ -95,10 +98,11 @@ def _watch(files: ClusterFiles, *, as_json: bool) -> NoReturn:
 def _misused(arguments: argparse.Namespace) -> Iterator[UsageError]:
     """Errors about arguments that an action does not take or lacks."""
     action = arguments.action
-    if arguments.member is not None and action != "remove":
+    names_one = action in ("drain", "remove")
+    if arguments.member is not None and not names_one:
         yield UsageError(f"luce cluster {action} {arguments.member}: takes no MEMBER", param="member")
-    if arguments.member is None and action == "remove":
-        yield UsageError("luce cluster remove: name a MEMBER; `luce cluster status` lists them", param="member")
+    if arguments.member is None and names_one:
+        yield UsageError(f"luce cluster {action}: name a MEMBER; `luce cluster status` lists them", param="member")
     for name in ("expires", "label", "lan"):
         if getattr(arguments, name) not in (None, False) and action != "token":
             yield UsageError(f"luce cluster {action}: --{name} is for token", param=name)
@@ -125,6 +129,8 @@ def _command(arguments: argparse.Namespace) -> wire.Command:
             except ValueError as error:
                 raise UsageError(f"--expires {arguments.expires}: {error}", param="expires") from None
             return wire.AskToken(60 * float(minutes), (arguments.label or "")[:60], arguments.lan)
+        case "drain":
+            return wire.AskDrain(arguments.member)
         case "remove":
             return wire.AskRemove(arguments.member)
         case "replan":

@@ -18,7 +18,7 @@ from pathlib import Path
 from luce import log
 from luce.cluster.cluster_files import ClusterFiles
 from luce.cluster.join_token import decode_token
-from luce.cluster.member import MemberHost, join
+from luce.cluster.member import LEAVE_SECONDS, MemberHost, join
 from luce.cluster.member_weights import Storage
 from luce.config.values import devices, number
 from luce.errors import UsageError
@@ -64,6 +64,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="when the weights of its layers in this machine's own file are compared with the server's: once, for a "
         "file that has not changed since, always or never (default: once)",
     )
+    parser.add_argument(
+        "--leave-timeout",
+        metavar="SECONDS",
+        help="how long this machine serves its layers behind SIGTERM, until other machines have them (default: 60)",
+    )
     parser.set_defaults(behind_flags="token")
 
 
@@ -85,13 +90,17 @@ def run(arguments: argparse.Namespace) -> int:
         limit = int(number(0.1, 1e6)(arguments.cache_size) * 2**30) if arguments.cache_size is not None else 0
     except ValueError as error:
         raise UsageError(f"--cache-size {arguments.cache_size}: {error}", param="cache_size") from None
+    try:
+        leave = number(0, 86400)(arguments.leave_timeout) if arguments.leave_timeout is not None else LEAVE_SECONDS
+    except ValueError as error:
+        raise UsageError(f"--leave-timeout {arguments.leave_timeout}: {error}", param="leave_timeout") from None
     storage = Storage(folders, limit, arguments.verify_weights)
     writer = log.configure("info")
     faulthandler.enable(2)
     try:
         known = arguments.token is None
         files = ClusterFiles(arguments.cluster, make=False) if known else _joined(arguments.token)
-        host = MemberHost(files, tuple(map(str, lent)), storage, _serve)
+        host = MemberHost(files, tuple(map(str, lent)), storage, _serve, float(leave))
         with _ended_by_signals(host):
             host.run()
         event(_log, "left", cluster=files.name)
@@ -111,13 +120,13 @@ def _joined(given: str) -> ClusterFiles:
 
 @contextlib.contextmanager
 def _ended_by_signals(host: MemberHost) -> Iterator[None]:
-    """Let SIGTERM and SIGINT end a member in order until the block ends; a second signal ends the process at once."""
+    """Let a member leave at SIGTERM and SIGINT until the block ends; a second signal ends the process at once."""
     numbers = (signal.SIGTERM, signal.SIGINT)
 
     def stop(number: int, frame: object) -> None:
         for each in numbers:
             signal.signal(each, signal.SIG_DFL)
-        host.stop()
+        host.leave()
 
     before = {number: signal.signal(number, stop) for number in numbers}
     try:

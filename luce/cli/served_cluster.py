@@ -6,47 +6,115 @@ import contextlib
 import dataclasses
 import logging
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 from luce import log
 from luce.api import Model
-from luce.assembly import open_model
+from luce.assembly import open_model, relocate
 from luce.cluster.admin import answering, join_command
 from luce.cluster.cluster_status import ModelFacts, span_text
 from luce.cluster.coordinator import TOKEN_SECONDS, Coordinator
+from luce.cluster.membership import PATIENCE
 from luce.cluster.weight_source import WeightSource
 from luce.cluster.wire import DeviceMemory, PlanStatus, StageStatus
 from luce.config.settings import Config, flag
-from luce.errors import LuceError, ServerError
+from luce.errors import BackendError, LuceError, ServerError
 from luce.gguf.fingerprint import fingerprint
 from luce.gguf.reader import open_gguf
 from luce.planner.prediction import LinkPrediction
 from luce.remote.device import MEMBER
+from luce.remote.open import Connects
 
 _log = logging.getLogger("luce.cluster")
 #: seconds in which the coordinator learns of a loss by which a load has failed
 LOSS_SECONDS = 2.0
+#: longest seconds until a wish for another placement is seen, or the end
+_POLL_INTERVAL = 0.2
 
 
 class ServedCluster:
-    """Loads the server's model on its own devices and those of the members."""
+    """Loads the server's model on its own devices and those of the members, and moves it to others.
 
-    def __init__(self, coordinator: Coordinator) -> None:
+    `replans`: whether it moves at all.
+    """
+
+    def __init__(self, coordinator: Coordinator, *, replans: bool = True) -> None:
         self._coordinator = coordinator
+        self._replans = replans
         #: lets the server load its model anew, without waiting for it; None before it is loaded for the first time
         self.reload: Callable[[], None] | None = None
+        #: why it is loaded next, as in Coordinator.plan
+        self._why = "start"
         #: the loaded model, which this does not keep from being freed
         self._model: Callable[[], Model | None] = lambda: None
+        #: its file and the settings with which it was opened
+        self._opened: tuple[Path, Config] | None = None
         coordinator.model_facts = self._facts
         self.status = coordinator.status
 
     def replan(self) -> None:
-        """Load the model anew, on the devices that are there now. Raises ServerError before it is loaded."""
+        """Place the model anew, on the devices that are there then. Raises ServerError before it is loaded."""
         if self.reload is None:
             raise ServerError("the model is not loaded yet")
-        self.reload()
+        if not self._replans:
+            raise ServerError(f"the server was started with {flag('cluster_replan')} never")
+        self._coordinator.want("command")
+
+    def follow(self, ending: threading.Event) -> None:
+        """Place the model anew whenever that is wanted, until `ending`."""
+        while not ending.is_set():
+            # Before the first load a placement is that of all members anyway.
+            if self.reload is not None and (why := self._coordinator.take_wanted(_POLL_INTERVAL)):
+                self._replace(why, self.reload)
+            elif self.reload is None:
+                ending.wait(_POLL_INTERVAL)
+
+    def _replace(self, why: str, reload: Callable[[], None]) -> None:
+        model = self._model()
+        if model is None or model.immovable:
+            why_not = "it is not loaded" if model is None else f"{model.immovable} keeps it from moving"
+            log.event(_log, "the model is loaded anew behind its requests", reason=why_not)
+            self._why = why
+            reload()
+            return
+        try:
+            model.engine.relocate(lambda: self._move(model, why))
+        except LuceError as error:
+            log.event(_log, "no placement", logging.ERROR, reason=str(error))
+
+    def _move(self, model: Model, why: str) -> None:
+        """Move the model to the members that are there and stay. On the engine's thread. Raises LuceError if it fits
+        neither there nor where it was; then it is on no device."""
+        before, without, only = self._coordinator.placed, frozenset[str](), None
+
+        def moved(path: Path, config: Config, connects: Connects) -> Model:
+            relocate(model, config, connects)
+            return model
+
+        while True:
+            try:
+                self._place(without, why, moved, only)
+                return
+            except LuceError as error:
+                unfit, lost = self._coordinator.broken(LOSS_SECONDS)
+                without |= unfit
+                if unfit or lost:
+                    _log.warning("the model cannot move, and tries again without what is not there: %s", error)
+                    continue
+                tried, there = self._coordinator.placed, before & self._coordinator.present
+                if only is None and tried != there:
+                    _log.warning("the model stays where it was: %s", error)
+                    only = there
+                    continue
+                away = ", ".join(sorted(before - there))
+                reason = f"the model does not fit without {away}: {error}" if away else str(error)
+                model.backend.unload(reason)
+                self._coordinator.unplaced()
+                raise BackendError(reason) from error
 
     def open_model(
         self, path: Path, config: Config, progress: Callable[[float], None], on_wait: Callable[[str], None]
@@ -69,10 +137,10 @@ class ServedCluster:
                 "%s %d: %d members are there; the model loads without more", flag("cluster_min"), wanted, found
             )
         without: frozenset[str] = frozenset()
-        why = "start" if self.reload is None else "command"
+        self._opened, why, self._why = (path, config), self._why, "command"
         while True:
             try:
-                return self._load(path, config, progress, without, why)
+                return self._load(progress, without, why)
             except LuceError as error:
                 unfit, lost = self._coordinator.broken(LOSS_SECONDS)
                 without |= unfit
@@ -83,16 +151,27 @@ class ServedCluster:
                 self._coordinator.wait_for_members(wanted, config.cluster_wait, waiting)
                 on_wait("")
 
-    def _load(
-        self, path: Path, config: Config, progress: Callable[[float], None], without: Collection[str], why: str
-    ) -> Model:
+    def _load(self, progress: Callable[[float], None], without: Collection[str], why: str) -> Model:
         """The model on the members that are there now, but not on those of `without`."""
+        return self._place(without, why, lambda path, config, connects: open_model(path, config, progress, connects))
+
+    def _place(
+        self,
+        without: Collection[str],
+        why: str,
+        place: Callable[[Path, Config, Connects], Model],
+        only: Collection[str] | None = None,
+    ) -> Model:
+        """The model that `place` returns, which gets its file, the settings with all devices, and how to connect to
+        them. `without`, `why` and `only`: as in Coordinator.plan."""
+        assert self._opened is not None, "nothing is placed before the first load"
+        path, config = self._opened
         with open_gguf(path) as file:
             identity = fingerprint(file)
         source = WeightSource(path, config.cluster_stream_rate * 1e6, streams=config.cluster_stream == "on")
-        devices, connects = self._coordinator.plan(identity, source, without, why)
+        devices, connects = self._coordinator.plan(identity, source, without, why, only)
         own = config.target_devices or (("auto",) if config.target_device == "auto" else (config.target_device,))
-        model = open_model(path, dataclasses.replace(config, target_devices=(*own, *devices)), progress, connects)
+        model = place(path, dataclasses.replace(config, target_devices=(*own, *devices)), connects)
         placed = {str(shard["device"]): shard["layers"] for shard in model.placement}
         self._coordinator.keep({device: range(at[0], at[1] + 1) for device, at in placed.items()}, why)
         self._model = weakref.ref(model)
@@ -151,15 +230,29 @@ def served_cluster(config: Config) -> Iterator[ServedCluster | None]:
     if not config.cluster:
         yield None
         return
-    listen, announce = config.cluster_listen, config.cluster_announce
+    replans, patience = config.cluster_replan != "never", PATIENCE if config.cluster_on_loss == "wait" else 0.0
+    options: dict[str, Any] = {"announce": config.cluster_announce, "replans": replans, "patience": patience}
     with contextlib.closing(
-        Coordinator(config.cluster, listen, flag("cluster_listen"), announce=announce)
+        Coordinator(config.cluster, config.cluster_listen, flag("cluster_listen"), **options)
     ) as coordinator:
         log.event(_log, "cluster", cluster=config.cluster, address=",".join(coordinator.addresses))
-        cluster = ServedCluster(coordinator)
-        with answering(coordinator, cluster.replan):
+        cluster = ServedCluster(coordinator, replans=replans)
+        with answering(coordinator, cluster.replan), _following(cluster):
             _print_command(coordinator)
             yield cluster
+
+
+@contextlib.contextmanager
+def _following(cluster: ServedCluster) -> Iterator[None]:
+    """Place the model anew whenever that is wanted, until the block ends."""
+    ending = threading.Event()
+    thread = threading.Thread(target=cluster.follow, args=(ending,), name="luce-cluster-replan", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ending.set()
+        thread.join()
 
 
 def _print_command(coordinator: Coordinator) -> None:

@@ -34,7 +34,7 @@ def join_command(coordinator: Coordinator, seconds: float, label: str = "", *, l
 @contextlib.contextmanager
 def answering(coordinator: Coordinator, replan: Callable[[], None]) -> Iterator[None]:
     """Answer commands until the block ends. `replan` lets the server place its model anew; it raises ServerError, and
-    does not wait for the load."""
+    does not wait for that."""
     with _at(coordinator.files) as path, socket.socket(socket.AF_UNIX) as listener:
         with contextlib.suppress(FileNotFoundError):
             # Of a coordinator that was killed: only one at a time has the lock of the directory.
@@ -115,12 +115,15 @@ def _answer(coordinator: Coordinator, replan: Callable[[], None], command: wire.
             case wire.AskRemove(member):
                 coordinator.remove(member)
                 return wire.Done(f"{member} is removed")
+            case wire.AskDrain(member):
+                coordinator.drain(member)
+                return wire.Done(f"{member} leaves once other machines have its layers")
             case wire.AskRotate():
                 kept, lost = coordinator.rotate()
                 text = f"the coordinator has a new key, which {', '.join(kept) or 'no member'} has"
                 return wire.Done(f"{text}; to join again with a new token: {', '.join(lost)}" if lost else text)
             case wire.AskReplan():
                 replan()
-                return wire.Done("the model is loaded anew behind its running requests; `luce cluster status` shows it")
+                return wire.Done("the model is placed anew; `luce cluster status` shows it")
     except LuceError as error:
         return wire.Failed(str(error))

@@ -45,7 +45,7 @@ def member_status(
     names = [f"{place_of(member.name)}{device}" for device in member.devices]
     seen = () if link is None or len(link.memory) != len(names) else link.memory
     memory = seen or tuple(DeviceMemory(None, None) for _ in names)
-    if facts is not None and member.state == "serving":
+    if facts is not None and member.state in ("serving", "draining"):
         memory = tuple(facts.memory.get(name, own) for name, own in zip(names, memory, strict=True))
     rates = [] if facts is None else [facts.bandwidths[name] for name in names if name in facts.bandwidths]
     return MemberStatus(
@@ -58,7 +58,7 @@ def member_status(
         bytes_per_second=min(rates, default=None),
         devices=member.devices,
         memory=memory,
-        layers=tuple(layers) if member.state in ("loading", "serving") else (),
+        layers=tuple(layers) if member.state in ("loading", "serving", "draining") else (),
         luce=member.luce,
         file=member.file if share is None else f"{member.file} {share:.0%}",
         losses=member.losses,

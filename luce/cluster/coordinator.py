@@ -78,13 +78,24 @@ class Coordinator:
     Raises UsageError and ListenError. Any thread may call it.
     """
 
-    def __init__(self, name: str, address: str, flag: str = "--listen", *, announce: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        address: str,
+        flag: str = "--listen",
+        *,
+        announce: bool = False,
+        replans: bool = True,
+        patience: float = membership.PATIENCE,
+    ) -> None:
+        """`replans`, `patience`: as in Membership."""
         self.files = ClusterFiles(name)
         with contextlib.ExitStack() as opened:
             opened.callback(os.close, self.files.lock("lock", "another server"))
             self._identity = self.files.identity("coordinator.pem")
             self._tokens = TokenBook(self.files.read("tokens.json", list[TokenRecord]))
             self._membership = read_members(self.files)
+            self._membership.replans, self._membership.patience = replans, patience
             listener = opened.enter_context(tcp.listen(address, flag))
             self.addresses = reachable(*listener.getsockname()[:2])
             #: what makes it known on the local network; None: nothing
@@ -100,6 +111,8 @@ class Coordinator:
             #: the last connections to the devices of each member
             self._devices: dict[str, list[socket.socket]] = {}
             self._pinned: set[int] = set()
+            #: why a new placement is wanted, as the metrics count it; "" if none is
+            self._wanted = ""
             self._fingerprint = ""
             #: what members that lack the model file get it from
             self._source: WeightSource | None = None
@@ -180,6 +193,22 @@ class Coordinator:
                 raise UsageError(f"{name}: no such member; the members: {known}", param="member")
             self._apply(membership.Removed(name))
 
+    def drain(self, name: str) -> None:
+        """Let a member leave, as behind SIGTERM. Raises UsageError if it is not connected."""
+        with self._lock:
+            member = self._membership.members.get(name)
+            if member is None or member.session is None:
+                connected = ", ".join(m.name for m in self._membership.members.values() if m.session is not None)
+                problem = f"{name}: no such member is connected; those that are: {connected or 'none'}"
+                raise UsageError(problem, param="member")
+            self._links[member.session].post(wire.Leave())
+
+    def want(self, why: str) -> None:
+        """Ask for a new placement; `why`: what the metrics count it as."""
+        with self._lock:
+            self._wanted = self._wanted or why
+            self._lock.notify_all()
+
     def rotate(self) -> tuple[list[str], list[str]]:
         """Have a new key. Members that are connected get its certificate over that connection; the others have to join
         again. Returns the names of both."""
@@ -218,10 +247,41 @@ class Coordinator:
                 self._lock.wait(min(left, _TICK_INTERVAL))
             return found
 
+    def take_wanted(self, seconds: float) -> str:
+        """Why a new placement is wanted, "" if none is within so many seconds. It is not wanted any more then."""
+        with self._lock:
+            self._lock.wait_for(lambda: self._wanted, seconds)
+            wanted, self._wanted = self._wanted, ""
+            return wanted
+
+    def unplaced(self) -> None:
+        """The model is on no devices: it fits nowhere."""
+        with self._lock:
+            self._layers, self._placement, self._wanted = {}, {}, ""
+            self._apply(membership.Unplaced())
+
+    @property
+    def placed(self) -> frozenset[str]:
+        """The members of the placement."""
+        with self._lock:
+            return self._membership.placed
+
+    @property
+    def present(self) -> frozenset[str]:
+        """The members that can be used, also those that leave."""
+        with self._lock:
+            return frozenset(member.name for member in self._membership.usable(leaving=True))
+
     def plan(
-        self, fingerprint: str, source: WeightSource | None = None, without: Collection[str] = (), why: str = "start"
+        self,
+        fingerprint: str,
+        source: WeightSource | None = None,
+        without: Collection[str] = (),
+        why: str = "start",
+        only: Collection[str] | None = None,
     ) -> tuple[list[str], Mapping[str, Callable[[str], Peer]]]:
-        """Begin a new placement of the model file with this fingerprint, on other members than those of `without`.
+        """Begin a new placement of the model file with this fingerprint, on other members than those of `without` and
+        those that leave; or on those of `only`, also if they leave.
 
         `source`, which is this one's from now on, has the file for members; None: they have it themselves. `why`: what
         the metrics count it as.
@@ -229,13 +289,14 @@ class Coordinator:
         """
         with self._lock:
             # Members that still serve the last one do not answer.
-            self._layers = {}
-            self._apply(membership.Kept(frozenset()))
+            self._layers, self._wanted = {}, ""
+            self._apply(membership.Ended())
             if self._source is not None:
                 self._source.close()
             self._source = source
             self._search(fingerprint, without)
-            usable = [member for member in self._membership.usable() if member.file]
+            usable = [member for member in self._membership.usable(leaving=only is not None) if member.file]
+            usable = [member for member in usable if only is None or member.name in only]
             self._planned = {member.name: member.session for member in usable}
             self._replans[why] += 1
             self._apply(membership.Planned(tuple(member.name for member in usable)))
@@ -284,7 +345,7 @@ class Coordinator:
         self._fingerprint = fingerprint
         for member in self._membership.members.values():
             member.file = "absent" if member.name in without else ""
-        asked = self._membership.usable()
+        asked = self._membership.usable(leaving=True)
         for member in asked:
             assert member.session is not None
             self._links[member.session].post(wire.Find(fingerprint, self._streams))
@@ -407,7 +468,6 @@ class Coordinator:
                 self._apply(membership.Loaded(session, message.epoch))
             elif isinstance(message, wire.Leaving):
                 self._apply(membership.Left(session))
-                raise ChannelError("it has left")
             elif isinstance(message, wire.Found):
                 if message.fingerprint == self._fingerprint:
                     self._apply(membership.Searched(session, message.problem[:500], message.streamed))
@@ -446,6 +506,9 @@ class Coordinator:
                     )
                 case membership.Assign(session, epoch, token):
                     self._links[session].post(wire.Assign(epoch, token, self._fingerprint, self._streams))
+                case membership.Replan(why, member):
+                    event(_log, "replan", member=member, epoch=self._membership.epoch, reason=why)
+                    self._wanted = self._wanted or why
                 case membership.Tell(session, text):
                     self._links[session].post(wire.Notice(text))
                 case membership.Accept():

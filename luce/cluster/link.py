@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from luce.cluster.wire import DeviceMemory, Dismissed, Leaving, Ping, Pong
+from luce.cluster.wire import DeviceMemory, Dismissed, Ping, Pong
 from luce.ipc.channel import Channel, ChannelError, ChannelTimeoutError
 from luce.ipc.heartbeat import INTERVAL, LOST_AFTER
 
@@ -45,7 +45,7 @@ class Link:
         return message
 
     def post(self, message: msgspec.Struct) -> None:
-        """Let the link's thread send a message soon. Dismissed and Leaving end the connection."""
+        """Let the link's thread send a message soon. Dismissed ends the connection."""
         self._outgoing.put(message)
 
     def flush(self) -> None:
@@ -54,7 +54,7 @@ class Link:
             while True:
                 message = self._outgoing.get_nowait()
                 self.channel.send(0, message, timeout=LOST_AFTER)
-                if isinstance(message, Dismissed | Leaving):
+                if isinstance(message, Dismissed):
                     self._let_close()
 
     def _let_close(self) -> None:

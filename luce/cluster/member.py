@@ -42,8 +42,10 @@ from luce.remote.messages import Load
 _log = logging.getLogger("luce.cluster")
 #: longest seconds between two attempts to connect, and the share by which they vary
 _LONGEST_DELAY, _JITTER = 30.0, 0.2
-#: seconds that the last message has to be sent when the member ends
-_LEAVE_SECONDS = 2.0
+#: seconds that a member serves its layers when it leaves, unless its user says otherwise
+LEAVE_SECONDS = 60.0
+#: seconds that its control connection has to end
+_END_SECONDS = 2.0
 #: reasons of a TLS error with which a coordinator refuses a certificate that it does not know
 _UNKNOWN = ("TLSV1_ALERT_UNKNOWN_CA", "TLSV13_ALERT_CERTIFICATE_REQUIRED")
 
@@ -139,10 +141,18 @@ def delays(vary: Callable[[float, float], float] = random.uniform) -> Iterator[f
 class MemberHost:
     """A member that stays connected and serves layers of models, which `storage` has or gets.
 
-    Raises UsageError if this host has not joined the cluster of `files`.
+    `leave_seconds`: how long it serves its layers when it leaves, until others have them. Raises UsageError if this
+    host has not joined the cluster of `files`.
     """
 
-    def __init__(self, files: ClusterFiles, devices: tuple[str, ...], storage: Storage, serve: Serve) -> None:
+    def __init__(
+        self,
+        files: ClusterFiles,
+        devices: tuple[str, ...],
+        storage: Storage,
+        serve: Serve,
+        leave_seconds: float = LEAVE_SECONDS,
+    ) -> None:
         server = files.read("server.json", _Server)
         if server is None or not server.certificates:
             raise UsageError(f"this machine has not joined cluster {files.name}: give a TOKEN", param="token")
@@ -155,14 +165,19 @@ class MemberHost:
         self._serve = serve
         self._link: Link | None = None
         self._address = server.addresses[0]
-        self._ending = threading.Event()
+        #: whether it leaves, once it is dismissed, and whether it ends
+        self._leaving, self._ending = threading.Event(), threading.Event()
+        self._leave_seconds = leave_seconds
+        self._patience: threading.Timer | None = None
+        #: the last that it was assigned to
+        self._epoch = 0
         #: those to the devices that the main thread serves
         self._connections: tuple[ssl.SSLSocket, ...] = ()
         #: what the main thread has to do, or the error with which it ends; None: to end
         self._work: queue.SimpleQueue[wire.Find | wire.Assign | DeviceError | None] = queue.SimpleQueue()
 
     def run(self) -> None:
-        """Serve until `stop`.
+        """Serve until `leave` or `stop`.
 
         Raises DeviceError once the coordinator has removed this host, and UsageError if another process serves for it.
         """
@@ -188,14 +203,38 @@ class MemberHost:
                     self._fulfil(work)
         finally:
             self.stop()
-            thread.join(_LEAVE_SECONDS)
+            if self._patience is not None:
+                self._patience.cancel()
+            thread.join(_END_SECONDS)
+
+    def leave(self) -> None:
+        """Tell the coordinator that this host leaves, and end `run` once it is dismissed, or can wait no longer. Any
+        thread, and a signal handler. Idempotent."""
+        if self._leaving.is_set():
+            return
+        self._leaving.set()
+        if self._link is None:
+            self.stop()
+            return
+        self._post(wire.Leaving())
+        reason = f"not dismissed within {self._leave_seconds:g} s (--leave-timeout)"
+        self._patience = threading.Timer(self._leave_seconds, self._cut_off, (reason,))
+        self._patience.daemon = True
+        self._patience.start()
 
     def stop(self) -> None:
-        """Tell the coordinator that this host leaves, and end `run`. Any thread, and a signal handler."""
+        """End all connections, and `run`. Any thread."""
         self._ending.set()
-        self._post(wire.Leaving())
         self._end_connections()
+        if (link := self._link) is not None:
+            link.close()
         self._work.put(None)
+
+    def _cut_off(self, reason: str) -> None:
+        """End although the coordinator may still need this host."""
+        if not self._ending.is_set():
+            event(_log, "cut off", logging.WARNING, reason=reason)
+            self.stop()
 
     def _end_connections(self) -> None:
         for sock in self._connections:
@@ -205,6 +244,9 @@ class MemberHost:
 
     def _fulfil(self, assigned: wire.Assign) -> None:
         """Serve what the coordinator asks for, until that connection ends."""
+        if assigned.epoch < self._epoch:
+            # A later placement has begun while this one waited.
+            return
         path, problem = self._storage.find(assigned.fingerprint, assigned.streams)
         if problem:
             self._post(wire.Unable(assigned.token, problem))
@@ -265,6 +307,9 @@ class MemberHost:
             except (OSError, ValueError, ChannelError, UsageError) as error:
                 if self._ending.is_set():
                     return
+                if self._leaving.is_set():
+                    self._cut_off(str(error))
+                    return
                 if _is_unknown(error):
                     self._work.put(DeviceError("the coordinator does not know this machine: join with a new token"))
                     return
@@ -308,6 +353,8 @@ class MemberHost:
 
     def _handle(self, message: object) -> None:
         if isinstance(message, wire.Find | wire.Assign):
+            if isinstance(message, wire.Assign):
+                self._epoch = message.epoch
             self._work.put(message)
         elif isinstance(message, wire.NewPin):
             if reason := flaw(message.certificate):
@@ -317,10 +364,14 @@ class MemberHost:
             self._post(wire.Pinned())
         elif isinstance(message, wire.Notice):
             _log.warning("the coordinator says: %s", message.text[:500])
+        elif isinstance(message, wire.Leave):
+            self.leave()
         elif isinstance(message, wire.Dismissed):
             if message.final:
                 self._ending.set()
-                self._work.put(DeviceError(f"the coordinator has dismissed this machine: {message.reason}"))
+                self._end_connections()
+                text = f"the coordinator has dismissed this machine: {message.reason}"
+                self._work.put(None if self._leaving.is_set() else DeviceError(text))
             raise ChannelError(f"it ends the connection: {message.reason}")
 
     def _keep(self, certificates: list[bytes]) -> None:

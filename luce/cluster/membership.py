@@ -5,8 +5,9 @@ out.
     idle      connected, without layers: none are asked of it, or its Luce is of another version
     loading   the epoch's placement has devices of it
     serving   it has loaded its layers
+    draining  it leaves, and serves its layers until a placement does without them
     lost      its connection has ended
-    gone      it has said that it leaves
+    gone      it has left
 
 A session is one control connection of a member; the latest one counts. An epoch is the number of a placement. A
 connection to a member's devices belongs to a session and an epoch, and is closed when either is over.
@@ -18,7 +19,9 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Literal
 
-State = Literal["joining", "idle", "loading", "serving", "lost", "gone"]
+State = Literal["joining", "idle", "loading", "serving", "draining", "lost", "gone"]
+#: seconds that a lost member has to come back before the placement does without it
+PATIENCE = 20.0
 #: seconds in which a host that has joined must connect with its key
 PROOF_SECONDS = 60.0
 
@@ -88,6 +91,11 @@ class Left:
 
 
 @dataclass(frozen=True)
+class Ended:
+    """The placement is over: no member serves it any more."""
+
+
+@dataclass(frozen=True)
 class Planned:
     """A new placement has devices of these members."""
 
@@ -96,9 +104,14 @@ class Planned:
 
 @dataclass(frozen=True)
 class Kept:
-    """The placement has devices of these members alone, not of all for which it was planned."""
+    """The model is loaded on devices of these members alone, not of all for which its placement was planned."""
 
     members: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Unplaced:
+    """The model cannot be loaded on what there is."""
 
 
 @dataclass(frozen=True)
@@ -159,8 +172,10 @@ Event = (
     | Connected
     | Disconnected
     | Left
+    | Ended
     | Planned
     | Kept
+    | Unplaced
     | Dialled
     | Arrived
     | Searched
@@ -230,6 +245,14 @@ class Refuse:
 
 
 @dataclass(frozen=True)
+class Replan:
+    """Place the model anew; `why`: leave, loss, remove or back, what the metrics count it as."""
+
+    why: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class Journal:
     """A line of the log."""
 
@@ -238,12 +261,16 @@ class Journal:
     reason: str = ""
 
 
-Instruction = Save | Close | Tell | CloseDevices | Assign | Accept | Refuse | Journal
+Instruction = Save | Close | Tell | CloseDevices | Assign | Accept | Refuse | Replan | Journal
 
 
 @dataclass
 class Membership:
-    """The members of a cluster. `luce` is the version of the coordinator."""
+    """The members of a cluster. `luce` is the version of the coordinator.
+
+    `replans`: whether the placement changes when one of its members leaves, is removed, or is lost for `patience`
+    seconds.
+    """
 
     luce: str
     members: dict[str, Member] = field(default_factory=dict)
@@ -251,13 +278,20 @@ class Membership:
     epoch: int = 0
     #: the members of this placement
     placed: frozenset[str] = frozenset()
+    replans: bool = True
+    patience: float = PATIENCE
+    #: whether a new placement is asked for, which has not begun yet
+    _asked: bool = False
+    #: whether there is none although one was asked for
+    _unplaced: bool = False
     #: by token, whose connection is awaited, and its session and epoch
     _awaited: dict[bytes, tuple[str, int, int]] = field(default_factory=dict)
 
-    def usable(self) -> list[Member]:
-        """The members whose devices can be used, those that joined first in front."""
+    def usable(self, *, leaving: bool = False) -> list[Member]:
+        """The members whose devices can be used, those that joined first in front. `leaving`: also those that leave."""
         connected = [m for m in self.members.values() if m.session is not None]
-        return [m for m in connected if m.luce == self.luce and m.file != "absent"]
+        staying = [m for m in connected if leaving or m.state != "draining"]
+        return [m for m in staying if m.luce == self.luce and m.file != "absent"]
 
     def by_certificate(self, certificate: bytes) -> Member | None:
         """The member with a certificate."""
@@ -277,10 +311,16 @@ class Membership:
                 return self._admit(event, now)
             case Connected():
                 return self._connect(event, now)
+            case Ended():
+                return self._narrow(frozenset(), now)
             case Planned(names):
                 return self._plan(names, now)
             case Kept(names):
                 return self._keep(names, now)
+            case Unplaced():
+                done = self._keep(frozenset(), now)
+                self._unplaced = True
+                return done
             case Dialled(name, token):
                 return self._dial(name, token, now)
             case Arrived(certificate, token):
@@ -291,22 +331,23 @@ class Membership:
                 away = [name for name, member in self.members.items() if member.session not in sessions]
                 return self._remove(away, "it was away when the coordinator's key was rotated")
             case Tick():
-                late = [m.name for m in self.members.values() if not m.proven and now - m.since >= PROOF_SECONDS]
-                return self._remove(late, f"it did not connect within {PROOF_SECONDS:g} s of joining")
+                return self._tick(now)
 
     def _hear(self, member: Member, event: Disconnected | Left | Searched | Loaded, now: float) -> list[Instruction]:
         """What follows from an event of a member's control connection."""
         match event:
             case Disconnected(_, reason):
-                return self._lose(member, "lost", reason, now)
+                leaves = member.state == "draining"
+                return self._lose(member, "gone" if leaves else "lost", reason, now)
             case Left():
-                return self._lose(member, "gone", "it left", now)
+                return self._leave(member, now)
             case Searched(_, problem, streamed):
                 member.file = "absent" if problem else "streamed" if streamed else "own"
                 if not problem:
                     return []
                 done = self._drop_devices(member, problem)
-                return [*done, *self._enter(member, "idle", now, "cannot load", problem)]
+                state: State = "draining" if member.state == "draining" else "idle"
+                return [*done, *self._enter(member, state, now, "cannot load", problem)]
             case Loaded(_, epoch):
                 current = member.state == "loading" and epoch == self.epoch
                 return self._enter(member, "serving", now) if current else []
@@ -339,7 +380,10 @@ class Membership:
         other = "" if member.luce == self.luce else f"version {member.luce}, here {self.luce}"
         state: State = "loading" if member.name in self.placed and not other else "idle"
         done += self._enter(member, state, now, "back" if back else "connected", other)
-        return [*done, Tell(event.session, f"this machine is not used: {other}")] if other else done
+        if other:
+            return [*done, Tell(event.session, f"this machine is not used: {other}")]
+        waited = self._unplaced or any(m.state == "draining" for m in self.members.values())
+        return [*done, *(self._ask("back", member.name) if waited else [])]
 
     def _lose(self, member: Member, state: State, reason: str, now: float) -> list[Instruction]:
         done = self._drop_devices(member, reason)
@@ -347,13 +391,36 @@ class Membership:
         member.losses += state == "lost"
         return [*done, *self._enter(member, state, now, reason=reason)]
 
+    def _leave(self, member: Member, now: float) -> list[Instruction]:
+        if self.replans and member.name in self.placed:
+            return [*self._enter(member, "draining", now), *self._ask("leave", member.name)]
+        assert member.session is not None
+        return [Close(member.session, "it has left", final=True), *self._lose(member, "gone", "it left", now)]
+
+    def _ask(self, why: str, name: str) -> list[Instruction]:
+        """Ask for a new placement, because of a member."""
+        if self._asked or not self.replans:
+            return []
+        self._asked = True
+        return [Replan(why, name)]
+
+    def _tick(self, now: float) -> list[Instruction]:
+        late = [m.name for m in self.members.values() if not m.proven and now - m.since >= PROOF_SECONDS]
+        done = self._remove(late, f"it did not connect within {PROOF_SECONDS:g} s of joining")
+        for name in sorted(self.placed):
+            member = self.members.get(name)
+            if member is not None and member.session is None and now - member.since >= self.patience:
+                done += self._ask("loss", name)
+        return done
+
     def _plan(self, names: tuple[str, ...], now: float) -> list[Instruction]:
         self.epoch += 1
         self.placed = frozenset(names)
+        self._asked = False
         done: list[Instruction] = [Save()]
         for member in self.members.values():
             done += self._drop_devices(member, "its placement is over")
-            if member.session is None or member.luce != self.luce:
+            if member.session is None or member.luce != self.luce or member.state == "draining":
                 continue
             if member.name in self.placed:
                 done += self._enter(member, "loading", now)
@@ -362,11 +429,21 @@ class Membership:
         return done
 
     def _keep(self, names: frozenset[str], now: float) -> list[Instruction]:
+        self._unplaced, done = False, self._narrow(names, now)
+        for member in self.members.values():
+            if member.state == "draining" and member.name not in names:
+                done += self._leave(member, now)
+        return done
+
+    def _narrow(self, names: frozenset[str], now: float) -> list[Instruction]:
+        """The placement has devices of no other members than these."""
         left, done = self.placed - names, list[Instruction]()
         self.placed &= names
         for member in self.members.values():
-            if member.name in left and member.state in ("loading", "serving"):
-                done += [*self._drop_devices(member, "it has no layers"), *self._enter(member, "idle", now)]
+            if member.name in left and member.state in ("loading", "serving", "draining"):
+                done += self._drop_devices(member, "it has no layers")
+                if member.state != "draining":
+                    done += self._enter(member, "idle", now)
         return done
 
     def _dial(self, name: str, token: bytes, now: float) -> list[Instruction]:
@@ -378,7 +455,7 @@ class Membership:
         if member.luce != self.luce:
             return [Refuse(token, member.reason)]
         done = self._drop_devices(member, "the server connects anew", token)
-        if member.state != "loading":
+        if member.state not in ("loading", "draining"):
             done += self._enter(member, "loading", now)
         self._awaited[token] = name, member.session, self.epoch
         return [*done, Assign(member.session, self.epoch, token)]
@@ -398,6 +475,8 @@ class Membership:
                 done.append(Close(member.session, reason, final=True))
             del self.members[member.name]
             done.append(Journal("removed", member.name, reason))
+        for member in gone:
+            done += self._ask("remove", member.name) if member.name in self.placed else []
         self.placed -= {member.name for member in gone}
         return [Save(), *done] if gone else []
 

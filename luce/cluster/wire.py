@@ -1,10 +1,10 @@
 """What coordinator, members and the `luce cluster` commands send, in frames of luce.ipc.channel.
 
 A host that joins sends Join and gets Joined or Refused. A member's control connection begins with Hello; then the
-coordinator sends Ping, Find, Assign, NewPin, Notice and Dismissed, and the member Pong, Found, Loaded, Unable, Unfit,
-Pinned and Leaving. A member that lacks the model file, or checks it, asks over a connection of its own: AskLayout,
-AskBytes and AskSum, which are answered in their order; Needs has no answer. The commands send one request over the
-socket in the cluster's directory and get one response.
+coordinator sends Ping, Find, Assign, NewPin, Notice, Leave and Dismissed, and the member Pong, Found, Loaded, Unable,
+Unfit, Pinned and Leaving. A member that lacks the model file, or checks it, asks over a connection of its own:
+AskLayout, AskBytes and AskSum, which are answered in their order; Needs has no answer. The commands send one request
+over the socket in the cluster's directory and get one response.
 """
 
 from __future__ import annotations
@@ -133,6 +133,10 @@ class Notice(msgspec.Struct, tag=True):
     text: str
 
 
+class Leave(msgspec.Struct, tag=True):
+    """The member is to leave, as behind SIGTERM."""
+
+
 class Dismissed(msgspec.Struct, tag=True):
     """The coordinator ends the connection. `final`: the member need not connect again."""
 
@@ -141,11 +145,11 @@ class Dismissed(msgspec.Struct, tag=True):
 
 
 class Leaving(msgspec.Struct, tag=True):
-    """The member ends."""
+    """The member ends once it is dismissed: it serves its layers until then."""
 
 
 FromMember = Hello | Pong | Found | Loaded | Unable | Unfit | Pinned | Leaving
-FromCoordinator = Ping | Find | Assign | NewPin | Notice | Dismissed
+FromCoordinator = Ping | Find | Assign | NewPin | Notice | Leave | Dismissed
 
 
 class AskLayout(msgspec.Struct, tag=True):
@@ -209,6 +213,12 @@ class AskToken(msgspec.Struct, tag=True):
 
 class AskRemove(msgspec.Struct, tag=True):
     """Asks that a member be removed."""
+
+    member: str
+
+
+class AskDrain(msgspec.Struct, tag=True):
+    """Asks that a member leave once other machines have its layers."""
 
     member: str
 
@@ -298,5 +308,5 @@ class Failed(msgspec.Struct, tag="CommandFailed"):
     message: str
 
 
-Command = AskStatus | AskToken | AskRemove | AskRotate | AskReplan
+Command = AskStatus | AskToken | AskRemove | AskDrain | AskRotate | AskReplan
 Result = Status | Done | Failed

@@ -63,3 +63,17 @@ class ClusterSettings:
         metavar="SECONDS",
         group="cluster",
     )
+    cluster_replan: str = setting(
+        "manual",
+        choice("never", "manual"),
+        "when layers go to other machines: never; by `luce cluster replan`, when a machine leaves, and when one stays "
+        "away (manual)",
+        group="cluster",
+    )
+    cluster_on_loss: str = setting(
+        "wait",
+        choice("wait", "replan"),
+        "a lost machine has 20 s to come back (wait), or none (replan); then the others get its layers, if they have "
+        "room for them",
+        group="cluster",
+    )

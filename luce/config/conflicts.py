@@ -203,6 +203,8 @@ def _cluster_problems(values: Mapping[str, Any], spelled: Mapping[str, str]) -> 
         "cluster_stream",
         "cluster_stream_rate",
         "cluster_resume",
+        "cluster_replan",
+        "cluster_on_loss",
     ):
         if values.get(name, FIELDS[name].default) != FIELDS[name].default:
             yield name, f"{spelled[name]}: requires {flag('cluster')}"

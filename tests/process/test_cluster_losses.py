@@ -5,44 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.support.cluster_processes import REFERENCE, Process, ask, member_of, serve, starting, stream
+from tests.support.cluster_processes import REFERENCE, TOKENS, Process, Streams, ask, member_of, serve, starting
 from tests.support.daemons import within
 from tests.support.network_namespaces import ADDRESS, HERE, NAMESPACE, cable, ip
 
 __all__ = ["cable"]
-TOKENS = 200
-#: prompts of the streams
-PROMPTS = [REFERENCE.expected["prompt_17"].tolist()[: 17 - n] for n in range(4)]
-
-
-class Streams:
-    """Streams of greedy replies, each on a thread."""
-
-    def __init__(self, port: int) -> None:
-        self.ids: list[list[int]] = [[] for _ in PROMPTS]
-        self.errors = [""] * len(PROMPTS)
-
-        def run(number: int) -> None:
-            self.errors[number] = stream(port, TOKENS, self.ids[number], PROMPTS[number])
-
-        self.threads = [threading.Thread(target=run, args=(number,)) for number in range(len(PROMPTS))]
-        for thread in self.threads:
-            thread.start()
-
-    def wait(self) -> list[list[int]]:
-        """The tokens of all, once they have ended without an error."""
-        for thread in self.threads:
-            thread.join(300)
-        assert self.errors == [""] * len(PROMPTS)
-        return self.ids
-
-    def wait_begun(self, tokens: int) -> None:
-        """Wait until each has so many tokens."""
-        assert within(60, lambda: all(len(ids) >= tokens for ids in self.ids)), (self.errors, self.ids)
 
 
 def processes_of(folder: Path) -> set[int]:

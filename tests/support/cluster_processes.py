@@ -22,6 +22,9 @@ from tests.support.reference import Reference
 REFERENCE = Reference("qwen3-a-F32")
 PROMPT = REFERENCE.expected["prompt_17"].tolist()
 EXPECTED = REFERENCE.expected["greedy_17"][:8].tolist()
+#: tokens of each of the streams, and their prompts
+TOKENS = 200
+PROMPTS = [PROMPT[: 17 - n] for n in range(4)]
 
 
 class Process:
@@ -114,12 +117,17 @@ def greedy(port: int) -> list[int]:
     return list(answer["tokens"])
 
 
-def member_of(start: Any) -> dict[str, Any]:
-    """The only member, as `luce cluster status` has it."""
+def members_of(start: Any) -> dict[str, dict[str, Any]]:
+    """The members by name, as `luce cluster status` has them."""
     status = start("server", "cluster", "status", "--json")
     assert status.ended() == 0, status.log
-    (member,) = json.loads("".join(status.out))["members"]
-    return dict(member)
+    return {member["name"]: member for member in json.loads("".join(status.out))["members"]}
+
+
+def member_of(start: Any) -> dict[str, Any]:
+    """The only member."""
+    (member,) = members_of(start).values()
+    return member
 
 
 def stream(port: int, tokens: int, ids: list[int], prompt: Sequence[int] = PROMPT) -> str:
@@ -141,3 +149,29 @@ def stream(port: int, tokens: int, ids: list[int], prompt: Sequence[int] = PROMP
         with error:
             return error.read().decode()
     return ""
+
+
+class Streams:
+    """Streams of greedy replies, each on a thread."""
+
+    def __init__(self, port: int) -> None:
+        self.ids: list[list[int]] = [[] for _ in PROMPTS]
+        self.errors = [""] * len(PROMPTS)
+
+        def run(number: int) -> None:
+            self.errors[number] = stream(port, TOKENS, self.ids[number], PROMPTS[number])
+
+        self.threads = [threading.Thread(target=run, args=(number,)) for number in range(len(PROMPTS))]
+        for thread in self.threads:
+            thread.start()
+
+    def wait(self) -> list[list[int]]:
+        """The tokens of all, once they have ended without an error."""
+        for thread in self.threads:
+            thread.join(300)
+        assert self.errors == [""] * len(PROMPTS)
+        return self.ids
+
+    def wait_begun(self, tokens: int) -> None:
+        """Wait until each has so many tokens."""
+        assert within(60, lambda: all(len(ids) >= tokens for ids in self.ids)), (self.errors, self.ids)

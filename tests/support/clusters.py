@@ -78,13 +78,15 @@ class Host:
     problems: list[str] = field(default_factory=list)
     limit: int = 0
     verify: Verify = "never"
+    #: seconds that it waits to be dismissed when it leaves
+    patience: float = 0.5
     thread: threading.Thread | None = None
     host: MemberHost | None = None
 
     def start(self) -> Host:
         """Stay connected until the coordinator dismisses it."""
         host = self.host = MemberHost(
-            self.files, self.devices, Storage([self.folder], self.limit, self.verify), self._echo
+            self.files, self.devices, Storage([self.folder], self.limit, self.verify), self._echo, self.patience
         )
 
         def run() -> None:
@@ -100,7 +102,7 @@ class Host:
     def stop(self) -> None:
         """Leave the cluster, if it is still there."""
         if self.host is not None:
-            self.host.stop()
+            self.host.leave()
             assert self.end() is self.error
 
     def end(self) -> LuceError | None:

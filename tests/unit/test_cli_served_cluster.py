@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import io
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from luce.errors import DeviceError, ListenError, ServerError, UsageError
 from luce.planner.prediction import LinkPrediction
 from luce.profiles.profile import LinkProfile
 from tests.support.clusters import Host, coordinator, joined, needs_keys, port_of
+from tests.support.daemons import within
 from tests.support.reference import Reference
 from tests.support.scripted_model import ScriptedModel
 
@@ -174,15 +177,156 @@ def test_the_address_is_named_in_errors() -> None:
         pass
 
 
-def test_a_model_is_placed_anew_only_once_it_is_loaded(monkeypatch: Patch) -> None:
-    called: list[str] = []
+class Movable(Loaded):
+    """A model whose engine moves at once. `fits` says on which devices it can be; `moves` has where it was moved to."""
+
+    immovable = ""
+
+    def __init__(self, fits: Any) -> None:
+        self.fits = fits
+        self.moves: list[tuple[str, ...]] = []
+        self.engine = self.backend = self
+        #: why it is on no device
+        self.reason: str | None = None
+        self.done = threading.Event()
+
+    def relocate(self, replace: Any) -> None:
+        try:
+            replace()
+        finally:
+            self.done.set()
+
+    def unload(self, reason: str) -> None:
+        self.reason = reason
+
+    def moved(self, model: Any, config: Config, connects: Any) -> None:
+        self.moves.append(config.target_devices[1:])
+        names = tuple(device.split("/")[2] for device in config.target_devices[1:])
+        if not self.fits(names):
+            raise DeviceError("it needs 7 bytes more")
+        self.placement = tuple({"device": device, "layers": (0, 0)} for device in config.target_devices)
+
+
+@contextlib.contextmanager
+def serving(
+    folder: Path, patch: Patch, fits: Any, **fields: Any
+) -> Iterator[tuple[ServedCluster, Movable, list[Host]]]:
+    """A served cluster with the members box and den, and its model."""
+    patch.setattr(module, "LOSS_SECONDS", 0.1)
+    made: list[Host] = []
+    real = module.Coordinator
+
+    def kept(*arguments: Any, **options: Any) -> Any:
+        found = real(*arguments, **options)
+        for name in ("box", "den"):
+            made.append(joined(found, patch, folder, name))
+            made[-1].patience = 30
+            (made[-1].folder / "model.gguf").symlink_to(MODEL)
+            made[-1].start()
+        return found
+
+    model = Movable(fits)
+    patch.setattr(module, "Coordinator", kept)
+    patch.setattr(module, "relocate", model.moved)
+
+    def open_model(path: Path, config: Config, progress: Any, connects: Any) -> Any:
+        model.placement = tuple({"device": device, "layers": (0, 0)} for device in config.target_devices)
+        return model
+
+    patch.setattr(module, "open_model", open_model)
+    settings = config(cluster_min="2", cluster_wait="60", **fields)
+    with served_cluster(settings) as cluster:
+        assert cluster is not None
+        assert cluster.open_model(MODEL, settings, lambda share: None, lambda text: None) is model
+        cluster.reload = lambda: None
+        patch.setattr(module, "plan_status", lambda model: None)
+        Movable.memory = lambda self: {}  # type: ignore[attr-defined]
+        yield cluster, model, made
+
+
+def states(cluster: ServedCluster) -> dict[str, str]:
+    return {member.name: member.state for member in cluster.status().members}
+
+
+def test_a_member_leaves_once_the_model_does_without_it(folder: Path, monkeypatch: Patch) -> None:
+    with serving(folder, monkeypatch, lambda names: True) as (cluster, model, (box, den)):
+        box.stop()
+        assert model.moves == [("member://den/cpu:0",)] and states(cluster)["box"] == "gone"
+        assert cluster.status().replans["leave"] == 1
+        den.stop()
+        assert model.moves[1:] == [()] and model.reason is None
+
+
+def test_a_model_that_needs_a_member_that_leaves_stays_where_it_was(folder: Path, monkeypatch: Patch) -> None:
+    with serving(folder, monkeypatch, lambda names: len(names) == 2) as (cluster, model, (box, _)):
+        assert box.host is not None
+        box.host.leave()
+        assert model.done.wait(30) and within(10, lambda: len(model.moves) == 2)
+        both = ("member://box/cpu:0", "member://den/cpu:0")
+        assert model.moves == [("member://den/cpu:0",), both] and model.reason is None
+        assert states(cluster)["box"] == "draining"
+        box.host.stop()
+        box.end()
+
+
+def test_a_model_that_fits_nowhere_says_what_is_missing_until_that_is_back(folder: Path, monkeypatch: Patch) -> None:
+    fits = {("box", "den")}
+    with serving(folder, monkeypatch, fits.__contains__, cluster_on_loss="replan") as (cluster, model, (box, den)):
+        assert box.host is not None
+        box.host.stop()
+        box.end()
+        assert within(30, lambda: model.reason is not None)
+        assert model.reason == "the model does not fit without box: it needs 7 bytes more"
+        assert states(cluster) == {"box": "lost", "den": "idle"} and cluster.status().replans["loss"] == 1
+        box.start()
+        assert within(30, lambda: cluster.status().replans.get("back") == 1)
+        assert within(30, lambda: model.moves[-1] == ("member://box/cpu:0", "member://den/cpu:0"))
+        for host in (box, den):
+            assert host.host is not None
+            host.host.stop()
+
+
+def test_a_lost_member_has_time_to_come_back(folder: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(module, "PATIENCE", 3600.0)
+    with serving(folder, monkeypatch, lambda names: True) as (cluster, model, (box, den)):
+        assert box.host is not None
+        box.host.stop()
+        box.end()
+        assert within(30, lambda: states(cluster)["box"] == "lost")
+        # Longer than the time between two looks at it.
+        assert not within(2.5, lambda: bool(model.moves))
+        # By command it goes at once.
+        cluster.replan()
+        assert within(30, lambda: model.moves == [("member://den/cpu:0",)])
+        assert den.host is not None
+        den.host.stop()
+
+
+def test_what_keeps_a_model_from_moving_lets_it_be_loaded_anew(folder: Path, monkeypatch: Patch, caplog: Any) -> None:
+    caplog.set_level("INFO")
+    with serving(folder, monkeypatch, lambda names: True) as (cluster, model, (box, den)):
+        called = threading.Event()
+        model.immovable = "--kvflash"
+        cluster.reload = called.set
+        cluster.replan()
+        assert called.wait(30) and not model.moves
+        for host in (box, den):
+            assert host.host is not None
+            host.host.stop()
+    reasons = [r.__dict__["fields"]["reason"] for r in caplog.records if "loaded anew" in r.getMessage()]
+    assert reasons == ["--kvflash keeps it from moving"]
+
+
+def test_a_model_is_placed_anew_only_once_it_is_loaded() -> None:
     with served_cluster(config(cluster_min="0")) as cluster:
         assert cluster is not None
         with pytest.raises(ServerError, match=r"^the model is not loaded yet$"):
             cluster.replan()
-        cluster.reload = lambda: called.append("reload")
-        cluster.replan()
-    assert called == ["reload"]
+    with served_cluster(config(cluster_replan="never")) as cluster:
+        assert cluster is not None
+        cluster.reload = lambda: None
+        with pytest.raises(ServerError, match=r"^the server was started with --cluster-replan never$"):
+            cluster.replan()
 
 
 def test_a_new_placement_waits_for_nobody(monkeypatch: Patch) -> None:
@@ -198,6 +342,8 @@ def test_a_new_placement_waits_for_nobody(monkeypatch: Patch) -> None:
     [
         ({"cluster": "", "cluster_min": "2"}, "--cluster-min: requires --cluster"),
         ({"cluster": "", "cluster_wait": "2"}, "--cluster-wait: requires --cluster"),
+        ({"cluster": "", "cluster_replan": "never"}, "--cluster-replan: requires --cluster"),
+        ({"cluster": "", "cluster_on_loss": "replan"}, "--cluster-on-loss: requires --cluster"),
         ({"cluster": "", "cluster_listen": "0.0.0.0:7443"}, "--cluster-listen: requires --cluster"),
         (
             {"cluster_listen": "127.0.0.1:7443", "target_devices": "cpu:0,cpu:1", "target_layer_split": "1,1"},

@@ -540,7 +540,7 @@ def test_commands(home: Coordinator, hosts: Make) -> None:
         assert ask(home.files, wire.AskRemove(member_name("box"))) == wire.Done("box is removed")
         host.end()
         replanned = ask(home.files, wire.AskReplan())
-        assert isinstance(replanned, wire.Done) and "is loaded anew" in replanned.text and asked == ["replan"]
+        assert isinstance(replanned, wire.Done) and "is placed anew" in replanned.text and asked == ["replan"]
     assert not socket_path.exists()
     with pytest.raises(ServerError, match=r"^cluster home: no server of it runs on this machine$"):
         ask(home.files, wire.AskStatus())

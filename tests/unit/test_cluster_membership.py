@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from luce.cluster.membership import (
+    PATIENCE,
     PROOF_SECONDS,
     Accept,
     Admitted,
@@ -17,6 +18,7 @@ from luce.cluster.membership import (
     Connected,
     Dialled,
     Disconnected,
+    Ended,
     Event,
     Instruction,
     Journal,
@@ -27,11 +29,13 @@ from luce.cluster.membership import (
     Planned,
     Refuse,
     Removed,
+    Replan,
     Rotated,
     Save,
     Searched,
     Tell,
     Tick,
+    Unplaced,
     restored,
 )
 
@@ -84,9 +88,73 @@ def test_a_member_that_is_lost_and_comes_back() -> None:
     assert member.state == "loading"
 
 
-def test_a_member_that_leaves_is_not_lost() -> None:
+def test_a_member_that_leaves_serves_until_others_have_its_layers() -> None:
     membership, left = after(*SERVING, Left(1))
-    assert Journal("gone", "box", "it left") in left and membership.members["box"].losses == 0
+    member = membership.members["box"]
+    assert left == [Journal("draining", "box"), Replan("leave", "box")] and member.state == "draining"
+    # It says it once, and is asked for nothing new.
+    assert membership.handle(Left(1), 0.0) == [Journal("draining", "box")]
+    assert membership.usable() == [] and membership.usable(leaving=True) == [member]
+    assert CloseDevices("box", "it has no layers") in membership.handle(Ended(), 0.0)
+    membership.handle(Planned(()), 0.0)
+    assert member.state == "draining" and member.session == 1
+    done = membership.handle(Kept(frozenset()), 0.0)
+    assert Close(1, "it has left", final=True) in done and Journal("gone", "box", "it left") in done
+    assert (member.state, member.losses, member.session) == ("gone", 0, None)
+
+
+def test_a_member_that_leaves_goes_on_where_the_model_fits_nowhere_else() -> None:
+    membership, _ = after(*SERVING, Left(1), Ended(), Planned(("box",)))
+    assert Assign(1, 2, b"again") in membership.handle(Dialled("box", b"again"), 0.0)
+    membership.handle(Loaded(1, 2), 0.0)
+    assert membership.handle(Kept(frozenset({"box"})), 0.0) == []
+    assert membership.members["box"].state == "draining"
+    # Whoever comes may have room for its layers.
+    membership.handle(Admitted("den", DEN, ""), 0.0)
+    assert membership.handle(connected(DEN, 2), 0.0)[-1] == Replan("back", "den")
+    # It is cut off in the end, which is no loss.
+    assert Journal("gone", "box", "closed") in membership.handle(Disconnected(1, "closed"), 0.0)
+    assert membership.members["box"].losses == 0
+
+
+def test_a_member_without_layers_leaves_at_once() -> None:
+    for events, replans in ((SERVING[:2], True), (SERVING, False), ((*SERVING, Kept(frozenset())), True)):
+        membership, _ = after(*events)
+        membership.replans = replans
+        left = membership.handle(Left(1), 0.0)
+        assert left[0] == Close(1, "it has left", final=True) and left[-1] == Journal("gone", "box", "it left")
+        assert membership.members["box"].losses == 0
+
+
+def test_the_placement_does_without_a_member_that_stays_away() -> None:
+    membership, _ = after(*SERVING, Disconnected(1, "it is silent"))
+    assert membership.handle(Tick(), PATIENCE - 0.1) == []
+    assert membership.handle(Tick(), PATIENCE) == [Replan("loss", "box")]
+    # Once, until that has begun.
+    assert membership.handle(Tick(), PATIENCE + 1) == []
+    membership.handle(Planned(()), PATIENCE + 2)
+    assert membership.handle(Tick(), 3 * PATIENCE) == []
+    # One that is back in time keeps its layers.
+    membership, _ = after(*SERVING, Disconnected(1, "it is silent"), connected(BOX, 2))
+    assert membership.handle(Tick(), 2 * PATIENCE) == [] and membership.members["box"].state == "loading"
+    for patience, replans, found in ((0.0, True, [Replan("loss", "box")]), (PATIENCE, False, [])):
+        membership, _ = after(*SERVING, Disconnected(1, "it is silent"))
+        membership.patience, membership.replans = patience, replans
+        assert membership.handle(Tick(), 0.0 if replans else 1e6) == found
+
+
+def test_a_model_that_fits_nowhere_is_placed_once_a_member_comes() -> None:
+    membership, _ = after(*SERVING, Disconnected(1, "it is silent"), Ended(), Planned(()))
+    assert Unplaced() and membership.handle(Unplaced(), 0.0) == []
+    done = membership.handle(connected(BOX, 2), 0.0)
+    assert done[-1] == Replan("back", "box")
+    membership.handle(Planned(("box",)), 0.0)
+    membership.handle(Kept(frozenset({"box"})), 0.0)
+    # It is placed.
+    assert not any(isinstance(i, Replan) for i in membership.handle(connected(BOX, 3), 0.0))
+    # One of another version is no help.
+    membership, _ = after(*SERVING, Ended(), Planned(()), Unplaced())
+    assert not any(isinstance(i, Replan) for i in membership.handle(connected(BOX, 2, "2"), 0.0))
 
 
 def test_a_connection_counts_only_with_its_token_session_and_epoch() -> None:
@@ -112,6 +180,7 @@ def test_a_removed_member_is_dismissed_and_a_stranger_then() -> None:
         CloseDevices("box", "removed"),
         Close(1, "removed", final=True),
         Journal("removed", "box", "removed"),
+        Replan("remove", "box"),
     ]
     assert membership.handle(connected(BOX, 2), 0.0) == [Close(2, "this host is not a member", final=True)]
     assert membership.handle(Dialled("box", b"next"), 0.0) == [Refuse(b"next", "it is not a member")]
@@ -207,7 +276,8 @@ class AnyOrder(RuleBasedStateMachine):
         # A number that no connection has yet will be that of a later one.
         session = min(session, self.sessions)
         self.happen(Left(session) if left else Disconnected(session, "gone"))
-        self.over.add(session)
+        if not left:
+            self.over.add(session)
 
     @rule(names=st.sets(NAMES))
     def plan(self, names: set[str]) -> None:
@@ -219,6 +289,12 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(names=st.sets(NAMES))
     def keep(self, names: set[str]) -> None:
         self.happen(Kept(frozenset(names)))
+        assert all(m.name in names for m in self.membership.members.values() if m.state == "draining")
+
+    @rule(unplaced=st.booleans())
+    def end(self, unplaced: bool) -> None:
+        self.happen(Unplaced() if unplaced else Ended())
+        assert not self.membership.placed and not self.live
 
     @rule(name=NAMES)
     def dial(self, name: str) -> None:
@@ -253,7 +329,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.happen(Rotated(tuple(sessions)))
         assert all(member.session in sessions for member in self.membership.members.values())
 
-    @rule(seconds=st.sampled_from([1.0, PROOF_SECONDS]))
+    @rule(seconds=st.sampled_from([1.0, PATIENCE, PROOF_SECONDS]))
     def wait(self, seconds: float) -> None:
         self.now += seconds
         self.happen(Tick())

@@ -230,3 +230,15 @@ def test_an_engine_that_has_ended_does_not_move() -> None:
         made.close()
         with pytest.raises(UnavailableError, match="shutting down"):
             made.relocate(lambda: wipe(backend))
+
+
+@pytest.mark.parametrize("recurrent", [False, True])
+def test_prefixes_of_replies_that_have_ended_are_not_resumed(recurrent: bool) -> None:
+    backend = ScriptedBackend(slots=2, context=512, recurrent=recurrent, resumes=not recurrent)
+    with engine(backend, eos=frozenset(), cache_bytes=1 << 22) as made:
+        submit(made, PROMPT * 20, max_tokens=4)[0].finished()
+        made.relocate(lambda: wipe(backend))
+        assert made.cached_prefixes() == []
+        later, _ = submit(made, PROMPT * 20, max_tokens=4)
+        later.finished()
+    assert later.ids == backend.reply(PROMPT * 20, 4)
