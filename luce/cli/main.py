@@ -32,6 +32,7 @@ VERBS = {
     "shard": "hold layers for a server in another process",
     "join": "lend this machine's devices to a server on another machine",
     "cluster": "show the machines that have joined a server, and let more join",
+    "ray": "run copies of a model on many machines, with Ray",
     "top": "show what a running server does",
     "doctor": "show drivers, devices and kernel builds of this machine, and problems with them",
 }
@@ -56,6 +57,7 @@ EXAMPLES = {
     "shard": "luce shard model.gguf --listen 0.0.0.0:5005 --key-file shard.pem",
     "join": "luce join --cluster home --model-dir /srv/models",
     "cluster": "luce cluster status",
+    "ray": "luce ray up ray.toml",
     "top": "luce top --server http://127.0.0.1:8080",
     "doctor": "luce doctor",
 }

@@ -9,9 +9,18 @@ only what needs no further package.
     cluster_config   the TOML file of `luce ray`
     node_resources   what `luce doctor` finds, as resources of a node; what a placement group lacks
     device_leases    which device of a node belongs to which actor
+    leasing          the same as an actor of each node
     routing_state    pure: what replicas have cached and how busy they are, and the replica for a prompt
     group_keys       which keys of blocks a group of API keys may know of
     process_guard    no child outlives the actor that started it, and no actor its node
     guarded          the program that a child begins as
     process_list     the processes of a node, written down by `up` and ended by `down`
+    child_server     `luce serve` as a child: start, address, keys, end
+    replica          an actor of Serve with that child; reports what it has cached
+    ingress          what clients talk to: routes requests, and passes bytes on
+    request_facts    pure: what the ingress reads of a request
+    request_router   Serve's interface to the routing state; shared_routing: the state of a process
+    application      ingress and replicas as an application of Serve
+    driver           the program that talks to Ray
+    commands         what the actions of `luce ray` do
 """

@@ -121,6 +121,17 @@ def parse_config(content: Mapping[str, Any]) -> ClusterConfig:
     return config
 
 
+def plain_content(config: ClusterConfig) -> dict[str, Any]:
+    """A configuration as the content of a TOML file: nothing of Luce is pickled."""
+
+    def listed(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: listed(item) for key, item in value.items()}
+        return list(value) if isinstance(value, tuple) else value
+
+    return dict(listed(dataclasses.asdict(config)))
+
+
 def _table(where: str, kind: type[Any], values: object, parsed: Mapping[str, Any] = {}) -> Any:
     """An instance of a dataclass of a table's values; `parsed`: fields that are known already."""
     if not isinstance(values, Mapping):

@@ -47,9 +47,11 @@ class GroupKeys:
         """All keys to report."""
         return self._reported(self._held)
 
-    def clear(self) -> None:
-        """Nothing is held."""
+    def clear(self) -> list[bytes]:
+        """Nothing is held any more; returns the keys to report as removed."""
+        gone = self.held()
         self._held.clear()
+        return gone
 
     def _reported(self, keys: Iterable[bytes]) -> list[bytes]:
         return [salted(key, salt) for key in keys for salt in self._salts.get(key, ())]

@@ -1,9 +1,9 @@
 """What replicas have cached and how busy they are, and which of them gets a prompt. Pure: the caller gives the time.
 
-Score of a replica = cached tokens * seconds to read a token - seconds that the request would wait there; equal scores
-go to the least loaded. A replica with more than twice as many requests as it serves at once is left out. If none has
-anything of the prompt, rendezvous hashing of its fourth key chooses among those where it would wait least, so that the
-same prompt goes to the same replica before that one has reported it.
+Score of a replica = cached tokens * seconds to read a token - WAITING_WEIGHT * seconds that the request would wait;
+equal scores go to the least loaded. A replica with more than twice as many requests as it serves at once is left out.
+If none has anything of the prompt, rendezvous hashing of its fourth key chooses among those where it would wait least,
+so that the same prompt goes to the same replica before that one has reported it.
 
 Reports come in order, each with what has changed behind the one before. A gap, or another life of the replica, makes
 its whole list necessary. Between two reports the router counts what it has sent itself.
@@ -22,6 +22,9 @@ from luce.kvcache.block_keys import TOKENS
 
 #: key by which prompts that nobody has cached are spread: a longer one would separate the turns of a conversation
 SPREAD_KEY = 4
+#: how much a second of waiting counts against a second of reading: who waits holds up those behind it, and a replica
+#: that reads a shared beginning has it for all that follow
+WAITING_WEIGHT = 4.0
 #: a replica with more requests than this many times its slots is left out
 CROWDED = 2
 #: seconds for which the keys of a request that has ended count before the replica reports them
@@ -116,7 +119,7 @@ class RoutingState:
             if unknown:
                 return view.waiting_seconds, -_weight(spread, name)
             saved = cached[name] * TOKENS * (view.prefill_seconds or PREFILL_SECONDS)
-            return view.waiting_seconds - saved, view.load, -_weight(spread, name)
+            return WAITING_WEIGHT * view.waiting_seconds - saved, view.load, -_weight(spread, name)
 
         return sorted(free, key=order)
 

@@ -182,6 +182,7 @@ SHARED_NAMES = {
     "norm": "norms: the op, and the norm of a layer's rows",
     "open": "opens what the settings name: devices here, devices in daemons, drafters",
     "page_ranking": "how much attention pages get: the op, and the statistics of a shard",
+    "ray": "the package, and its verb",
     "reader": "reads a file: a model's and a snapshot's",
     "remote": "the package of shards, and a drafter, in another process: the server's side",
     "sampling": "the table of sampling values, and the choice of tokens",

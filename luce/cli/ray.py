@@ -1,0 +1,96 @@
+"""`luce ray`: many copies of a model on many machines, placed and scaled by Ray."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from luce.cli.arguments import add_json
+from luce.cli.options import raise_together
+from luce.errors import UsageError
+from luce.ray import commands
+from luce.ray.cluster_config import read_config
+
+_ACTIONS = {
+    "up": "start Ray on this machine, and on the head the model; again on the head: deploy what has changed",
+    "status": "show nodes and replicas",
+    "down": "end what `up` has started on this machine",
+    "resources": "show the devices of this machine as Ray gets them",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """ACTION, FILE and what the actions take."""
+    actions = "; ".join(f"{action}: {text}" for action, text in _ACTIONS.items())
+    parser.add_argument("action", metavar="ACTION", choices=_ACTIONS, help=actions)
+    parser.add_argument("file", metavar="FILE", help="TOML file that describes the whole, the same on all machines")
+    parser.add_argument(
+        "--node", metavar="ADDRESS", help="up: join the head of FILE as the machine with this IP address"
+    )
+    parser.add_argument(
+        "--resources", metavar="JSON", help="up: devices that Ray gets, instead of what `luce ray resources` shows"
+    )
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the action; returns 0. Raises UsageError, ServerError, and UnsupportedError where nothing fits."""
+    raise_together(list(_misused(arguments)))
+    config = read_config(Path(arguments.file))
+    commands.check_address(arguments.node or config.head.address)
+    match arguments.action:
+        case "up":
+            commands.up(config, _resources(arguments.resources), arguments.node, print)
+        case "down":
+            commands.down(config, print)
+        case "resources":
+            print(json.dumps(commands.resources(config)))
+        case _:
+            found = commands.status(config)
+            if arguments.json:
+                print(json.dumps(found, indent=2))
+            else:
+                print("\n".join(_lines(found)))
+    return 0
+
+
+def _misused(arguments: argparse.Namespace) -> Iterator[UsageError]:
+    for name in ("node", "resources"):
+        if getattr(arguments, name) is not None and arguments.action != "up":
+            yield UsageError(f"luce ray {arguments.action}: --{name} is for up", param=name)
+    if arguments.json and arguments.action != "status":
+        yield UsageError(f"luce ray {arguments.action}: --json is for status", param="json")
+
+
+def _resources(text: str | None) -> dict[str, float] | None:
+    if text is None:
+        return None
+    try:
+        found = json.loads(text)
+        if isinstance(found, dict) and all(isinstance(count, int) and count > 0 for count in found.values()):
+            return found
+    except ValueError:
+        pass
+    raise UsageError(f'--resources {text}: expected JSON such as {{"luce_cuda": 2}}', param="resources")
+
+
+def _lines(found: dict[str, Any]) -> Iterator[str]:
+    """The report for people."""
+    for node in found["nodes"]:
+        devices = ", ".join(f"{count:g} {name}" for name, count in sorted(node["resources"].items()))
+        yield f"node {node['address']}: {'alive' if node['alive'] else 'dead'}; {devices or 'no devices'}"
+    app = found["application"]
+    if app is None:
+        yield "nothing is deployed"
+    else:
+        states = ", ".join(f"{count} {state.lower()}" for state, count in app["deployments"].get("replica", {}).items())
+        yield f"application: {app['status'].lower()}; replicas: {states or 'none'}"
+        if app["message"]:
+            yield app["message"].strip().splitlines()[-1]
+    for each in found["replicas"]:
+        busy = f"{each['requests']} of {each['parallel']} requests, {each['blocks']} blocks cached"
+        yield f"replica {each['replica']}: {busy if each['answers'] else 'silent'}"
+    yield from found["differences"]

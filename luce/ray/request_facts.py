@@ -1,0 +1,33 @@
+"""What an ingress reads from a client's request, and says itself. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+
+#: endpoints with prompts; each is also served below /v1
+PROMPTS = ("/chat/completions", "/completions", "/messages", "/responses", "/completion", "/infill")
+
+
+def group_salt(name: str, headers: Mapping[str, str]) -> bytes:
+    """The salt of the client's group: each API key is a group, and those without a key are one. `name`: of the
+    application, so that two models do not share keys."""
+    key = headers.get("authorization") or headers.get("x-api-key") or headers.get("api-key") or ""
+    return hashlib.sha256(f"{name}\0{key}".encode()).digest()
+
+
+def request_text(body: bytes) -> str:
+    """The text of a body that begins like that of an earlier turn: its conversation, or its prompt."""
+    try:
+        fields = json.loads(body)
+        found = [fields[name] for name in ("system", "messages", "prompt", "input") if name in fields]
+    except (ValueError, TypeError):
+        return ""
+    return json.dumps(found) if found else ""
+
+
+def lost_event(text: str) -> bytes:
+    """The event that ends a stream whose replica is gone, in the form of the server's own."""
+    error = {"message": text, "type": "server_error", "param": None, "code": "replica_lost"}
+    return f"data: {json.dumps({'error': error})}\n\n".encode()

@@ -1,0 +1,48 @@
+"""The request router of the replicas: Serve asks it which replica gets a call of the ingress.
+
+An alpha interface of Ray Serve, pinned in setup.cfg. Calls carry `call` (a name) and `keys` (of the prompt's blocks,
+with the salt of the client's group), or `target` (the one replica that is meant).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from luce.ray.shared_routing import routing_of
+
+Ranks = list[list[RunningReplica]]
+
+
+class PrefixRouter(RequestRouter):
+    """Routes by what replicas have cached and how busy they are."""
+
+    def initialize_state(self, **options: Any) -> None:
+        """`app`: name of the application, under which the ingress finds the routing state."""
+        self._routing = routing_of(options["app"])
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Serve tells which replicas run."""
+        super().update_replicas(replicas)
+        self._routing.keep([replica.replica_id.unique_id for replica in replicas])
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> Ranks:
+        """The replicas in the order in which they are tried, one a rank."""
+        by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        call = {} if pending_request is None else pending_request.kwargs
+        if pending_request is not None:
+            # Otherwise Serve asks again at once, for as long as all replicas are full.
+            pending_request.routing_context.should_backoff = True
+        if (target := call.get("target")) is not None:
+            # A replica that is gone: any other one says that it is not meant.
+            return [[by_name[target]]] if target in by_name else [list(candidate_replicas)]
+        return [[by_name[name]] for name in self._routing.ranked(call.get("keys", ()), by_name)]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        """Count the call there; the ingress tells when it has ended."""
+        call = pending_request.kwargs
+        if "call" in call:
+            self._routing.began(call["call"], replica_id.unique_id, call.get("keys", ()))
