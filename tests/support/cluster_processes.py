@@ -25,6 +25,8 @@ EXPECTED = REFERENCE.expected["greedy_17"][:8].tolist()
 #: tokens of each of the streams, and their prompts
 TOKENS = 200
 PROMPTS = [PROMPT[: 17 - n] for n in range(4)]
+#: settings of a server that starts soon
+FLAGS = ("--port", "0", "--max-ctx", "256", "--kv-cache-dir", "off", "--no-warmup")
 
 
 class Process:
@@ -92,9 +94,13 @@ def starting(folder: Path) -> Iterator[Any]:
 def serve(start: Any, *more: str, listen: str = "127.0.0.1:0") -> tuple[Process, int]:
     """A server of a cluster, and its port."""
     flags = ["--cluster", "home", "--cluster-listen", listen, "--cluster-wait", "300", "--devices", "cpu:0"]
-    flags += [*more, "--port", "0", "--max-ctx", "256", "--kv-cache-dir", "off", "--no-warmup"]
-    process = start("server", "serve", str(REFERENCE.path), *flags)
-    return process, int(process.found(r"listening url=http://127\.0\.0\.1:(\d+)"))
+    process = start("server", "serve", str(REFERENCE.path), *flags, *more, *FLAGS)
+    return process, port_of(process)
+
+
+def port_of(server: Process) -> int:
+    """The port on which a server listens, once it does."""
+    return int(server.found(r"listening url=http://127\.0\.0\.1:(\d+)"))
 
 
 def ask(port: int, path: str, body: Any = None) -> Any:
