@@ -20,7 +20,7 @@ from luce.models.keys import Source
 from luce.models.registry import read_spec
 from luce.remote.messages import Done
 from luce.remote.service import Loader, Service, Work
-from luce.runtime.device import Device, Event
+from luce.runtime.device import Device
 
 #: most tokens of a text, and most rows that pass a layer together
 _MOST_TOKENS, _MOST_ROWS = 1 << 24, 1 << 16
@@ -120,7 +120,7 @@ class ScorerSession(Service):
         self.release(Release())
 
 
-class _Ended(Event):
+class _Ended:
     """The end of a thread's work."""
 
     def __init__(self, work: Future[NDArray[np.float64]]) -> None:
@@ -131,6 +131,3 @@ class _Ended(Event):
 
     def wait(self) -> None:
         wait([self._work])
-
-    def seconds_since(self, start: Event) -> float:
-        raise NotImplementedError("work of a thread has no time on a device")

@@ -47,7 +47,7 @@ def announcement(step: Step) -> tuple[Announce, Event]:
     return step.message, step.input_ready
 
 
-class QueuedStep(Event):
+class QueuedStep:
     """Done when the pipeline's threads have queued a step, and its work is done."""
 
     def __init__(self, ran: Future[Result]) -> None:
@@ -59,11 +59,8 @@ class QueuedStep(Event):
     def wait(self) -> None:
         self._ran.result()[1].wait()
 
-    def seconds_since(self, start: Event) -> float:
-        return 0.0
 
-
-class CopiedState(Event):
+class CopiedState:
     """Done when the copies of a saved state are complete."""
 
     def __init__(self, saved: JoinedSavedState) -> None:
@@ -74,6 +71,3 @@ class CopiedState(Event):
 
     def wait(self) -> None:
         self._saved.wait()
-
-    def seconds_since(self, start: Event) -> float:
-        return 0.0

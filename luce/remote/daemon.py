@@ -302,7 +302,7 @@ class Session:
         number, work, _ = self._queued[0]
         response: msgspec.Struct
         try:
-            work.event.wait()
+            work.over.wait()
             response = work.response()
         except Exception as error:
             response = _failed(error)
@@ -316,7 +316,7 @@ class Session:
 def _is_over(work: Work) -> bool:
     """Whether the response can be sent, which may be that the work failed."""
     try:
-        return work.event.done()
+        return work.over.done()
     except Exception:
         return True
 

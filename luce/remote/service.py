@@ -5,19 +5,29 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from luce.errors import BackendError
-from luce.runtime.device import Device, Event
+from luce.runtime.device import Device
+
+
+class Completion(Protocol):
+    """When work is over. An Event of a device is one."""
+
+    def done(self) -> bool:
+        """Whether it is over, without waiting. Raises DeviceError if it failed."""
+
+    def wait(self) -> None:
+        """Block this thread until it is over. Raises DeviceError if it failed."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """A request whose work is queued: the response follows once `event` has happened."""
+    """A request whose work is queued: the response follows once it is over."""
 
-    event: Event
+    over: Completion
     response: Callable[[], msgspec.Struct]
     #: whether threads of this process are still queueing the work, which polling would slow down
     threaded: bool = False

@@ -43,8 +43,8 @@ def session() -> Iterator[ScorerSession]:
 def scored(session: ScorerSession, message: Score) -> np.ndarray:
     work = session.handle(message)
     assert isinstance(work, Work)
-    work.event.wait()
-    assert work.event.done()
+    work.over.wait()
+    assert work.over.done()
     response = work.response()
     assert isinstance(response, Scored)
     return response.scores
