@@ -12,6 +12,10 @@ Draft trees and draft blocks, whose rows see each other both ways, are such span
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -26,6 +30,7 @@ from luce.ops.quantise import SECTION, Quantised, empty_quantised
 from luce.runtime.cpu import CpuDevice
 from luce.runtime.device import Array, Device
 from luce.runtime.host import HostDevice
+from luce.runtime.step import PageView, Resident, SpanArrays
 
 # Head dimensions that kernels/attention.cu is compiled for, and pages of one of its splits. Another split length
 # changes the order of the sums.
@@ -83,8 +88,8 @@ def _attend(device: Device, inputs: AttentionInputs) -> Array:
     out = device.empty(inputs.q.shape)
     if isinstance(device, CpuDevice) and _compiles(inputs):
         _compiled(device, out, inputs)
-    elif device.host:
-        _host(out, inputs)
+    elif isinstance(device, HostDevice):
+        _host(device, out, inputs)
     elif tiles := attention_mma.tiles(device, inputs):
         attention_mma.launch(device, out, inputs, tiles)
     else:
@@ -146,12 +151,60 @@ def _compiled(device: CpuDevice, out: Array, inputs: AttentionInputs) -> None:
     device.run(device.kernels.attention, *arrays, *pages, *facts, sinks, *types, spans.longest > FEW_ROWS)
 
 
-def _host(out: Array, inputs: AttentionInputs) -> None:
-    q, k_pool, v_pool, spans, view = inputs.q, inputs.k_pool, inputs.v_pool, inputs.spans, inputs.view
+def _host(device: HostDevice, out: Array, inputs: AttentionInputs) -> None:
+    """By NumPy."""
+    spans, view = inputs.spans, inputs.view
+    if not isinstance(device, CpuDevice):
+        _attend_spans(out, inputs, spans.table.tolist(), view.resident)
+        return
+    # A captured step passes these at each replay.
+    arrays = [inputs.q, inputs.k_pool, inputs.v_pool, inputs.positions, spans.table, view.table, view.first, view.count]
+    given = [array for array in (view.seen, inputs.sinks) if array is not None]
+    bare = _Bare(inputs.scale, inputs.window, inputs.softcap, view.seen is not None, inputs.sinks is not None)
+    device.call_host(partial(_attend_arrays, bare), out, *arrays, *given)
+
+
+@dataclass(frozen=True)
+class _Bare:
+    """AttentionInputs without arrays, and which of those there are that need not be."""
+
+    scale: float
+    window: int | None
+    softcap: float
+    seen: bool
+    sinks: bool
+
+
+def _attend_arrays(
+    bare: _Bare,
+    out: Array,
+    q: Array,
+    k_pool: Array,
+    v_pool: Array,
+    positions: Array,
+    spans: Array,
+    table: Array,
+    first: Array,
+    count: Array,
+    *given: Array,
+) -> None:
+    rest = iter(given)
+    seen, sinks = next(rest) if bare.seen else None, next(rest) if bare.sinks else None
+    # NumPy's work reads no row_span, and no place to write to.
+    none = np.empty(0, np.int32)
+    view, own = PageView(table, first, count, none, seen), SpanArrays(spans, none, len(spans), 0)
+    inputs = AttentionInputs(q, k_pool, v_pool, own, view, positions, bare.scale, bare.window, bare.softcap, sinks)
+    _attend_spans(out, inputs, spans.tolist(), view.resident)
+
+
+def _attend_spans(
+    out: Array, inputs: AttentionInputs, spans: Sequence[Sequence[int]], residents: Sequence[Resident]
+) -> None:
+    q, k_pool, v_pool, view = inputs.q, inputs.k_pool, inputs.v_pool, inputs.view
     positions, scale, window = inputs.positions, inputs.scale, inputs.window
     (_, heads, d), kv_heads = q.shape, k_pool.shape[1]
     group = heads // kv_heads
-    for (_, start, rows, position), resident in zip(spans.table.tolist(), view.resident, strict=True):
+    for (_, start, rows, position), resident in zip(spans, residents, strict=True):
         at, keys, values = resident.positions, k_pool[resident.rows], v_pool[resident.rows]
         if at is None:
             # All pages are resident: cut the keys off after the last row.

@@ -10,9 +10,6 @@ from tests.support.golden_checks import check_replayed
 from tests.support.make_driver import MakeDriver
 from tests.support.reference import Reference, references
 
-# NumPy computes a part of their steps that reads step arrays by itself (luce/ops/attention.py).
-EAGER = {"deepseek2lite-a-F32"}
-
 
 class Eager(CpuDevice):
     """One that runs every step call by call."""
@@ -27,7 +24,7 @@ def test_bits(reference: Reference, make_driver: MakeDriver) -> None:
     (shard,) = driver.backend.shards
     assert isinstance(shard, LocalShard)
     # Four shapes recur: eager, then captured and replayed, then replayed.
-    assert shard.replayed == (0 if reference.name in EAGER else 8)
+    assert shard.replayed == 8
 
 
 @pytest.mark.parametrize("name", ["qwen35-a-Q8_0", "gemma4-e-Q4_0", "qwen35moe-b-Q4_K_M"])

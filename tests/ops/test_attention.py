@@ -93,7 +93,13 @@ def test_window(device: Device, window: int, position: int, rows: int) -> None:
 @on_devices(
     "heads, kv_heads, d, position, window",
     [(6, 2, 16, 130, None), (4, 4, 64, 63, 20), (8, 1, 128, 300, 70)],
-    host=[(6, 2, 16, 130, None), (4, 4, 64, 63, 20), (8, 1, 128, 300, 70), (6, 2, 16, 1015, None)],
+    host=[
+        (6, 2, 16, 130, None),
+        (4, 4, 64, 63, 20),
+        (8, 1, 128, 300, 70),
+        (6, 2, 16, 1015, None),
+        (6, 2, 24, 130, 70),
+    ],
     gpu=[
         (6, 2, 16, 130, None),
         (4, 4, 64, 63, 20),
@@ -129,6 +135,14 @@ def test_gated(device: Device, heads: int, kv_heads: int, d: int, lengths: Lengt
         (4, 2, 32, [(130, 2), (3, 1)], 5.0, False, None),
         (4, 2, 64, [(130, 1), (0, 20)], 0.0, True, 70),
         (6, 2, 16, [(300, 3), (0, 1)], 4.0, True, None),
+    ],
+    host=[
+        (4, 2, 32, [(130, 2), (3, 1)], 5.0, False, None),
+        (4, 2, 64, [(130, 1), (0, 20)], 0.0, True, 70),
+        (6, 2, 16, [(300, 3), (0, 1)], 4.0, True, None),
+        # No compiled code takes these heads.
+        (6, 2, 24, [(300, 3), (0, 20)], 4.0, True, 70),
+        (4, 1, 520, [(70, 1)], 0.0, True, None),
     ],
     gpu=[
         (8, 4, 256, [(1000, 1), (0, 1), (100, 300)], 50.0, False, None),
