@@ -200,6 +200,14 @@ class Engine:
         nothing = BlockChanges("", -1, 0, (), ())
         return self._between_steps(lambda cache: cache.memory.tree.block_changes(life, after), nothing)
 
+    def prefix_ids(self, prompt: Many[int], params: SamplingParams, position_ids: Int32 | None = None) -> list[int]:
+        """What the prefix cache would know the tokens of a prompt by; arguments as of `submit`."""
+        sequence = self._sequence(np.array(prompt, np.int32), params, "", 0, CacheState())
+        sequence.position_ids = position_ids
+        self._stretching.begin(sequence)
+        found: list[int] = sequence.prefix_ids.tolist()
+        return found
+
     def clear_cache(self) -> int:
         """Empty the prefix cache, memory and disk; returns how many prefixes it had. Blocks as `cached_prefixes`."""
         return self._between_steps(lambda cache: len(cache.clear()), 0)

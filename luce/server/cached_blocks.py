@@ -83,5 +83,6 @@ def _keys(
     model: Model,
     stopped: Callable[[], bool],
 ) -> dict[str, Any]:
-    prompt = job(body, headers, model, stopped).prompts[0]
-    return {"object": "cache.keys", "tokens": len(prompt), "keys": [key.hex() for key in token_keys(prompt)]}
+    made = job(body, headers, model, stopped)
+    ids = model.engine.prefix_ids(made.prompts[0], made.params, made.readings[0].position_ids)
+    return {"object": "cache.keys", "tokens": len(ids), "keys": [key.hex() for key in token_keys(ids)]}

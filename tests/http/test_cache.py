@@ -136,6 +136,18 @@ async def test_a_router_follows_what_comes_and_goes() -> None:
         assert status == 400 and error["error"]["param"] == "after"
 
 
+async def test_keys_of_a_stretched_prompt() -> None:
+    body = {"prompt": LONG}
+    found = []
+    for original in (None, 100):
+        async with running(model={"original_context": original}) as here:
+            _, asked, _ = await here.post("/v1/cache/keys?path=/v1/completions", body)
+            await here.post("/v1/completions", body)
+            assert asked["keys"] and set(asked["keys"]) <= set((await here.get("/v1/cache/blocks"))[1]["added"])
+            found.append(asked["keys"])
+    assert not set(found[0]) & set(found[1])
+
+
 @pytest.mark.parametrize(
     "path, body",
     [

@@ -143,6 +143,7 @@ class ScriptedModel:
         vocabulary: Tokenizer | None = None,
         compressor: Compressor | None = None,
         budget: ReasoningBudget | None = None,
+        original_context: int | None = None,
         **backend: Any,
     ) -> None:
         self.config = config
@@ -185,6 +186,7 @@ class ScriptedModel:
                 eos=self.tokenizer.eos_ids,
                 chunk=self.chunk,
                 positions=context,
+                original_context=original_context,
                 no_drafter_reason=no_drafter_reason,
             ),
             kvflash=None if pool is None else KVFlash(AgePolicy(), 4, config.kvflash_tau, config.kvflash_host_mb << 20),
