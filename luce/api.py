@@ -48,6 +48,9 @@ from luce.text.prompt_compression import PromptCompression
 from luce.text.protected import Message
 from luce.text.vocabulary import Vocabulary
 
+# Seconds that measuring what drafts cost may take before the first reply.
+_MEASURED_SECONDS = 3.0
+
 
 class Generation(Iterator[Token]):
     """Iterates over the tokens of one reply while they are generated. `close`, or the end of the last reference to it,
@@ -252,9 +255,10 @@ class Model:
         return self.backend.times()
 
     def warm_up(self) -> None:
-        """Generate one token, which builds kernels and graphs, and prepare grammars. No counter counts it, and no cache
-        keeps it. Before the first reply."""
+        """Measure what drafts cost, generate one token, which builds kernels and graphs, and prepare grammars. No
+        counter counts it, and no cache keeps it. Before the first reply."""
         self.grammars.warm_up()
+        self.engine.measure_drafting(_MEASURED_SECONDS)
         params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
         prompt = [self.tokenizer.bos_id or 0]
         output = self.reply_text(remember=False)

@@ -143,7 +143,8 @@ class ServerSettings:
     warmup: bool = setting(
         True,
         text,
-        "before the first request, generate a token and prepare grammars; --no-warmup: the first requests wait for it",
+        "before the first request, generate a token, measure what drafts cost and prepare grammars; --no-warmup: the "
+        "first requests wait for it",
         group="server",
     )
     log_level: str = setting(

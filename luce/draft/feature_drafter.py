@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-from luce.draft.context import CONTEXT_CHUNK, Context
+import numpy as np
+
+from luce.draft.context import CONTEXT_CHUNK, WARM_UP_ROWS, Context
 from luce.draft.drafter import Draftable
 from luce.draft.feature_window import FeatureWindow, SlotPositions, batches
 from luce.draft.target_head import TargetHead
@@ -78,6 +80,13 @@ class FeatureDrafter:
             for slot, end in zip(slots, ends, strict=True)
         ]
         return self._pieces(missing)
+
+    def _capture_few(self, append: Callable[[Sequence[SlotPositions]], None]) -> None:
+        """Build and capture the steps that append few rows: what a sequence owes after a rest costs its time only."""
+        if self._head.device.captures:
+            for rows in 2 * WARM_UP_ROWS:
+                append([SlotPositions(0, np.arange(rows, dtype=np.int32))])
+            self.context.forget(0)
 
     def _pieces(self, ranges: Sequence[tuple[int, range]]) -> Iterator[list[SlotPositions]]:
         """Slots' positions in steps that append them: of few rows where a prompt is not among them, since a device

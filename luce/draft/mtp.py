@@ -175,6 +175,7 @@ class MTPDrafter(FeatureDrafter):
         # The row of a position has read the token one position later.
         super().__init__(model, ring, head, kind="mtp", block=MTP_BLOCK, lookahead=1)
         self._model = model
+        self._capture_few(lambda parts: self._append(parts, np.zeros(len(parts[0].positions), np.int32)))
 
     def propose(self, asked: Sequence[Draftable]) -> PendingProposals:
         ready = [one for one in asked if self._ready(one)]
@@ -187,10 +188,7 @@ class MTPDrafter(FeatureDrafter):
         # The target has computed all rows before the seed.
         last = [len(one.tokens) - 2 for one in asked]
         for parts in self._missing(slots, last):
-            counts = [len(part.positions) for part in parts]
-            tokens = np.concatenate([texts[part.slot][part.positions + 1] for part in parts])
-            states = model.states(of_few_sizes(self.window.ring_rows(parts)))
-            model.append_context([part.slot for part in parts], counts, self._head.embed(of_few_sizes(tokens)), states)
+            self._append(parts, np.concatenate([texts[part.slot][part.positions + 1] for part in parts]))
         states = model.states(
             self.window.ring_rows(
                 [SlotPositions(slot, np.array([end], np.int32)) for slot, end in zip(slots, last, strict=True)]
@@ -206,6 +204,12 @@ class MTPDrafter(FeatureDrafter):
         # The first row read only committed tokens and the target's own state.
         model.context.commit(slots, [1] * len(slots))
         return proposals
+
+    def _append(self, parts: Sequence[SlotPositions], tokens: Int32) -> None:
+        """`tokens` int32 [n]: those one position behind the parts' positions."""
+        states = self._model.states(of_few_sizes(self.window.ring_rows(parts)))
+        embedded, counts = self._head.embed(of_few_sizes(tokens)), [len(part.positions) for part in parts]
+        self._model.append_context([part.slot for part in parts], counts, embedded, states)
 
 
 def _none(counts: Sequence[int]) -> Int32:

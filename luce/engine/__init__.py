@@ -17,6 +17,7 @@ luce.kvcache, luce.draft, and luce.backend through the Backend protocol.
     speculate        asks the drafter, chooses the draft rows to verify, counts the accepted ones
     draft_account    pure: what drafting has gained and lost, and may lose
     draft_pace       which sequences the drafter is asked for
+    draft_costs      measures what steps and proposals take before the first reply
     draft_budget     pure: how many draft rows pay, by measured step times and acceptance rates, and for which
                      sequences the drafter is asked
     drafted          what is known of the drafts of each sequence, and since the start

@@ -22,8 +22,8 @@ _ASSUMED_OUTCOMES = 2
 # How fast rates go back to the assumed ones while no draft token is compared.
 _DECAY = 0.005
 _BINS = 10
-# The first steps of a number of rows build kernels and capture graphs: their times say nothing about later steps.
-_WARM_UP_STEPS = 2
+#: the first steps of a shape build kernels and capture graphs: their times say nothing about later steps
+FIRST_STEPS = 2
 
 
 class StepTimes:
@@ -32,10 +32,11 @@ class StepTimes:
     The first steps of each shape build kernels and capture graphs, and do not count.
 
     fixed  the share of the time of the fewest measured rows that still fewer rows are assumed to take
+    first  steps of each shape that do not count
     """
 
-    def __init__(self, *, fixed: float = 1.0) -> None:
-        self._fixed = fixed
+    def __init__(self, *, fixed: float = 1.0, first: int = FIRST_STEPS) -> None:
+        self._fixed, self._first = fixed, first
         self._rows: list[int] = []
         self._seconds: list[float] = []
         self._seen: Counter[Hashable] = Counter()
@@ -52,7 +53,7 @@ class StepTimes:
         """
         kind = rows if shape is None else shape
         self._seen[kind] += 1
-        if self._seen[kind] <= _WARM_UP_STEPS:
+        if self._seen[kind] <= self._first:
             return False
         at = bisect_left(self._rows, rows)
         if not self.measured(rows):
@@ -78,6 +79,8 @@ def choose_draft_rows(
     seconds: Callable[[int], float],
     drafting: float,
     sizes: Container[int],
+    *,
+    whole: bool = True,
 ) -> tuple[list[int], float]:
     """How many draft rows of each sequence to verify, and how many times faster that is than not to draft.
 
@@ -86,14 +89,15 @@ def choose_draft_rows(
     plain          rows of the step without drafts, each of which gives a token
     seconds        of a step by number of rows
     drafting       seconds that the proposals take
-    sizes          allowed rows of the whole step, beside `plain` and all draft rows that the budget allows
+    sizes          allowed rows of the whole step, beside `plain`
+    whole          all draft rows that the budget allows are allowed too
     """
     rows = sorted(((-value, index) for index, own in enumerate(probabilities) for value in own))[:budget]
     counts, best = [0] * len(probabilities), 0
     expected, best_rate = float(plain), plain / (drafting + seconds(plain))
     for count, (negative, _) in enumerate(rows, 1):
         expected -= negative
-        if count < len(rows) and plain + count not in sizes:
+        if plain + count not in sizes and not (whole and count == len(rows)):
             continue
         rate = expected / (drafting + seconds(plain + count))
         if rate > best_rate:

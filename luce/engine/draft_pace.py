@@ -13,8 +13,10 @@ from luce.engine.draft_account import DraftAccount
 from luce.engine.draft_budget import StepTimes, worth_drafting
 from luce.engine.drafted import DraftedSequence
 
-# Weight of the newest proposal in the forecast of its sequence, once there are many, and in that of new sequences.
-_OWN_WEIGHT, _NEW_WEIGHT = 0.25, 0.1
+# Weight of the newest proposal in a forecast, once there are many.
+_WEIGHT = 0.1
+# From so many proposals on, a sequence's own forecast holds alone.
+_OWN_PROPOSALS = 4
 # The share by which drafting must be faster than plain steps.
 _MARGIN = 0.02
 # Forecasts are compared with the times again after so many steps at most.
@@ -32,6 +34,8 @@ class Pace:
         self.step_times = StepTimes()
         # One text takes a pass of the draft as several do.
         self.draft_times = StepTimes(fixed=0.5)
+        #: what proposals take longer where sequences rested, by the tokens that the drafter has not read yet
+        self.owed_times = StepTimes(fixed=0.0, first=0)
         #: of proposals that no drafter was asked for
         self.forced_times = StepTimes()
         self.account = DraftAccount()
@@ -72,39 +76,63 @@ class Pace:
 
     def _forecast(self, one: DraftedSequence) -> list[float]:
         """A sequence's, and as far as that is from few proposals that of all sequences."""
-        return _mean(self._new, one.forecast or [], min(1.0, _OWN_WEIGHT * one.learned))
+        return _mean(self._new, one.forecast or [], min(1.0, one.learned / _OWN_PROPOSALS))
 
     def _tried(self, resting: Many[DraftedSequence], asked: int) -> DraftedSequence | None:
         """One of the resting sequences whose pause is over, if the account affords the time of its proposal."""
         ready = [one for one in resting if one.waited()]
-        cost = self.draft_times(asked + 1) - (self.draft_times(asked) if asked else 0.0)
-        if not ready or not self.account.affords(max(cost, 0.0)):
+        if not ready:
             return None
-        return max(ready, key=lambda one: (not one.learned, sum(one.forecast or [])))
+        tried = max(ready, key=lambda one: (not one.learned, sum(one.forecast or [])))
+        cost = self.draft_times(asked + 1) - (self.draft_times(asked) if asked else 0.0)
+        cost = max(cost, 0.0) + self.owed_times(tried.owed)
+        return tried if self.account.affords(cost) else None
+
+    def record_drafting(self, asked: int, owed: int, seconds: float) -> tuple[float, float]:
+        """Proposals for `asked` sequences took so long, with `owed` tokens to be read first behind rests and prompts.
+        Returns what such proposals usually take, and what is booked for them."""
+        usual = self.draft_times(asked)
+        if not usual or not owed:
+            # The first proposals for so many sequences build and capture, once.
+            counts = self.draft_times.add(asked, seconds)
+            usual = self.draft_times(asked)
+            return usual, seconds if counts else min(seconds, usual)
+        self.owed_times.add(1 << (owed - 1).bit_length(), max(0.0, seconds - usual))
+        return usual + self.owed_times(owed), seconds
 
     def learn(self, one: DraftedSequence, probabilities: Many[float]) -> None:
         """The rows of a sequence's newest proposal are accepted with these probabilities."""
-        one.forecast = _mean(one.forecast or [], probabilities, max(_OWN_WEIGHT, 1 / (one.learned + 1)))
+        one.forecast = _mean(one.forecast or [], probabilities, max(_WEIGHT, 1 / (one.learned + 1)))
         one.learned += 1
-        self._new = _mean(self._new, probabilities, _NEW_WEIGHT)
+        self._new = _mean(self._new, probabilities, _WEIGHT)
         # Choosing among 15 sequences takes a quarter of a millisecond, with which the devices wait.
         self._stale = min(self._stale, len(self._chosen_for) // 4)
 
-    def record_step(self, rows: int, plain: int, longest: int, seconds: float, drafting: float, asked: int) -> None:
-        """A step of only replies took so long, with proposals for `asked` sequences that took `drafting` seconds.
-        `longest`: the most rows of a sequence."""
+    def record_step(
+        self, rows: int, plain: int, longest: int, seconds: float, drafting: float | None, *, pending: bool
+    ) -> None:
+        """A step of only replies took so long.
+
+        longest   the most rows of a sequence
+        drafting  seconds that are booked for its proposals, None if no drafter was asked
+        pending   whether it verifies, or accepts rows of the step before
+        """
         self._settle()
-        # What launches depend on (luce.runtime.step.StepShape): two steps of each shape take several times as long,
-        # once, which says nothing of drafting.
-        shape = rows, plain, (longest - 1).bit_length(), rows > plain
-        if not self.step_times.add(rows, seconds, shape) or not self.step_times.measured(plain):
+        counts = self.record_time(rows, plain, longest, seconds, pending=pending)
+        if not counts or not self.step_times.measured(plain):
             return
         # Any step may be held up.
         seconds = min(seconds, 2 * self.step_times(rows))
-        if asked:
-            self._drafted = seconds + min(drafting, 2 * self.draft_times(asked)), plain
+        if drafting is not None:
+            self._drafted = seconds + drafting, plain
         elif rows == plain:
             self.account.book_plain(seconds)
+
+    def record_time(self, rows: int, plain: int, longest: int, seconds: float, *, pending: bool) -> bool:
+        """A step took so long, of which nothing is booked; all else as in `record_step`. Returns whether it counts."""
+        # What launches depend on (luce.runtime.step.StepShape): the first steps of each shape take several times as
+        # long, once, which says nothing of drafting.
+        return self.step_times.add(rows, seconds, (rows, plain, (longest - 1).bit_length(), pending))
 
     def record_accepted(self, count: int) -> None:
         """So many draft rows of the newest step were accepted."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from luce.draft.drafter import Proposal
+from luce.draft.drafter import Draftable, Proposal
 from luce.draft.prompt_lookup import Copy
 from luce.kvcache.page_table import PageTable
 from luce.runtime.step import PAGE, Int32, PageView, Span
@@ -242,3 +242,16 @@ def with_branch_pages(view: PageView, group: PageTable, spans: Sequence[Span]) -
 def is_moved(path: Sequence[int]) -> bool:
     """Whether the rows of an accepted path are not the first rows of its span."""
     return list(path) != list(range(len(path)))
+
+
+def checked(proposal: Proposal, draftable: Draftable, vocab: int) -> Proposal:
+    """A proposal up to its first id that is not below `vocab`. Raises ValueError if it is no tree."""
+    tokens = [int(token) for token in proposal.tokens[: draftable.max_tokens]]
+    count = next((i for i, token in enumerate(tokens) if not 0 <= token < vocab), len(tokens))
+    probabilities = proposal.probabilities[:count] if len(proposal.probabilities) >= count else ()
+    parents = tuple(proposal.parents[:count])
+    if parents and not well_formed(parents, tokens, draftable.max_depth):
+        depth = draftable.max_depth
+        raise ValueError(f"tokens {tokens} with parents {list(parents)} are no tree of depth {depth}")
+    copied = proposal.copied[:count] if len(proposal.copied) >= count else ()
+    return Proposal(tokens[:count], probabilities, parents, copied)

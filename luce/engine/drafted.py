@@ -17,6 +17,8 @@ from luce.runtime.step import Int32
 # A sequence whose drafts cost more than they gain is not drafted for in the next steps: the first number of them at
 # first, doubled each time up to the second.
 _MIN_PAUSE, _MAX_PAUSE = 4, 64
+# A step adds no more tokens to a reply.
+_MOST_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,9 @@ class DraftedSequence:
     learned: int = 0
     #: whether drafting pays by the forecast
     pays: bool = False
+    #: length of prompt and reply now, and when the drafter was asked last
+    now: int = 0
+    read: int = 0
     #: whether the drafter was asked since that was judged last
     asked: bool = False
     #: length of the last pause, and steps of it that are still to come
@@ -118,6 +123,17 @@ class DraftedSequence:
         elif self.asked or not self.pause:
             self.pause = self.pause_steps = min(max(2 * self.pause, _MIN_PAUSE), _MAX_PAUSE)
         self.asked = False
+
+    @property
+    def owed(self) -> int:
+        """Tokens that the drafter has to read behind a rest or a prompt; 0 if there was neither."""
+        rows = self.now - self.read
+        return rows if rows > _MOST_ROWS else 0
+
+    def reads(self) -> int:
+        """Note that the drafter is asked; returns what is `owed`."""
+        owed, self.read = self.owed, self.now
+        return owed
 
     def waited(self) -> bool:
         """Whether no pause is left; counts this step of it."""
@@ -205,6 +221,8 @@ class DraftRequest:
     budget: int
     #: sequences that decode
     plain: int
+    #: tokens that the drafter has to read first, behind rests and prompts
+    owed: int
 
     @property
     def asked(self) -> list[Draftable]:

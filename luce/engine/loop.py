@@ -248,6 +248,23 @@ class Engine:
             raise shutting_down_error()
         done.result()
 
+    def measure_drafting(self, seconds: float) -> None:
+        """Measure what steps with drafts take on this device, for about so long at most, unless a sequence has begun.
+        Blocks until that is done."""
+        done = threading.Event()
+
+        def measure() -> None:
+            try:
+                # Pages of sequences and of the prefix cache would be written to.
+                free = not len(self._delivery) and all(group.free == group.total for group in self.parts.pages.groups)
+                if self._speculator is not None and free:
+                    self._speculator.measure_costs(self._backend, seconds)
+            finally:
+                done.set()
+
+        if self._admission.post(measure):
+            done.wait()
+
     def drain(self) -> None:
         """Refuse new sequences and fail those that wait; those that run go on. Idempotent."""
         self._admission.drain()

@@ -24,12 +24,14 @@ from typing import TypeVar
 
 import numpy as np
 
+from luce.backend.backend import Backend
 from luce.draft.drafter import Draftable, Drafter, DrafterUnavailableError, PendingProposals, Proposal
 from luce.draft.feature_tail import FeatureTail, FeatureTails
 from luce.draft.prompt_lookup import Lookup
 from luce.engine.draft_budget import AcceptanceRates, choose_draft_rows, fair_shares
+from luce.engine.draft_costs import CostTable
 from luce.engine.draft_pace import Pace
-from luce.engine.draft_tree import behind, compared, in_row_order, merge_branches, part_of, refused_tokens, well_formed
+from luce.engine.draft_tree import behind, checked, compared, in_row_order, merge_branches, part_of, refused_tokens
 from luce.engine.drafted import DraftedSequence, DraftLimits, DraftRequest, DraftStats, DraftText, SequenceDrafts
 from luce.engine.failures import Failures
 from luce.engine.scheduler import ScheduledSequence, ScheduledStep
@@ -80,8 +82,8 @@ class Speculator:
         # Rows of steps to choose between, beside all rows that could be verified: each number of rows needs kernels and
         # graphs of its own, and products take up to the next of these numbers at about the same price.
         self._pace = Pace([1 << power for power in range(1, limits.step_rows.bit_length())])
-        #: seconds of the newest proposals, and how many sequences the drafter was asked for; none for others
-        self._drafting = 0.0, 0
+        #: seconds that are booked for the newest proposals; None if no drafter was asked
+        self._drafting: float | None = None
         self._failures = 0
         #: why the drafter does not answer; empty while it does
         self._error = ""
@@ -134,7 +136,7 @@ class Speculator:
                 sequence.draft_state = DraftState.FULL if budget <= 0 else DraftState.MEASURING
             return failures
         texts, started = [], self._clock()
-        if self.drafter.block and not self._disabled:
+        if self._drafts:
             for sequence in decoding:
                 with failures.of(sequence):
                     self._compare(sequence, self._sequences[sequence])
@@ -159,7 +161,8 @@ class Speculator:
                     found.append(text)
         if pending is not None and found:
             self._idle = False
-            self._request = DraftRequest(tuple(found), pending, started, budget, len(decoding))
+            owed = sum(self._sequences[text.sequence].reads() for text in found if text.asked is not None)
+            self._request = DraftRequest(tuple(found), pending, started, budget, len(decoding), owed)
             if self._tree_tokens is None:
                 self._estimate_lengths(found, budget)
         return failures
@@ -179,7 +182,7 @@ class Speculator:
             text.sequence.draft = Draft()
         asked = request.asked
         proposals = self._attempt(
-            lambda: [self._checked(p, one) for p, one in zip(request.pending(), asked, strict=True)]
+            lambda: [checked(p, one, self._vocab) for p, one in zip(request.pending(), asked, strict=True)]
         )
         if proposals is not None and asked:
             self._answered = True
@@ -199,11 +202,12 @@ class Speculator:
         pace = self._pace
         if asked:
             self._seconds += seconds
-            self._drafting = seconds, len(asked)
-        times, count = (pace.draft_times, len(asked)) if asked else (pace.forced_times, len(request.texts))
-        times.add(count, seconds)
+            usual, self._drafting = pace.record_drafting(len(asked), request.owed, seconds)
+        else:
+            pace.forced_times.add(len(request.texts), seconds)
+            usual = pace.forced_times(len(request.texts))
         if alive:
-            self._choose(alive, request, times(count), failures)
+            self._choose(alive, request, usual, failures)
         return failures
 
     def observe(self, scheduled: ScheduledStep) -> None:
@@ -226,10 +230,16 @@ class Speculator:
     def record_step(self, scheduled: ScheduledStep, seconds: float) -> None:
         """Record what a step took."""
         if all(one.position >= one.sequence.read_end for one in scheduled.sequences):
-            sequences = scheduled.sequences
-            longest = max(one.rows for one in sequences)
-            self._pace.record_step(scheduled.step.rows, len(sequences), longest, seconds, *self._drafting)
-        self._drafting = 0.0, 0
+            step, counts = scheduled.step, [one.rows for one in scheduled.sequences]
+            pending = any(span.speculative or span.accepted for span in step.spans)
+            self._pace.record_step(step.rows, len(counts), max(counts), seconds, self._drafting, pending=pending)
+        self._drafting = None
+
+    def measure_costs(self, backend: Backend, seconds: float) -> None:
+        """Measure what steps and proposals take, for so long at most, while no sequence runs and no page is in use."""
+        if self._drafts and not self._fixed:
+            self._idle, rows = False, (self._max_step_rows, self._max_verify_rows)
+            CostTable(backend, self.drafter, self._pace, *rows, self._clock).measure(seconds)
 
     def feature_tail(self, slot: int, end: int) -> FeatureTail | None:
         """The features to save with the first `end` positions of a slot's sequence, all of which are computed."""
@@ -312,6 +322,11 @@ class Speculator:
     def _disabled(self) -> bool:
         return self._failures >= _MAX_FAILURES
 
+    @property
+    def _drafts(self) -> bool:
+        """Whether a drafter is asked at all."""
+        return self.drafter.block > 0 and not self._disabled
+
     def _room(self, sequence: Sequence, budget: int) -> int:
         """Most draft tokens of a sequence, one behind another."""
         # Each row gives a token, and the last token needs no row after it.
@@ -352,8 +367,10 @@ class Speculator:
     def _asks(self, decoding: Many[Sequence], budget: int) -> list[bool]:
         """For which of the sequences the drafter is asked."""
         known = [self._sequences[sequence] for sequence in decoding]
-        if not self.drafter.block or self._disabled:
+        if not self._drafts:
             return [False] * len(known)
+        for one, sequence in zip(known, decoding, strict=True):
+            one.now = len(sequence.prompt) + len(sequence.reply)
         return [not one.off for one in known] if self._fixed else self._pace.ask(known, budget)
 
     def _compare(self, sequence: Sequence, known: DraftedSequence) -> None:
@@ -401,6 +418,11 @@ class Speculator:
         )
         return DraftText(sequence, most, depth, draftable)
 
+    def _cut_short(self, text: DraftText) -> bool:
+        """Whether the drafter alone proposes for a text, and less than its block, as the reply ends soon."""
+        known, short = self._sequences[text.sequence], text.depth < min(self.drafter.block, self._max_verify_rows - 1)
+        return short and text.asked is not None and known.copy is None and not known.forced
+
     def _copies(self, text: DraftText) -> bool:
         """Look up how a text may go on; whether anything is found."""
         sequence, known = text.sequence, self._sequences[text.sequence]
@@ -421,18 +443,6 @@ class Speculator:
             self._note_failure(error)
         return None
 
-    def _checked(self, proposal: Proposal, draftable: Draftable) -> Proposal:
-        """A proposal up to its first id outside the vocabulary. Raises ValueError if it is no tree."""
-        tokens = [int(token) for token in proposal.tokens[: draftable.max_tokens]]
-        count = next((i for i, token in enumerate(tokens) if not 0 <= token < self._vocab), len(tokens))
-        probabilities = proposal.probabilities[:count] if len(proposal.probabilities) >= count else ()
-        parents = tuple(proposal.parents[:count])
-        if parents and not well_formed(parents, tokens, draftable.max_depth):
-            depth = draftable.max_depth
-            raise ValueError(f"tokens {tokens} with parents {list(parents)} are no tree of depth {depth}")
-        copied = proposal.copied[:count] if len(proposal.copied) >= count else ()
-        return Proposal(tokens[:count], probabilities, parents, copied)
-
     def _choose(
         self, proposals: Many[tuple[DraftText, Proposal]], request: DraftRequest, seconds: float, failures: Failures
     ) -> None:
@@ -451,7 +461,10 @@ class Speculator:
                     rated.append((text, proposal))
             proposals = rated
             pace = self._pace
-            counts, _ = choose_draft_rows(probabilities, budget, request.plain, pace.step_times, seconds, pace.sizes)
+            # Blocks cut short by the ends of replies would be steps of any number of rows, each of which is captured.
+            whole = not any(self._cut_short(text) for text, _ in rated)
+            times = pace.step_times, seconds, pace.sizes
+            counts, _ = choose_draft_rows(probabilities, budget, request.plain, *times, whole=whole)
         for (text, proposal), count in zip(proposals, counts, strict=True):
             with failures.of(text.sequence):
                 self._give(text.sequence, proposal, count)

@@ -1,24 +1,28 @@
 """Several replies at once by the speculator, as the engine drives it, on a device whose times come from a table.
 
-No thread, no wall time: the clock is the sum of what the table says.
+No thread, no wall time: the clock is the sum of what the table says. A draft reads the target's features in the steps
+of luce.draft, whose shapes take longer at first.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
+from luce.draft.context import CONTEXT_CHUNK, Context, PageRing, of_few_sizes
+from luce.draft.dflash.drafter import DFlashDrafter
 from luce.draft.drafter import Draftable, PendingProposals, Proposal
-from luce.draft.no_drafter import NoDrafter
 from luce.engine.drafted import DraftLimits
 from luce.engine.scheduler import ScheduledSequence, ScheduledStep
 from luce.engine.sequence import Sequence
 from luce.engine.speculate import Speculator
-from luce.runtime.step import Span, Step
+from luce.runtime.step import Int32, Span, Step, StepShape
 
 PROMPT = 8
 
@@ -37,6 +41,10 @@ class Costs:
     host: float = 0.03
     #: the first step of a shape, and the second one, which is captured
     first: tuple[float, float] = (10.0, 22.0)
+    #: up to 16 rows of features that a draft reads, and the first two times of a shape: such proposals took 11 to 37 ms
+    #: on an H100, others 3 to 8
+    reading: float = 0.15
+    first_reading: tuple[float, float] = (8.0, 25.0)
 
     def step(self, rows: int, sequences: int) -> float:
         """A step."""
@@ -53,33 +61,60 @@ class Device:
 
     costs: Costs
     seconds: float = 0.0
-    shapes: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    shapes: Counter[Hashable] = field(default_factory=Counter)
+    #: a GPU as luce.draft sees it
+    host: bool = False
+    captures: bool = True
+    name: str = "given"
 
     def clock(self) -> float:
         return self.seconds
 
-    def run(self, *shape: int, ms: float) -> float:
-        """Work of a shape; returns what it took."""
-        seen, first = self.shapes[shape], self.costs.first
+    def run(self, *shape: Hashable, ms: float, first: tuple[float, float] | None = None) -> None:
+        """Work of a shape."""
+        seen, first = self.shapes[shape], first or self.costs.first
         self.shapes[shape] += 1
-        spent = 1e-3 * (ms + (first[seen] if seen < len(first) else 0.0))
-        self.seconds += spent
-        return spent
+        self.seconds += 1e-3 * (ms + (first[seen] if seen < len(first) else 0.0))
 
 
-class Given(NoDrafter):
+class ReadingModel:
+    """The context of a draft, whose device takes what the table says."""
+
+    weights = state = 0
+
+    def __init__(self, device: Device, slots: int, block: int) -> None:
+        self.spec = SimpleNamespace(block=1 + block)
+        self.context = Context([PageRing(2048, CONTEXT_CHUNK)], slots)
+        self._device = device
+
+    def append_context(self, slots: Many[int], counts: Many[int], rows: Int32) -> None:
+        shape = StepShape.of(self.context.append_step(slots, counts, of_few_sizes(rows)))
+        self.context.commit(slots, counts)
+        costs = self._device.costs
+        self._device.run(shape, ms=costs.reading * -(-shape.rows // 16), first=costs.first_reading)
+
+    def close(self) -> None:
+        pass
+
+
+class Given(DFlashDrafter):
     """Blocks whose tokens are right with a chance, which depends on place and sequence alone. The right token at
     position p is p."""
 
     def __init__(self, device: Device, chances: Many[float], block: int) -> None:
-        self.block = block
+        slots = len(chances)
+        ring, head = SimpleNamespace(slots=slots, capacity=4096), SimpleNamespace(device=device)
+        super().__init__(ReadingModel(device, slots, block), ring, head)  # type: ignore[arg-type]
         self._device, self.chances = device, list(chances)
-        self.asked = [0] * len(chances)
+        self.asked = [0] * slots
 
     def right(self, slot: int, position: int) -> bool:
         return bool(np.random.default_rng((slot, position)).random() < self.chances[slot])
 
     def propose(self, asked: Many[Draftable]) -> PendingProposals:
+        for parts in self._missing([one.slot for one in asked], [len(one.tokens) - 1 for one in asked]):
+            self._append(parts)
+
         def wait() -> list[Proposal]:
             self._device.run(-1, len(asked), ms=self._device.costs.drafts(len(asked)))
             return [self._block(one) for one in asked]
@@ -92,6 +127,18 @@ class Given(NoDrafter):
         return Proposal([place if self.right(one.slot, place) else -place % 1_000_000 for place in places])
 
 
+class GivenBackend:
+    """Steps that take what the table says."""
+
+    def __init__(self, device: Device, slots: int) -> None:
+        self.capacity = SimpleNamespace(slots=slots, pages=(slots,), windows=())
+        self._device = device
+
+    def forward(self, step: Step, queued: Callable[[], None] = lambda: None) -> None:
+        queued()
+        self._device.run(StepShape.of(step), ms=self._device.costs.step(step.rows, len(step.spans)))
+
+
 @dataclass
 class Load:
     """Replies of `tokens` tokens each, one for each chance, again and again with one speculator."""
@@ -101,18 +148,24 @@ class Load:
     tokens: int = 96
     block: int = 7
     step_rows: int = 16
+    #: seconds of the device's time for measuring at first
+    measured: float = 0.0
 
     def __post_init__(self) -> None:
         self.device = Device(self.costs)
         self.drafter = Given(self.device, self.chances, self.block)
         limits = DraftLimits(vocab=1 << 20, step_rows=self.step_rows, verify_rows=16)
         self.speculator = Speculator(self.drafter, limits, clock=self.device.clock)
+        if self.measured:
+            backend: Any = GivenBackend(self.device, len(self.chances))
+            self.speculator.measure_costs(backend, self.measured)
         #: (rows, sequences, asked, seconds) of each step
         self.steps: list[tuple[int, int, int, float]] = []
 
     def replies(self) -> float:
         """All replies at once; returns how many times faster than plain steps they are until the first one ends."""
         known = [self._begun(slot) for slot in range(len(self.chances))]
+        self.drafter.observe([Span(slot, 0, PROMPT, 0) for slot in range(len(self.chances))])
         begun, plain_steps = self.device.seconds, 0
         while known:
             self._step(known)
@@ -146,22 +199,35 @@ class Load:
         self.device.seconds = max(self.device.seconds, begun + host)
         counts = [1 + len(one.draft.tokens) for one in known]
         rows = sum(counts)
-        # As StepShape.
-        shape = rows, len(known), (max(counts) - 1).bit_length(), int(rows > len(known))
-        spent = self.device.run(*shape, ms=self.costs.step(rows, len(known)))
         found, at = [], 0
         for one, count in zip(known, counts, strict=True):
             part = slice(at, at + count)
             found.append(ScheduledSequence(one, PROMPT + len(one.reply) - 1, count, part, part, part, one.draft))
             at += count
-        spans = tuple(Span(one.sequence.slot or 0, one.ids.start, one.rows, one.position) for one in found)
+        spans = tuple(
+            Span(
+                slot := one.sequence.slot or 0,
+                one.ids.start,
+                one.rows,
+                one.position,
+                accepted=self._pending.pop(slot, 0),
+                speculative=one.rows > 1,
+            )
+            for one in found
+        )
         step = Step.of_spans(spans, np.zeros(rows, np.int32), (), np.arange(rows, dtype=np.int32))
-        self.speculator.record_step(ScheduledStep(step, tuple(found)), spent)
+        scheduled, queued = ScheduledStep(step, tuple(found)), self.device.seconds
+        self.speculator.observe(scheduled)
+        self.device.run(StepShape.of(step), ms=self.costs.step(rows, len(known)))
+        spent = self.device.seconds - queued
+        self.speculator.record_step(scheduled, spent)
         self.steps.append((rows, len(known), sum(self.drafter.asked) - asked_before, spent))
-        for one in found:
-            self._commit(one)
+        for done in found:
+            self._commit(done)
 
-    _later: list[Callable[[], None]] = field(default_factory=list)  # type: ignore[assignment]
+    #: rows of slots' last steps that the next ones accept
+    _pending: dict[int, int] = field(default_factory=dict)
+    _later: list[Callable[[], None]] = field(default_factory=list)
 
     def _commit(self, one: ScheduledSequence) -> None:
         sequence, accepted = one.sequence, list[int]()
@@ -174,6 +240,7 @@ class Load:
         sequence.reply.extend(range(place, place + 1 + len(accepted)))
         sequence.schedule.computed = PROMPT + len(sequence.reply) - 1
         if one.draft.tokens:
+            self._pending[sequence.slot or 0] = 1 + len(accepted)
             ended = len(sequence.reply) >= sequence.max_new_tokens
             record = self.speculator.record_verification
             if ended:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.draft_load import Costs, Load
 
-#: the synthetic 27B (Q4_K_M) with a DFlash2 draft of the published size, docs/measurements/2026-11-26-h100-drafts.md
+#: the synthetic 27B (Q4_K_M) with a DFlash2 draft of the published size, docs/measurements/2026-11-26-h100.md
 H100 = Costs(
     rows={1: 7.57, 2: 8.45, 3: 8.1, 4: 8.05, 8: 8.35, 9: 9.15, 16: 9.25, 17: 15.9, 32: 16.4, 64: 25.3},
     sequence=0.12,
@@ -14,10 +14,10 @@ H100 = Costs(
 )
 # What drafting has to gain at least, by sequences and by acceptance 0, 0.3, 0.6 and 0.8.
 GAINS = {
-    1: (0.98, 0.98, 1.7, 2.9),
-    2: (0.98, 0.98, 1.6, 2.6),
-    4: (0.98, 0.98, 1.15, 1.5),
-    8: (0.98, 0.98, 0.98, 1.02),
+    1: (0.98, 0.98, 1.7, 2.8),
+    2: (0.98, 0.98, 1.7, 3.0),
+    4: (0.98, 0.98, 1.12, 1.6),
+    8: (0.98, 0.98, 0.98, 1.05),
     16: (0.99, 0.99, 0.99, 0.99),
 }
 
@@ -25,11 +25,34 @@ GAINS = {
 @pytest.mark.parametrize("sequences", GAINS)
 def test_replies_with_drafts_are_never_slower_than_without(sequences: int) -> None:
     for chance, least in zip((0.0, 0.3, 0.6, 0.8), GAINS[sequences], strict=True):
-        load = Load(H100, [chance] * sequences)
-        # Shapes are captured and times are measured once.
-        gains = [load.replies() for _ in range(5)][2:]
-        assert min(gains) > 0.98 and sum(gains) / len(gains) > least, (chance, gains)
+        load = Load(H100, [chance] * sequences, measured=3.0)
+        first, _, *gains = (load.replies() for _ in range(5))
+        # Of the first replies each sequence is tried.
+        assert first > 0.945 and min(gains) > 0.98 and sum(gains) / len(gains) > least, (chance, first, gains)
         assert load.drafter.asked != [0] * sequences or sequences == 16
+
+
+@pytest.mark.parametrize("sequences", [2, 4, 8])
+def test_tries_behind_a_rest_cost_what_they_are_expected_to(sequences: int) -> None:
+    """A sequence that rested owes the drafter as many rows: their number builds nothing, and is part of the price."""
+    load = Load(H100, [0.0] * sequences, tokens=400, measured=3.0)
+    load.replies()
+    shapes = len(load.device.shapes)
+    load.replies()
+    assert len(load.device.shapes) <= shapes + 2
+    pace = load.speculator._pace
+    for owed in (20, 60):
+        usual, booked = pace.record_drafting(1, owed, 0.004)
+        assert booked == 0.004 and usual == pytest.approx(1e-3 * (3.0 + H100.reading * -(-owed // 16)), rel=0.3)
+
+
+def test_replies_find_the_shapes_of_their_steps() -> None:
+    """What is measured before the first reply is captured then: drafted replies capture next to nothing."""
+    for sequences in (1, 2, 4, 8):
+        known, new = Load(H100, [0.8] * sequences, measured=3.0), Load(H100, [0.8] * sequences)
+        before = len(known.device.shapes)
+        assert known.replies() > new.replies() + 0.15
+        assert len(known.device.shapes) - before < len(new.device.shapes) / 2
 
 
 def test_first_steps_of_shapes_are_no_debt() -> None:

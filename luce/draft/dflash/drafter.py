@@ -26,6 +26,7 @@ class DFlashDrafter(FeatureDrafter):
         super().__init__(model, ring, head, kind="dflash", block=model.spec.block - 1)
         self._spec = model.spec
         self._model = model
+        self._capture_few(self._append)
 
     def observe(self, spans: Sequence[Span]) -> None:
         super().observe(spans)
