@@ -13,8 +13,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import TypeVar
 
 from luce.errors import QueueFullError, UnavailableError
+
+Found = TypeVar("Found")
 
 # Weight of the newest reply in the moving average of service time.
 _NEWEST_WEIGHT = 0.2
@@ -90,6 +94,19 @@ class Admission:
             self._inbox.append(command)
             self._work.notify()
             return True
+
+    def call(self, work: Callable[[], Found], closed: Found) -> Found:
+        """What `work` returns, which runs between two steps; `closed` if the thread is to end. Blocks, and raises what
+        `work` raises."""
+        answer = Future[Found]()
+
+        def command() -> None:
+            try:
+                answer.set_result(work())
+            except Exception as error:
+                answer.set_exception(error)
+
+        return answer.result() if self.post(command) else closed
 
     def wake(self) -> None:
         """Have the engine's thread check again whether there is work."""

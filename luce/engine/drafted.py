@@ -207,6 +207,10 @@ class DraftText:
     #: what the drafter was asked; None: only forced and copied tokens are verified
     asked: Draftable | None
 
+    def cut_short(self, known: DraftedSequence, block: int) -> bool:
+        """Whether the drafter alone proposes, and less than its block, as the reply ends soon."""
+        return self.asked is not None and self.depth < block and known.copy is None and not known.forced
+
 
 @dataclass(frozen=True)
 class DraftRequest:

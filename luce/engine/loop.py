@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from concurrent.futures import Future
 from dataclasses import replace
 from math import inf
 from typing import TypeVar
@@ -214,15 +213,12 @@ class Engine:
 
     def reset_counters(self) -> None:
         """Count steps and tokens from zero again. Blocks until the engine's thread is between two steps."""
-        done = threading.Event()
 
         def reset() -> None:
             self._steps = self._committer.prompt_tokens = self._committer.predicted_tokens = 0
             self._delivery.finished = Timings()
-            done.set()
 
-        if self._admission.post(reset):
-            done.wait()
+        self._admission.call(reset, None)
 
     def relocate(self, replace: Callable[[], None]) -> None:
         """Let `replace` load the backend on other devices, on the engine's thread between two steps; running replies go
@@ -231,39 +227,28 @@ class Engine:
         Raises what `replace` raises, and UnavailableError if the engine ends. Not for an engine with KVFlash or with a
         drafter on the backend's devices.
         """
-        done = Future[None]()
 
-        def command() -> None:
-            try:
-                if self._admission.closing:
-                    raise shutting_down_error()
-                with self._admission.paused():
-                    self._relocation.run(replace)
-            except Exception as error:
-                done.set_exception(error)
-            else:
-                done.set_result(None)
+        def command() -> bool:
+            if self._admission.closing:
+                raise shutting_down_error()
+            with self._admission.paused():
+                self._relocation.run(replace)
+            return True
 
-        if not self._admission.post(command):
+        if not self._admission.call(command, False):
             raise shutting_down_error()
-        done.result()
 
     def measure_drafting(self, seconds: float) -> None:
         """Measure what steps with drafts take on this device, for about so long at most, unless a sequence has begun.
         Blocks until that is done."""
-        done = threading.Event()
 
         def measure() -> None:
-            try:
-                # Pages of sequences and of the prefix cache would be written to.
-                free = not len(self._delivery) and all(group.free == group.total for group in self.parts.pages.groups)
-                if self._speculator is not None and free:
-                    self._speculator.measure_costs(self._backend, seconds)
-            finally:
-                done.set()
+            # Pages of sequences and of the prefix cache would be written to.
+            free = not len(self._delivery) and all(group.free == group.total for group in self.parts.pages.groups)
+            if self._speculator is not None and free:
+                self._speculator.measure_costs(self._backend, seconds)
 
-        if self._admission.post(measure):
-            done.wait()
+        self._admission.call(measure, None)
 
     def drain(self) -> None:
         """Refuse new sequences and fail those that wait; those that run go on. Idempotent."""
@@ -286,17 +271,8 @@ class Engine:
 
     def _between_steps(self, work: Callable[[PrefixCache], Found], nothing: Found) -> Found:
         """What `work` finds in the prefix cache; `nothing` without one, and once the engine is closed."""
-        if self.cache is None:
-            return nothing
-        cache, answer = self.cache, Future[Found]()
-
-        def command() -> None:
-            try:
-                answer.set_result(work(cache))
-            except Exception as error:
-                answer.set_exception(error)
-
-        return answer.result() if self._admission.post(command) else nothing
+        cache = self.cache
+        return nothing if cache is None else self._admission.call(lambda: work(cache), nothing)
 
     def _check_prompt(self, prompt: Many[int], params: SamplingParams) -> Int32:
         vocab = self._backend.capacity.vocab

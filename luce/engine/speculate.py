@@ -9,8 +9,7 @@ Where a constraint holds, tokens that its grammar forces come before the drafter
 that the grammar refuses are taken out before anything is verified. Tokens that end the reasoning come without one. All
 this changes the pace only: forced tokens are verified too, as the model may write the same text in other tokens.
 
-Measured step times and acceptance rates decide how many draft rows pay: `choose_draft_rows` makes tokens per second as
-many as it can. A drafter that costs more than it gains is asked ever more rarely.
+Measured step times and acceptance rates decide how many draft rows pay, and for whom (luce.engine.draft_pace).
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Many
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -129,8 +129,7 @@ class Speculator:
                 sequence.draft_state = DraftState.PROMPT if self.drafter.block else None
                 self._sequences[sequence] = DraftedSequence(AcceptanceRates(self._rates), np.empty(0, np.int32))
         budget = self._max_step_rows - len(decoding)
-        measured = self._fixed or self._pace.step_times.measured(len(decoding))
-        if budget <= 0 or not measured:
+        if budget <= 0 or not (self._fixed or self._pace.step_times.measured(len(decoding))):
             # Steps without drafts are measured first.
             for sequence in decoding if self.drafter.block else ():
                 sequence.draft_state = DraftState.FULL if budget <= 0 else DraftState.MEASURING
@@ -251,8 +250,7 @@ class Speculator:
         if span is None and self._feature_tails is not None:
             _log.debug("the checkpoint of %d tokens has no features for the draft: drafting begins anew", end)
         if span is not None and not self._disabled:
-            spans = [span]
-            self._notify(lambda: self.drafter.observe(spans))
+            self._notify(partial(self.drafter.observe, [span]))
 
     def record_verification(
         self, sequence: Sequence, scheduled: ScheduledSequence, accepted: Many[int], *, ended: bool
@@ -356,8 +354,7 @@ class Speculator:
             return proposal
         if proposal.tokens:
             allowed = constraint.valid(proposal.tokens, proposal.parents, sequence.ends)
-            wrong = refused_tokens(proposal, allowed)
-            if wrong:
+            if wrong := refused_tokens(proposal, allowed):
                 self._refused += len(allowed) - sum(allowed)
                 known.rates.update(proposal, [(node, False) for node in wrong], _SEQUENCE_WEIGHT)
                 self._rates.update(proposal, [(node, False) for node in wrong], _GLOBAL_WEIGHT)
@@ -418,11 +415,6 @@ class Speculator:
         )
         return DraftText(sequence, most, depth, draftable)
 
-    def _cut_short(self, text: DraftText) -> bool:
-        """Whether the drafter alone proposes for a text, and less than its block, as the reply ends soon."""
-        known, short = self._sequences[text.sequence], text.depth < min(self.drafter.block, self._max_verify_rows - 1)
-        return short and text.asked is not None and known.copy is None and not known.forced
-
     def _copies(self, text: DraftText) -> bool:
         """Look up how a text may go on; whether anything is found."""
         sequence, known = text.sequence, self._sequences[text.sequence]
@@ -462,7 +454,8 @@ class Speculator:
             proposals = rated
             pace = self._pace
             # Blocks cut short by the ends of replies would be steps of any number of rows, each of which is captured.
-            whole = not any(self._cut_short(text) for text, _ in rated)
+            block = min(self.drafter.block, self._max_verify_rows - 1)
+            whole = not any(text.cut_short(self._sequences[text.sequence], block) for text, _ in rated)
             times = pace.step_times, seconds, pace.sizes
             counts, _ = choose_draft_rows(probabilities, budget, request.plain, *times, whole=whole)
         for (text, proposal), count in zip(proposals, counts, strict=True):
