@@ -13,24 +13,22 @@ import os
 import queue
 import re
 import secrets
-import socket
 import ssl
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
 
 from luce.cluster import membership, wire
 from luce.cluster.addresses import reachable
 from luce.cluster.cluster_files import ClusterFiles
 from luce.cluster.cluster_status import ModelFacts, member_status, place_of, placement_text, span_text
+from luce.cluster.device_calls import DeviceCalls
 from luce.cluster.discovery import Announcement
 from luce.cluster.gate import ClusterGate, member_name
 from luce.cluster.identity import Identity, coordinator_context, new_key_pair, pin, read_identity
 from luce.cluster.join_token import ID_BYTES, SECRET_BYTES, TokenBook, TokenRecord, encode_token
 from luce.cluster.link import Link
-from luce.cluster.member_peer import MemberPeer
 from luce.cluster.membership import Member
 from luce.cluster.saved_members import read_members, write_members
 from luce.cluster.weight_source import WeightSource, WeightStreams
@@ -60,16 +58,6 @@ _MOST_DEVICES, _LONGEST_VERSION = 64, 40
 _DEVICE = re.compile(r"(cuda|hip|cpu):(0|[1-9][0-9]{0,2})", re.ASCII)
 #: what everybody who lets a host join has to know
 TRUST = "a member sees activations, from which texts can be recovered, and can compute wrong results"
-
-
-@dataclass
-class _Call:
-    """A connection to a member's devices that the server waits for."""
-
-    member: str
-    done: threading.Event = field(default_factory=threading.Event)
-    sockets: dict[bytes, ssl.SSLSocket] = field(default_factory=dict)
-    error: str = ""
 
 
 class Coordinator:
@@ -107,9 +95,7 @@ class Coordinator:
             self._context = self._new_context()
             self._sessions = itertools.count(1)
             self._links: dict[int, Link] = {}
-            self._calls: dict[bytes, _Call] = {}
-            #: the last connections to the devices of each member
-            self._devices: dict[str, list[socket.socket]] = {}
+            self._calls = DeviceCalls()
             self._pinned: set[int] = set()
             #: why a new placement is wanted, as the metrics count it; "" if none is
             self._wanted = ""
@@ -142,7 +128,7 @@ class Coordinator:
         self._closing.set()
         with self._lock:
             links = list(self._links.values())
-            for name in list(self._devices):
+            for name in self._calls.members:
                 self._close_devices(name, "the coordinator ends")
         for link in links:
             link.close()
@@ -360,21 +346,13 @@ class Coordinator:
 
     def _dial(self, name: str, label: str) -> Peer:
         """Connect to the devices of a member. Raises DeviceError."""
-        token, call = secrets.token_bytes(tcp.TOKEN_BYTES), _Call(name)
+        token = secrets.token_bytes(tcp.TOKEN_BYTES)
         with self._lock:
-            self._calls[token] = call
+            call = self._calls.expect(token, name)
             self._apply(membership.Dialled(name, token))
         call.done.wait(tcp.HANDSHAKE_TIMEOUT)
         with self._lock:
-            self._calls.pop(token, None)
-            if call.error or len(call.sockets) < 2:
-                for sock in call.sockets.values():
-                    sock.close()
-                raise DeviceError(f"{label}: member {name}: {call.error or 'it does not connect'}")
-            requests, heartbeat = call.sockets[REQUESTS], call.sockets[HEARTBEAT]
-            # Descriptors of their own: those of the sockets may be closed, and used again, at any time.
-            self._devices[name] = [socket.socket(fileno=os.dup(sock.fileno())) for sock in (requests, heartbeat)]
-        return MemberPeer(requests, heartbeat)
+            return self._calls.take(token, label)
 
     # What the gate asks.
 
@@ -414,14 +392,9 @@ class Coordinator:
         """A connection to a member's devices has arrived."""
         certificate = arrival.sock.getpeercert(binary_form=True) or b""
         with self._lock:
-            call = self._calls.get(arrival.token)
             accepted = self._apply(membership.Arrived(certificate, arrival.token))
-            if call is None or not accepted or arrival.role in call.sockets:
+            if not accepted or not self._calls.arrive(arrival.token, arrival.role, arrival.sock):
                 arrival.sock.close()
-                return
-            call.sockets[arrival.role] = arrival.sock
-            if len(call.sockets) == 2:
-                call.done.set()
 
     def _stream(self, arrival: Arrival) -> None:
         """A connection over which a member reads the model file has arrived."""
@@ -477,8 +450,8 @@ class Coordinator:
             elif isinstance(message, wire.Pinned):
                 self._pinned.add(session)
                 self._lock.notify_all()
-            elif isinstance(message, wire.Unable) and message.token in self._calls:
-                self._fail(message.token, message.reason[:500])
+            elif isinstance(message, wire.Unable):
+                self._calls.fail(message.token, message.reason[:500])
 
     def _tick(self) -> None:
         while not self._closing.wait(_TICK_INTERVAL):
@@ -514,7 +487,7 @@ class Coordinator:
                 case membership.Accept():
                     accepted = True
                 case membership.Refuse(token, reason):
-                    self._fail(token, reason)
+                    self._calls.fail(token, reason)
                 case membership.CloseDevices(member, reason, beside):
                     self._close_devices(member, reason, beside)
                 case membership.Close(session, reason, final):
@@ -522,20 +495,9 @@ class Coordinator:
         self._lock.notify_all()
         return accepted
 
-    def _fail(self, token: bytes, reason: str) -> None:
-        if (call := self._calls.get(token)) is not None:
-            call.error = reason
-            call.done.set()
-
     def _close_devices(self, name: str, reason: str, beside: bytes = b"") -> None:
         self.streams.end(name)
-        for token, call in self._calls.items():
-            if call.member == name and token != beside:
-                self._fail(token, reason)
-        for sock in self._devices.pop(name, ()):
-            with sock, contextlib.suppress(OSError):
-                # Wakes the threads that use the connection.
-                sock.shutdown(socket.SHUT_RDWR)
+        self._calls.end(name, reason, beside)
 
     def _dismiss(self, session: int, reason: str, final: bool) -> None:
         if (link := self._links.get(session)) is not None:

@@ -165,7 +165,10 @@ class Streams:
         self.errors = [""] * len(PROMPTS)
 
         def run(number: int) -> None:
-            self.errors[number] = stream(port, TOKENS, self.ids[number], PROMPTS[number])
+            try:
+                self.errors[number] = stream(port, TOKENS, self.ids[number], PROMPTS[number])
+            except Exception as error:
+                self.errors[number] = repr(error)
 
         self.threads = [threading.Thread(target=run, args=(number,)) for number in range(len(PROMPTS))]
         for thread in self.threads:
