@@ -7,12 +7,14 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-import anthropic
 import pytest
 
 from tests.support.http_server import Running, running
+from tests.support.lazy import Lazy
 from tests.support.scripted_agent import agent_chat, call, playing
 from tests.support.scripted_model import REPLY, saying
+
+anthropic = Lazy("anthropic")
 
 Json = dict[str, Any]
 

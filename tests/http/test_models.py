@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from datetime import datetime
 
-import anthropic
 import openai
 import pytest
 
 from tests.support.http_server import running
+from tests.support.lazy import Lazy
+
+anthropic = Lazy("anthropic")
 
 #: the fields without which Codex's ModelInfo cannot be read
 CODEX = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 
@@ -14,9 +13,12 @@ from luce.models.spec import Dialect, ReasoningBudget
 from luce.text.chat import ChatFormat
 from luce.text.template import ChatTemplate
 from tests.support.http_server import Running, running
+from tests.support.lazy import Lazy
 from tests.support.messages_stream import joined, streamed
 from tests.support.scripted_backend import Script
 from tests.support.scripted_model import DIALECT, END, START, TEMPLATE, THINK, THOUGHT, tokenizer
+
+anthropic = Lazy("anthropic")
 
 Json = dict[str, Any]
 

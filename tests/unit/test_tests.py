@@ -72,3 +72,25 @@ def test_tools_import_nothing_from_tests(path: Path) -> None:
 )
 def test_private_names_are_found(code: str, found: set[str]) -> None:
     assert set(private_names(ast.parse(code))) == found
+
+
+def test_lazy_modules_are_imported_where_they_are_used(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(costly="VALUE = 3")
+    pytester.makepyfile(
+        """
+        import sys
+        import pytest
+        from tests.support.lazy import Lazy
+
+        costly = Lazy("costly")
+
+        @pytest.mark.parametrize("module", [costly])
+        def test_collected(module):
+            assert "costly" not in sys.modules
+
+        def test_used():
+            assert costly.VALUE == 3 and "costly" in sys.modules
+        """
+    )
+    pytester.syspathinsert()
+    pytester.runpytest_inprocess("-p", "no:asyncio").assert_outcomes(passed=2)
