@@ -31,7 +31,7 @@ from luce.draft.drafter import Drafter
 from luce.draft.observed_drafts import draft_load, keeping, observed_path
 from luce.draft.open import DraftPlan, PreparedDrafter, branch_pages, open_drafter, plan_drafter, verified_rows
 from luce.draft.remote import RemoteDrafter
-from luce.errors import LuceError, OutOfMemoryError, UsageError
+from luce.errors import DeviceError, LuceError, OutOfMemoryError, UsageError
 from luce.gguf.reader import GGUFFile, open_gguf
 from luce.hub.lookup import resolve_model
 from luce.hub.variants import DeviceMemory
@@ -300,16 +300,24 @@ def _immovable(config: Config, backend: LayerSplitBackend, drafter: Drafter | No
     return ", ".join(name for name, used in reasons.items() if used)
 
 
-def relocate(model: Model, config: Config, connects: Connects = NO_CONNECTS) -> None:
+def relocate(
+    model: Model,
+    config: Config,
+    connects: Connects = NO_CONNECTS,
+    worth: Callable[[PredictedPlan | None], bool] = lambda plan: True,
+) -> None:
     """Load an open model on the devices of `config`, which are placed as for open_model, with the context that it has.
 
-    For Model.engine.relocate, where `model.immovable` is empty. Raises as open_model; then no device has it.
+    For Model.engine.relocate, where `model.immovable` is empty. `worth`: whether that placement is to be taken, by how
+    fast it is. Raises as open_model, and DeviceError where it is not worth it; then no device has the model.
     """
     backend = model.backend
     backend.unload()
     config = dataclasses.replace(config, max_ctx=backend.capacity.context, chunk=backend.options.chunk)
     with contextlib.ExitStack() as opened:
         placed = place(opened, config, backend.file, backend.spec, connects=connects)
+        if not worth(placed.plan):
+            raise DeviceError("another placement would not be faster by enough")
         options = serving_options(placed.config, backend.spec, placed.devices)
         backend.relocate(placed.devices, dataclasses.replace(options, layers=placed.layers))
         if placed.plan is not None:

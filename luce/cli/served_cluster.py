@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -15,7 +16,9 @@ from typing import Any
 from luce import log
 from luce.api import Model
 from luce.assembly import open_model, relocate
+from luce.backend.prediction_facts import PredictedPlan
 from luce.cluster.admin import answering, join_command
+from luce.cluster.auto_replan import AutoReplan, gains_enough
 from luce.cluster.cluster_status import ModelFacts, span_text
 from luce.cluster.coordinator import TOKEN_SECONDS, Coordinator
 from luce.cluster.membership import PATIENCE
@@ -39,12 +42,13 @@ _POLL_INTERVAL = 0.2
 class ServedCluster:
     """Loads the server's model on its own devices and those of the members, and moves it to others.
 
-    `replans`: whether it moves at all.
+    `replans`: --cluster-replan; `parallel`: --parallel.
     """
 
-    def __init__(self, coordinator: Coordinator, *, replans: bool = True) -> None:
+    def __init__(self, coordinator: Coordinator, *, replans: str = "manual", parallel: int = 1) -> None:
         self._coordinator = coordinator
         self._replans = replans
+        self._auto = AutoReplan(parallel, time.monotonic())
         #: lets the server load its model anew, without waiting for it; None before it is loaded for the first time
         self.reload: Callable[[], None] | None = None
         #: why it is loaded next, as in Coordinator.plan
@@ -60,7 +64,7 @@ class ServedCluster:
         """Place the model anew, on the devices that are there then. Raises ServerError before it is loaded."""
         if self.reload is None:
             raise ServerError("the model is not loaded yet")
-        if not self._replans:
+        if self._replans == "never":
             raise ServerError(f"the server was started with {flag('cluster_replan')} never")
         self._coordinator.want("command")
 
@@ -68,10 +72,19 @@ class ServedCluster:
         """Place the model anew whenever that is wanted, until `ending`."""
         while not ending.is_set():
             # Before the first load a placement is that of all members anyway.
-            if self.reload is not None and (why := self._coordinator.take_wanted(_POLL_INTERVAL)):
-                self._replace(why, self.reload)
-            elif self.reload is None:
+            if self.reload is None:
                 ending.wait(_POLL_INTERVAL)
+            elif why := self._coordinator.take_wanted(_POLL_INTERVAL) or self._due():
+                self._replace(why, self.reload)
+
+    def _due(self) -> str:
+        """Why a better placement is to be tried now; "" if none is."""
+        model = self._model()
+        if self._replans != "auto" or model is None or model.immovable or model.down():
+            return ""
+        stats = model.engine.stats()
+        idle = self._coordinator.idle
+        return "auto" if self._auto.due(time.monotonic(), idle, running=stats.running, waiting=stats.waiting) else ""
 
     def _replace(self, why: str, reload: Callable[[], None]) -> None:
         model = self._model()
@@ -91,8 +104,11 @@ class ServedCluster:
         neither there nor where it was; then it is on no device."""
         before, without, only = self._coordinator.placed, frozenset[str](), None
 
+        def worth(plan: PredictedPlan | None) -> bool:
+            return why != "auto" or only is not None or gains_enough(_decode_rate(model.plan), _decode_rate(plan))
+
         def moved(path: Path, config: Config, connects: Connects) -> Model:
-            relocate(model, config, connects)
+            relocate(model, config, connects, worth)
             return model
 
         while True:
@@ -175,6 +191,7 @@ class ServedCluster:
         placed = {str(shard["device"]): shard["layers"] for shard in model.placement}
         self._coordinator.keep({device: range(at[0], at[1] + 1) for device, at in placed.items()}, why)
         self._model = weakref.ref(model)
+        self._auto.placed(time.monotonic(), self._coordinator.idle)
         for device, rate in _bandwidths(model).items():
             log.event(_log, "member measured", device=device, bytes_per_second=rate)
         return model
@@ -185,6 +202,10 @@ class ServedCluster:
             return None
         memory = {name: DeviceMemory(found.free, found.total) for name, found in model.memory().items()}
         return ModelFacts(plan_status(model), memory, _bandwidths(model))
+
+
+def _decode_rate(plan: PredictedPlan | None) -> float | None:
+    return None if plan is None else plan.prediction.decode_rate
 
 
 def _bandwidths(model: Model) -> dict[str, float]:
@@ -230,13 +251,13 @@ def served_cluster(config: Config) -> Iterator[ServedCluster | None]:
     if not config.cluster:
         yield None
         return
-    replans, patience = config.cluster_replan != "never", PATIENCE if config.cluster_on_loss == "wait" else 0.0
-    options: dict[str, Any] = {"announce": config.cluster_announce, "replans": replans, "patience": patience}
+    replans, patience = config.cluster_replan, PATIENCE if config.cluster_on_loss == "wait" else 0.0
+    options: dict[str, Any] = {"announce": config.cluster_announce, "replans": replans != "never", "patience": patience}
     with contextlib.closing(
         Coordinator(config.cluster, config.cluster_listen, flag("cluster_listen"), **options)
     ) as coordinator:
         log.event(_log, "cluster", cluster=config.cluster, address=",".join(coordinator.addresses))
-        cluster = ServedCluster(coordinator, replans=replans)
+        cluster = ServedCluster(coordinator, replans=replans, parallel=config.parallel)
         with answering(coordinator, cluster.replan), _following(cluster):
             _print_command(coordinator)
             yield cluster

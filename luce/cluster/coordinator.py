@@ -258,6 +258,12 @@ class Coordinator:
         with self._lock:
             return frozenset(member.name for member in self._membership.usable(leaving=True))
 
+    @property
+    def idle(self) -> frozenset[str]:
+        """The members that can be used and have no layers."""
+        with self._lock:
+            return frozenset(member.name for member in self._membership.usable() if member.state == "idle")
+
     def plan(
         self,
         fingerprint: str,
@@ -482,6 +488,8 @@ class Coordinator:
                 case membership.Replan(why, member):
                     event(_log, "replan", member=member, epoch=self._membership.epoch, reason=why)
                     self._wanted = self._wanted or why
+                case membership.Withdraw(why):
+                    self._wanted = "" if self._wanted == why else self._wanted
                 case membership.Tell(session, text):
                     self._links[session].post(wire.Notice(text))
                 case membership.Accept():

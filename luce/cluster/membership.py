@@ -249,7 +249,14 @@ class Replan:
     """Place the model anew; `why`: leave, loss, remove or back, what the metrics count it as."""
 
     why: str
-    reason: str
+    member: str
+
+
+@dataclass(frozen=True)
+class Withdraw:
+    """The Replan that was last asked for is not needed any more."""
+
+    why: str
 
 
 @dataclass(frozen=True)
@@ -261,7 +268,7 @@ class Journal:
     reason: str = ""
 
 
-Instruction = Save | Close | Tell | CloseDevices | Assign | Accept | Refuse | Replan | Journal
+Instruction = Save | Close | Tell | CloseDevices | Assign | Accept | Refuse | Replan | Withdraw | Journal
 
 
 @dataclass
@@ -280,8 +287,8 @@ class Membership:
     placed: frozenset[str] = frozenset()
     replans: bool = True
     patience: float = PATIENCE
-    #: whether a new placement is asked for, which has not begun yet
-    _asked: bool = False
+    #: the new placement that is asked for, until it begins
+    _asked: Replan | None = None
     #: whether there is none although one was asked for
     _unplaced: bool = False
     #: by token, whose connection is awaited, and its session and epoch
@@ -382,6 +389,9 @@ class Membership:
         done += self._enter(member, state, now, "back" if back else "connected", other)
         if other:
             return [*done, Tell(event.session, f"this machine is not used: {other}")]
+        if self._asked == Replan("loss", member.name):
+            self._asked = None
+            done.append(Withdraw("loss"))
         waited = self._unplaced or any(m.state == "draining" for m in self.members.values())
         return [*done, *(self._ask("back", member.name) if waited else [])]
 
@@ -399,10 +409,10 @@ class Membership:
 
     def _ask(self, why: str, name: str) -> list[Instruction]:
         """Ask for a new placement, because of a member."""
-        if self._asked or not self.replans:
+        if self._asked is not None or not self.replans:
             return []
-        self._asked = True
-        return [Replan(why, name)]
+        self._asked = Replan(why, name)
+        return [self._asked]
 
     def _tick(self, now: float) -> list[Instruction]:
         late = [m.name for m in self.members.values() if not m.proven and now - m.since >= PROOF_SECONDS]
@@ -416,7 +426,7 @@ class Membership:
     def _plan(self, names: tuple[str, ...], now: float) -> list[Instruction]:
         self.epoch += 1
         self.placed = frozenset(names)
-        self._asked = False
+        self._asked = None
         done: list[Instruction] = [Save()]
         for member in self.members.values():
             done += self._drop_devices(member, "its placement is over")

@@ -65,9 +65,9 @@ class ClusterSettings:
     )
     cluster_replan: str = setting(
         "manual",
-        choice("never", "manual"),
+        choice("never", "manual", "auto"),
         "when layers go to other machines: never; by `luce cluster replan`, when a machine leaves, and when one stays "
-        "away (manual)",
+        "away (manual); also when one has come that makes the model faster by 15 % (auto)",
         group="cluster",
     )
     cluster_on_loss: str = setting(

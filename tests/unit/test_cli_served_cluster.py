@@ -9,6 +9,7 @@ import io
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -189,6 +190,13 @@ class Movable(Loaded):
         #: why it is on no device
         self.reason: str | None = None
         self.done = threading.Event()
+        self.plan = self.next = None
+
+    def down(self) -> str:
+        return ""
+
+    def stats(self) -> Any:
+        return SimpleNamespace(running=0, waiting=0)
 
     def relocate(self, replace: Any) -> None:
         try:
@@ -199,8 +207,11 @@ class Movable(Loaded):
     def unload(self, reason: str) -> None:
         self.reason = reason
 
-    def moved(self, model: Any, config: Config, connects: Any) -> None:
+    def moved(self, model: Any, config: Config, connects: Any, worth: Any) -> None:
         self.moves.append(config.target_devices[1:])
+        if not worth(self.next):
+            raise DeviceError("not worth it")
+        self.plan = self.next
         names = tuple(device.split("/")[2] for device in config.target_devices[1:])
         if not self.fits(names):
             raise DeviceError("it needs 7 bytes more")
@@ -300,6 +311,33 @@ def test_a_lost_member_has_time_to_come_back(folder: Path, monkeypatch: Patch) -
         assert within(30, lambda: model.moves == [("member://den/cpu:0",)])
         assert den.host is not None
         den.host.stop()
+
+
+@pytest.mark.parametrize(("rate", "taken"), [(115.1, True), (114.9, False)])
+def test_a_faster_placement_is_taken_by_itself(rate: float, taken: bool, folder: Path, monkeypatch: Patch) -> None:
+    def plan(decode: float) -> Any:
+        return SimpleNamespace(prediction=SimpleNamespace(decode_rate=decode), known=SimpleNamespace(ways={}))
+
+    asked: list[frozenset[str]] = []
+
+    def due(self: Any, now: float, idle: frozenset[str], *, running: int, waiting: int) -> bool:
+        if idle:
+            asked.append(idle)
+        return len(asked) == 1 and bool(idle)
+
+    with serving(folder, monkeypatch, lambda names: True, cluster_replan="auto") as (cluster, model, (box, den)):
+        box.stop()
+        monkeypatch.setattr(module.AutoReplan, "due", due)
+        model.moves.clear()
+        model.plan, model.next = plan(100.0), plan(rate)
+        box.start()
+        assert within(30, lambda: cluster.status().replans.get("auto", 0) == 2 - taken)
+        both, one = ("member://box/cpu:0", "member://den/cpu:0"), ("member://den/cpu:0",)
+        assert within(30, lambda: model.moves == ([both] if taken else [both, one])), model.moves
+        assert asked[0] == frozenset({"box"}) and model.reason is None
+        for host in (box, den):
+            assert host.host is not None
+            host.host.stop()
 
 
 def test_what_keeps_a_model_from_moving_lets_it_be_loaded_anew(folder: Path, monkeypatch: Patch, caplog: Any) -> None:

@@ -36,6 +36,7 @@ from luce.cluster.membership import (
     Tell,
     Tick,
     Unplaced,
+    Withdraw,
     restored,
 )
 
@@ -134,6 +135,15 @@ def test_the_placement_does_without_a_member_that_stays_away() -> None:
     assert membership.handle(Tick(), PATIENCE + 1) == []
     membership.handle(Planned(()), PATIENCE + 2)
     assert membership.handle(Tick(), 3 * PATIENCE) == []
+    # One that is back before that keeps its layers.
+    membership, _ = after(*SERVING, Disconnected(1, "it is silent"))
+    assert membership.handle(Tick(), PATIENCE) == [Replan("loss", "box")]
+    assert Withdraw("loss") in membership.handle(connected(BOX, 2), PATIENCE)
+    membership.handle(Disconnected(2, "it is silent"), PATIENCE)
+    assert membership.handle(Tick(), 2 * PATIENCE) == [Replan("loss", "box")]
+    # Another reason is not withdrawn with it.
+    membership, _ = after(*SERVING, Left(1), Disconnected(1, "it is silent"))
+    assert Withdraw("loss") not in membership.handle(connected(BOX, 2), 0.0)
     # One that is back in time keeps its layers.
     membership, _ = after(*SERVING, Disconnected(1, "it is silent"), connected(BOX, 2))
     assert membership.handle(Tick(), 2 * PATIENCE) == [] and membership.members["box"].state == "loading"
