@@ -11,7 +11,7 @@ from typing import Any
 from luce.cli.arguments import add_json
 from luce.cli.options import raise_together
 from luce.errors import UsageError
-from luce.ray import commands
+from luce.ray import actions as ray_actions
 from luce.ray.cluster_config import read_config
 
 _ACTIONS = {
@@ -40,16 +40,16 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the action; returns 0. Raises UsageError, ServerError, and UnsupportedError where nothing fits."""
     raise_together(list(_misused(arguments)))
     config = read_config(Path(arguments.file))
-    commands.check_address(arguments.node or config.head.address)
+    ray_actions.check_address(arguments.node or config.head.address)
     match arguments.action:
         case "up":
-            commands.up(config, _resources(arguments.resources), arguments.node, print)
+            ray_actions.up(config, _resources(arguments.resources), arguments.node, print)
         case "down":
-            commands.down(config, print)
+            ray_actions.down(config, print)
         case "resources":
-            print(json.dumps(commands.resources(config)))
+            print(json.dumps(ray_actions.resources(config)))
         case _:
-            found = commands.status(config)
+            found = ray_actions.status(config)
             if arguments.json:
                 print(json.dumps(found, indent=2))
             else:

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import replace
 from math import inf
-from typing import TypeVar
 
 import numpy as np
 
@@ -38,14 +37,12 @@ from luce.engine.scheduler import ScheduledStep
 from luce.engine.sequence import CacheState, Constraint, Sequence
 from luce.engine.stretching import Stretching
 from luce.errors import BackendError, ContextError, LuceError, RequestError, ShardLostError
-from luce.kvcache.block_log import BlockChanges
 from luce.kvcache.disk.stats import CachedPrefix
 from luce.kvcache.disk.tier import DiskTier
 from luce.kvcache.paging import KVFlash
 from luce.kvcache.prefix_cache import CacheStats, PrefixCache
 from luce.runtime.step import Int32
 
-Found = TypeVar("Found")
 _log = logging.getLogger(__name__)
 
 
@@ -191,13 +188,7 @@ class Engine:
 
     def cached_prefixes(self) -> list[CachedPrefix]:
         """The contents of the prefix cache, the newest first. Blocks until the engine's thread is between two steps."""
-        nothing: list[CachedPrefix] = []
-        return self._between_steps(lambda cache: cache.contents(), nothing)
-
-    def cached_blocks(self, life: str, after: int) -> BlockChanges:
-        """What the prefix cache in memory has gained and lost, as BlockLog.changes. Blocks as `cached_prefixes`."""
-        nothing = BlockChanges("", -1, 0, (), ())
-        return self._between_steps(lambda cache: cache.memory.tree.block_changes(life, after), nothing)
+        return self._between_steps(lambda cache: cache.contents())
 
     def prefix_ids(self, prompt: Many[int], params: SamplingParams, position_ids: Int32 | None = None) -> list[int]:
         """What the prefix cache would know the tokens of a prompt by; arguments as of `submit`."""
@@ -209,7 +200,7 @@ class Engine:
 
     def clear_cache(self) -> int:
         """Empty the prefix cache, memory and disk; returns how many prefixes it had. Blocks as `cached_prefixes`."""
-        return self._between_steps(lambda cache: len(cache.clear()), 0)
+        return len(self._between_steps(lambda cache: cache.clear()))
 
     def reset_counters(self) -> None:
         """Count steps and tokens from zero again. Blocks until the engine's thread is between two steps."""
@@ -269,9 +260,9 @@ class Engine:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def _between_steps(self, work: Callable[[PrefixCache], Found], nothing: Found) -> Found:
-        """What `work` finds in the prefix cache; `nothing` without one, and once the engine is closed."""
-        cache = self.cache
+    def _between_steps(self, work: Callable[[PrefixCache], list[CachedPrefix]]) -> list[CachedPrefix]:
+        """What `work` finds in the prefix cache; nothing without one, and once the engine is closed."""
+        cache, nothing = self.cache, list[CachedPrefix]()
         return nothing if cache is None else self._admission.call(lambda: work(cache), nothing)
 
     def _check_prompt(self, prompt: Many[int], params: SamplingParams) -> Int32:

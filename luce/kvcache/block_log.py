@@ -1,4 +1,4 @@
-"""What comes into a prefix tree and what leaves it, numbered, for a router that follows it. Pure.
+"""What comes into a prefix tree and what leaves it, numbered, for a router that follows it.
 
 A block is a page of the tree, known by its key (luce.kvcache.block_keys).
 """
@@ -6,9 +6,10 @@ A block is a page of the tree, known by its key (luce.kvcache.block_keys).
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 #: changes that are remembered; who is further behind gets the whole list
 MOST_CHANGES = 1 << 14
@@ -27,25 +28,34 @@ class BlockChanges:
 
 
 class BlockLog:
-    """The last changes."""
+    """The blocks that are held, and the last changes. Any thread may ask for them."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._life = os.urandom(8).hex()
+        self._held: dict[bytes, None] = {}
         self._changes: deque[tuple[bytes, bool]] = deque(maxlen=MOST_CHANGES)
         self._sequence = 0
 
     def note(self, key: bytes, *, held: bool) -> None:
-        """A block is now in the tree, or no longer."""
-        self._changes.append((key, held))
-        self._sequence += 1
+        """A block is now held, or no longer."""
+        with self._lock:
+            if held:
+                self._held[key] = None
+            else:
+                self._held.pop(key, None)
+            self._changes.append((key, held))
+            self._sequence += 1
 
-    def changes(self, life: str, after: int, whole: Iterable[bytes]) -> BlockChanges:
-        """What has changed behind number `after` of a life; `whole`: the keys of all blocks in the tree, for who asks
-        about another life, or about what is not remembered."""
-        behind = self._sequence - after
-        if life != self._life or after < 0 or not 0 <= behind <= len(self._changes):
-            return BlockChanges(self._life, -1, self._sequence, tuple(whole), ())
+    def changes(self, life: str, after: int) -> BlockChanges:
+        """What has changed behind number `after` of a life; all blocks if that is another life, or not remembered."""
+        with self._lock:
+            behind = self._sequence - after
+            if life != self._life or after < 0 or not 0 <= behind <= len(self._changes):
+                return BlockChanges(self._life, -1, self._sequence, tuple(self._held), ())
+            newest = list(islice(reversed(self._changes), behind))
+            sequence = self._sequence
         # Of a block that came and went, the last change counts.
-        last = dict(list(self._changes)[len(self._changes) - behind :])
+        last = dict(reversed(newest))
         added, removed = (tuple(key for key, held in last.items() if held is state) for state in (True, False))
-        return BlockChanges(self._life, after, self._sequence, added, removed)
+        return BlockChanges(life, after, sequence, added, removed)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from luce.draft.feature_tail import FeatureTail
 from luce.kvcache.block_keys import next_key
-from luce.kvcache.block_log import BlockChanges, BlockLog
+from luce.kvcache.block_log import BlockLog
 from luce.kvcache.prefix_ids import PrefixIds
 from luce.runtime.step import PAGE, Int32
 from luce.shard.saved_state import SavedState
@@ -130,7 +130,8 @@ class PrefixTree:
         #: in order of insertion
         self.checkpoints: dict[Checkpoint, None] = {}
         self._clock = 0
-        self._log = BlockLog()
+        #: the keys of the nodes, for routers
+        self.block_log = BlockLog()
 
     def match(self, ids: PrefixIds) -> tuple[list[PageNode], list[Checkpoint]]:
         """The nodes whose tokens `ids` begin with, and all checkpoints at prefixes of `ids`, shorter ones first. All of
@@ -180,7 +181,7 @@ class PrefixTree:
             if child is None:
                 child = node.children[tokens] = PageNode(node, tokens, node.index + 1, next_key(node.key, tokens))
                 self.nodes[child] = None
-                self._log.note(child.key, held=True)
+                self.block_log.note(child.key, held=True)
             child.last_used = self._clock
             node = child
         checkpoint = Checkpoint(node, _remainder(ids), len(ids), state, logits, interim, last_used=self._clock)
@@ -195,14 +196,10 @@ class PrefixTree:
         while node.parent is not None and not node.children and not node.checkpoints:
             del node.parent.children[node.tokens], self.nodes[node]
             node.in_tree = False
-            self._log.note(node.key, held=False)
+            self.block_log.note(node.key, held=False)
             removed.append(node)
             node = node.parent
         return removed
-
-    def block_changes(self, life: str, after: int) -> BlockChanges:
-        """What has come and gone since number `after` of a life, as BlockLog.changes."""
-        return self._log.changes(life, after, (node.key for node in self.nodes))
 
     def eviction_candidate(self) -> Checkpoint | None:
         """The checkpoint to evict next: a superseded one, otherwise the least recently used, the longest of equals."""

@@ -21,6 +21,6 @@ only what needs no further package.
     request_facts    pure: what the ingress reads of a request
     request_router   Serve's interface to the routing state; shared_routing: the state of a process
     application      ingress and replicas as an application of Serve
-    driver           the program that talks to Ray
-    commands         what the actions of `luce ray` do
+    serve_session    the program that talks to Ray
+    actions          what the actions of `luce ray` do
 """

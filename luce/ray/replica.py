@@ -149,7 +149,7 @@ class Replica:
         self._note(*self._groups.changed(*blocks))
         self._child_at = answer["life"], answer["sequence"]
         facts = {name: answer[name] for name in ("running", "waiting", "parallel", "prefill_seconds")}
-        changes = dataclasses.asdict(self._log.changes(life, after, self._groups.held()))
+        changes = dataclasses.asdict(self._log.changes(life, after))
         return {**changes, **facts, "reply_seconds": self._reply_seconds}
 
     def _note(self, added: Iterable[bytes], removed: Iterable[bytes]) -> None:

@@ -14,6 +14,7 @@ from aiohttp import web
 
 from luce.api import Model
 from luce.kvcache.block_keys import token_keys
+from luce.kvcache.block_log import BlockLog
 from luce.server.answer import prepared, received
 from luce.server.errors import invalid
 from luce.server.messages import messages_job
@@ -59,7 +60,9 @@ async def keys(request: web.Request) -> web.Response:
 
 
 def _blocks(model: Model, life: str, after: int) -> dict[str, Any]:
-    changes, stats = model.engine.cached_blocks(life, after), model.engine.stats()
+    cache, stats = model.engine.cache, model.engine.stats()
+    log = BlockLog() if cache is None else cache.memory.tree.block_log
+    changes = log.changes(life, after)
     done = stats.finished
     computed = done.prompt_tokens - done.cached_tokens
     return {

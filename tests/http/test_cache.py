@@ -66,6 +66,7 @@ async def test_private_requests_share_nothing(monkeypatch: pytest.MonkeyPatch, o
 
 async def test_without_a_cache_there_is_nothing_to_list() -> None:
     async with running(cache_ram=0) as here:
+        assert (await here.get("/v1/cache/blocks"))[1]["added"] == []
         await here.chat(LONG)
         assert (await here.chat(LONG))["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
         _, listing, _ = await here.get("/v1/cache")
@@ -181,9 +182,9 @@ async def test_only_admins_may_know_what_is_cached(tmp_path: Path) -> None:
 def test_who_is_too_far_behind_gets_the_whole_list(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_log, "MOST_CHANGES", 3)
     log = block_log.BlockLog()
-    life = log.changes("", -1, ()).life
+    life = log.changes("", -1).life
     for key in (b"a", b"b", b"c", b"d"):
         log.note(key, held=True)
     log.note(b"c", held=False)
-    assert log.changes(life, 2, ()) == block_log.BlockChanges(life, 2, 5, (b"d",), (b"c",))
-    assert log.changes(life, 1, (b"a", b"b", b"d")) == block_log.BlockChanges(life, -1, 5, (b"a", b"b", b"d"), ())
+    assert log.changes(life, 2) == block_log.BlockChanges(life, 2, 5, (b"d",), (b"c",))
+    assert log.changes(life, 1) == block_log.BlockChanges(life, -1, 5, (b"a", b"b", b"d"), ())

@@ -1,5 +1,6 @@
 """The part of `luce ray` that talks to Ray, as a program of its own: Ray reads its settings from the environment when
-it is imported. `python -m luce.ray.driver VERB ADDRESS` reads JSON on standard input, and writes one JSON object."""
+it is imported. `python -m luce.ray.serve_session VERB ADDRESS` reads JSON on standard input, and writes a JSON object.
+"""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ HEALTH = {
     "health_check_timeout_ms": 2000,
     "health_check_failure_threshold": 3,
 }
-#: seconds for a node to start, for a call of the driver, and for processes to end
+#: seconds for a node to start, for a call of the session, and for processes to end
 _START, _CALL, _END = 120.0, 300.0, 20.0
 _MIB = 1 << 20
 
@@ -185,12 +185,12 @@ class Node:
         process_list.write(self._list, process_list.descendants(roots))
 
     def ask(self, verb: str, config: ClusterConfig) -> dict[str, Any]:
-        """What the driver answers. Raises ServerError."""
+        """What the session with Ray answers. Raises ServerError."""
         return self._call(verb, plain_content(config))
 
     def _call(self, verb: str, content: Mapping[str, Any]) -> dict[str, Any]:
         address = f"{self._head.address}:{self._head.port}"
-        command = [sys.executable, "-m", "luce.ray.driver", verb, address]
+        command = [sys.executable, "-m", "luce.ray.serve_session", verb, address]
         environment = self._environment(read_token(self._token, make=False))
         try:
             done = subprocess.run(

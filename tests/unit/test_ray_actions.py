@@ -13,9 +13,9 @@ import pytest
 
 from luce.cli.main import main
 from luce.errors import UsageError
+from luce.ray.actions import differences, read_token, resources
 from luce.ray.child_server import listening_url
 from luce.ray.cluster_config import parse_config, plain_content
-from luce.ray.commands import differences, read_token, resources
 from luce.ray.request_facts import PROMPTS, group_salt, lost_event, request_text
 from luce.ray.shared_routing import SharedRouting, routing_of
 from luce.server.cached_blocks import JOBS
@@ -152,7 +152,7 @@ def test_the_routing_state_is_shared_by_name() -> None:
 
 def test_the_parts_that_run_with_ray_need_no_other_package() -> None:
     # Ray's environment has what Ray needs, and what luce-llm[ray] adds; a router has no NumPy and no model.
-    modules = ["commands", "routing_state", "shared_routing", "group_keys", "child_server", "node_resources", "guarded"]
+    modules = ["actions", "routing_state", "shared_routing", "group_keys", "child_server", "node_resources", "guarded"]
     code = "import sys\n" + "".join(f"import luce.ray.{name}\n" for name in modules) + "print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert not {"numpy", "msgspec", "aiohttp", "ray", "jinja2"} & set(done.stdout.split())
