@@ -98,5 +98,5 @@ class Recovery:
         return not (sequence.scores_prompt and sequence.prompt_remaining)
 
     def _restart(self, reply: Reply) -> None:
-        reply.note_loss()
+        reply.losses += 1
         self._parts.restart(reply.sequence)

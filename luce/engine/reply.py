@@ -104,8 +104,6 @@ class Reply:
         self.drafts = DraftCounts()
         #: how often the backend has lost its state
         self.losses = 0
-        #: tokens of the prompt that were computed before a loss
-        self._computed_before = 0
 
     def can_choose(self, row: OutputRow) -> bool:
         """Whether the next token can be chosen from a row. Where the mask of a draft row cannot be made, the next step
@@ -196,11 +194,6 @@ class Reply:
         if self.params.prompt_logprobs is not None:
             self.on_event(PromptScores(tuple(self._scores)))
 
-    def note_loss(self) -> None:
-        """The backend has lost the state of the tokens that are computed; those of the prompt still count."""
-        self.losses += 1
-        self._computed_before = self._prompt_computed()
-
     def timings(self, now: float) -> Timings:
         """Seconds and token counts until `now`."""
         started = now if self.started_at is None else self.started_at
@@ -209,14 +202,10 @@ class Reply:
             queued=started - self._submitted_at,
             prompt=prompt_done - started,
             predicted=now - prompt_done,
-            prompt_tokens=self._prompt_computed(),
+            prompt_tokens=min(self.sequence.most_computed, len(self.sequence.prompt)),
             predicted_tokens=len(self.sequence.reply),
             cached_tokens=self.cached_tokens,
             cache_tier=self.cache_tier,
             draft_state="" if self.sequence.draft_state is None else self.sequence.draft_state.value,
             **asdict(self.drafts),
         )
-
-    def _prompt_computed(self) -> int:
-        """Tokens of the prompt that have been computed, whether or not they are read again."""
-        return max(self._computed_before, min(self.sequence.computed, len(self.sequence.prompt)))

@@ -222,6 +222,7 @@ class Scheduler:
         state = sequence.schedule
         assert state.slot is not None
         state.accept_applied()
+        state.computed_before = max(state.computed_before, state.computed)
         state.computed, state.reread = 0, max(0, len(sequence.reply) - 1)
         self._pages.clear(state.slot)
 

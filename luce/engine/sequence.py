@@ -36,6 +36,8 @@ class ScheduleState:
     path: tuple[int, ...] = ()
     #: first tokens of the reply that are read as the prompt is, because the sequence is read again
     reread: int = 0
+    #: most positions that were computed before the sequence was read again
+    computed_before: int = 0
     #: first positions that are read in chunks, as a prompt is, where the reply begins before them
     chunked: int = 0
     #: number of the sequence in order of arrival
@@ -230,6 +232,11 @@ class Sequence:
     def computed(self) -> int:
         """Positions whose keys, values and recurrent states are computed."""
         return self.schedule.computed
+
+    @property
+    def most_computed(self) -> int:
+        """Most positions that have been computed so far, also while they are read again."""
+        return max(self.schedule.computed_before, self.schedule.computed)
 
     @property
     def tokens(self) -> Int32:

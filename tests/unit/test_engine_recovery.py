@@ -176,9 +176,16 @@ def test_a_prompt_that_is_read_again_counts_once(monkeypatch: pytest.MonkeyPatch
         begun, _ = submit(made, LONG, max_tokens=4)
         timings = begun.finished().timings
         assert (timings.prompt_tokens, timings.cached_tokens) == (150, 128)
-        hook = backend.hook = Losing(backend, 3, away=True)
+        losing = Losing(backend, 3, 5)
+
+        def lose(step: Step) -> None:
+            # Half of the prompt has been read again.
+            losing.away = losing.count == 4
+            losing(step)
+
+        backend.hook = lose
         waiting, ticket = submit(made, LONG, max_tokens=TOKENS)
-        assert hook.lost.wait(TIMEOUT)
+        assert within(TIMEOUT, lambda: backend.away)
         ticket.cancel()
         timings = waiting.finished().timings
         assert (timings.prompt_tokens, timings.cached_tokens) == (150, 150)
@@ -346,3 +353,22 @@ def test_draws_scores_and_stop_strings_are_those_of_an_undisturbed_run(
     assert disturbed.text == plain.text and plain.finished().stop == stop
     scores = [[event for event in one.events if isinstance(event, PromptScores)] for one in (disturbed, plain)]
     assert scores[0] == scores[1]
+
+
+def test_usage_counts_what_was_computed_before_a_reply_was_stretched() -> None:
+    backend = ScriptedBackend(slots=1, context=256, chunk=4)
+    submitted = threading.Event()
+    with engine(backend, eos=frozenset(), original_context=40) as made:
+
+        def cancel(step: Step) -> None:
+            assert submitted.wait(TIMEOUT)
+            # The first step behind the last row of the original context.
+            if step.positions[0] == 0 and begun.ids:
+                ticket.cancel()
+
+        backend.hook = cancel
+        begun, ticket = submit(made, LONG[:30], max_tokens=60)
+        submitted.set()
+        last = begun.finished()
+    assert last.reason is FinishReason.CANCELLED
+    assert (last.timings.prompt_tokens, last.timings.predicted_tokens) == (30, len(begun.ids))
