@@ -127,3 +127,7 @@ def _answer(coordinator: Coordinator, replan: Callable[[], None], command: wire.
                 return wire.Done("the model is placed anew; `luce cluster status` shows it")
     except LuceError as error:
         return wire.Failed(str(error))
+    except Exception as error:
+        # The thread goes on with the next command.
+        _log.exception("a command for the cluster failed")
+        return wire.Failed(f"the command failed: {type(error).__name__}: {error}")

@@ -13,12 +13,12 @@ import msgspec
 import pytest
 
 from luce import __version__
-from luce.cluster import gate, member_weights, weight_source, wire
+from luce.cluster import admin, gate, member_weights, weight_source, wire
 from luce.cluster.identity import JOIN_PROTOCOL, join_context, member_context
 from luce.cluster.join_token import TokenRefusedError
 from luce.cluster.member_weights import Storage, Weights
 from luce.cluster.weight_source import WeightSource, WeightStreams
-from luce.errors import LuceError
+from luce.errors import LuceError, ServerError
 from luce.ipc import tcp
 from luce.ipc.channel import Channel, ChannelError
 from tests.support.clusters import MODEL, coordinator, joined, load_of, port_of
@@ -270,3 +270,16 @@ def test_refusals_are_counted_by_network() -> None:
 
     assert all(asked(f"2001:db8::{n}") for n in range(5))
     assert not asked("2001:db8::77") and asked("2001:db8:0:1::1") and asked("10.0.0.1")
+
+
+def test_a_command_that_fails_is_not_the_last_one(monkeypatch: Patch) -> None:
+    def defect() -> None:
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr(admin, "_ANSWER_SECONDS", 5.0)
+    with coordinator() as home, admin.answering(home, defect):
+        with pytest.raises(ServerError, match=r"^the command failed: ZeroDivisionError: division by zero$"):
+            admin.ask(home.files, wire.AskReplan())
+        with pytest.raises(ServerError, match=r"^the command failed: OverflowError: "):
+            admin.ask(home.files, wire.AskToken(float("inf"), ""))
+        assert isinstance(admin.ask(home.files, wire.AskStatus()), wire.Status)
