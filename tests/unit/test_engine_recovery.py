@@ -6,18 +6,23 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from luce.config.sampling import SamplingParams
 from luce.draft.ngram import NgramDrafter
 from luce.engine import recovery
 from luce.engine.events import FinishReason, PromptScores
+from luce.engine.reasoning_limit import ReasoningLimit
 from luce.errors import ShardLostError
+from luce.kvcache.paging import KVFlash
 from luce.kvcache.prefix_cache import PrefixCache
-from luce.runtime.step import Step
+from luce.runtime.step import PAGE, Step
 from tests.support.constraints import Few
 from tests.support.daemons import within
 from tests.support.disk_tier import rig, tier
 from tests.support.drafters import BranchingDrafter, oracle, sometimes
+from tests.support.paging import Hashed
 from tests.support.replies import TIMEOUT, Letters, Reply, engine, same, submit
 from tests.support.scripted_backend import ScriptedBackend
 
@@ -372,3 +377,57 @@ def test_usage_counts_what_was_computed_before_a_reply_was_stretched() -> None:
         last = begun.finished()
     assert last.reason is FinishReason.CANCELLED
     assert (last.timings.prompt_tokens, last.timings.predicted_tokens) == (30, len(begun.ids))
+
+
+def test_a_reply_whose_pages_are_swapped_is_not_read_again() -> None:
+    # Which of its pages are on the devices depends on all steps so far.
+    backend = ScriptedBackend(context=48 * PAGE, slots=1, chunk=4 * PAGE, bound=9, recurrent=True)
+    with engine(backend, eos=frozenset(), resume_seconds=30, kvflash=KVFlash(Hashed(), 4, 16, 1 << 30)) as made:
+        backend.hook = Losing(backend, 10)
+        begun, _ = submit(made, LONG * 6, max_tokens=TOKENS)
+        assert str(begun.failed()) == "shard 1 is gone" and begun.ids
+        backend.hook = None
+        later, _ = submit(made, PROMPT, max_tokens=4)
+        later.finished()
+    assert later.ids == backend.reply(PROMPT, 4)
+
+
+@pytest.mark.parametrize("at", [(2,), (6,), (7,), (6, 8)], ids=str)
+def test_the_reasoning_ends_where_it_would_have(at: tuple[int, ...]) -> None:
+    limit = ReasoningLimit((90,), frozenset({91}), (91, 92, 93), inside=True, budget=5)
+
+    def run(*losses: int) -> Reply:
+        backend = ScriptedBackend(slots=1, context=256, recurrent=True)
+        with engine(backend, eos=frozenset(), resume_seconds=30, drafter=NgramDrafter(block=7)) as made:
+            backend.hook = Losing(backend, *losses)
+            reply, _ = submit(made, PROMPT, max_tokens=TOKENS, reasoning=limit)
+            assert reply.finished().close_kind == "hard"
+        return reply
+
+    disturbed, plain = run(*at), run()
+    same(disturbed, plain)
+    assert plain.ids[5:8] == [91, 92, 93]
+
+
+def test_the_positions_of_a_compressed_prompt_are_those_that_it_had() -> None:
+    backend = ScriptedBackend(slots=1, context=256)
+    seen: dict[int, set[int]] = {}
+
+    def note(step: Step) -> None:
+        assert step.position_ids is not None
+        for position, id in zip(step.positions.tolist(), step.position_ids.tolist(), strict=True):
+            seen.setdefault(position, set()).add(id)
+        losing(step)
+
+    losing = Losing(backend, 10, 15)
+    with engine(backend, eos=frozenset(), resume_seconds=30, positions=512) as made:
+        backend.hook, reply = note, Reply()
+        ids = np.arange(len(PROMPT), dtype=np.int32) * 3
+        params = SamplingParams(max_tokens=TOKENS)
+        made.submit(PROMPT, params, output=Letters(), on_event=reply, position_ids=ids)
+        reply.finished()
+        assert made.stats().resumed == 2
+    assert reply.ids == backend.reply(PROMPT, TOKENS)
+    behind = len(PROMPT)
+    expected = [*range(0, 3 * behind, 3), *range(3 * behind - 2, 3 * behind - 2 + TOKENS - 1)]
+    assert [seen[position] for position in sorted(seen)] == [{id} for id in expected]
