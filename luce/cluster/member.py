@@ -355,6 +355,8 @@ class MemberHost:
         if isinstance(message, wire.Find | wire.Assign):
             if isinstance(message, wire.Assign):
                 self._epoch = message.epoch
+            # The placement so far is over, also if the end of its connections is still on its way.
+            self._end_connections()
             self._work.put(message)
         elif isinstance(message, wire.NewPin):
             if reason := flaw(message.certificate):
