@@ -37,6 +37,16 @@ def placement_text(placement: Mapping[str, range]) -> str:
     return ", ".join(f"{device} {span_text(layers)}" for device, layers in placement.items()) or "none"
 
 
+def broken_members(
+    members: Mapping[str, Member], planned: Mapping[str, int | None]
+) -> tuple[frozenset[str], frozenset[str]]:
+    """Of the members of a placement, with their sessions when it was planned: those that cannot have their weights, and
+    those that have been lost since."""
+    found = {name: members.get(name) for name in planned}
+    unfit = frozenset(name for name, member in found.items() if member is not None and member.file == "absent")
+    return unfit, frozenset(n for n, member in found.items() if member is None or member.session != planned[n])
+
+
 def member_status(
     member: Member, now: float, link: Link | None, layers: Sequence[str], share: float | None, facts: ModelFacts | None
 ) -> MemberStatus:

@@ -11,7 +11,6 @@ import itertools
 import logging
 import os
 import queue
-import re
 import secrets
 import ssl
 import threading
@@ -22,10 +21,10 @@ from collections.abc import Callable, Collection, Mapping
 from luce.cluster import membership, wire
 from luce.cluster.addresses import reachable
 from luce.cluster.cluster_files import ClusterFiles
-from luce.cluster.cluster_status import ModelFacts, member_status, place_of, placement_text, span_text
+from luce.cluster.cluster_status import ModelFacts, broken_members, member_status, place_of, placement_text, span_text
 from luce.cluster.device_calls import DeviceCalls
 from luce.cluster.discovery import Announcement
-from luce.cluster.gate import ClusterGate, member_name
+from luce.cluster.gate import ClusterGate, check_hello, member_name
 from luce.cluster.identity import Identity, coordinator_context, new_key_pair, pin, read_identity
 from luce.cluster.join_token import ID_BYTES, SECRET_BYTES, TokenBook, TokenRecord, encode_token
 from luce.cluster.link import Link
@@ -53,9 +52,6 @@ _SEARCH_SECONDS = 60.0
 _TICK_INTERVAL = 1.0
 #: longest seconds until the accepting thread sees that the coordinator is closed
 _POLL_INTERVAL = 0.2
-#: most devices that a member may have, and letters of its version
-_MOST_DEVICES, _LONGEST_VERSION = 64, 40
-_DEVICE = re.compile(r"(cuda|hip|cpu):(0|[1-9][0-9]{0,2})", re.ASCII)
 #: what everybody who lets a host join has to know
 TRUST = "a member sees activations, from which texts can be recovered, and can compute wrong results"
 
@@ -314,18 +310,10 @@ class Coordinator:
     def broken(self, seconds: float) -> tuple[frozenset[str], frozenset[str]]:
         """The members of the placement that cannot have their weights, and those that have been lost since it was
         planned; waits for the first one."""
-
-        def names(is_so: Callable[[Member | None, int | None], bool]) -> frozenset[str]:
-            members = self._membership.members
-            return frozenset(name for name, session in self._planned.items() if is_so(members.get(name), session))
-
-        def find() -> tuple[frozenset[str], frozenset[str]]:
-            lost = names(lambda member, session: member is None or member.session != session)
-            return names(lambda member, _: member is not None and member.file == "absent"), lost
-
         with self._lock:
-            self._lock.wait_for(lambda: any(find()), seconds)
-            return find()
+            members = self._membership.members
+            self._lock.wait_for(lambda: any(broken_members(members, self._planned)), seconds)
+            return broken_members(members, self._planned)
 
     @property
     def _streams(self) -> bool:
@@ -424,13 +412,10 @@ class Coordinator:
                 link.close()
         try:
             hello = link.receive(wire.Hello, tcp.HANDSHAKE_TIMEOUT)
-            if len(hello.devices) > _MOST_DEVICES or not all(map(_DEVICE.fullmatch, hello.devices)):
-                raise ChannelError("it sent devices that are none")
-            if len(set(hello.devices)) < len(hello.devices):
-                raise ChannelError("it sent a device twice")
-            address, luce = sock.getpeername()[0], hello.luce[:_LONGEST_VERSION]
+            check_hello(hello)
+            address = sock.getpeername()[0]
             with self._lock:
-                self._apply(membership.Connected(certificate, session, luce, hello.devices, address))
+                self._apply(membership.Connected(certificate, session, hello.luce, hello.devices, address))
             link.run(lambda message: self._heard(session, message), silence=LOST_AFTER, pings=True)
         except (ChannelError, OSError) as error:
             reason = str(error)
@@ -475,14 +460,8 @@ class Coordinator:
                     self._save()
                 case membership.Journal(name, member, reason):
                     level = logging.WARNING if name in ("lost", "removed") else logging.INFO
-                    event(
-                        _log,
-                        f"member {name}",
-                        level,
-                        member=member,
-                        epoch=self._membership.epoch,
-                        reason=reason or None,
-                    )
+                    facts = {"member": member, "epoch": self._membership.epoch, "reason": reason or None}
+                    event(_log, f"member {name}", level, **facts)
                 case membership.Assign(session, epoch, token):
                     self._links[session].post(wire.Assign(epoch, token, self._fingerprint, self._streams))
                 case membership.Replan(why, member):
@@ -509,7 +488,7 @@ class Coordinator:
 
     def _dismiss(self, session: int, reason: str, final: bool) -> None:
         if (link := self._links.get(session)) is not None:
-            link.post(wire.Dismissed(reason, final))
+            link.dismiss(wire.Dismissed(reason, final))
 
     def _status_of(self, member: Member, now: float, facts: ModelFacts | None) -> wire.MemberStatus:
         link = None if member.session is None else self._links.get(member.session)

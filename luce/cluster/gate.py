@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from luce.cluster.identity import JOIN_PROTOCOL, MEMBER_PROTOCOL, flaw
 from luce.cluster.join_token import RefusalLimit, TokenRefusedError
-from luce.cluster.wire import Join, Joined, Refused
+from luce.cluster.wire import Hello, Join, Joined, Refused
 from luce.errors import UsageError
 from luce.ipc import tcp
 from luce.ipc.accept import network_of
@@ -26,6 +26,9 @@ _log = logging.getLogger("luce.cluster")
 REFUSAL_DELAY = 0.5
 #: most bytes of a certificate, and letters of a version
 _LONGEST_CERTIFICATE, _LONGEST_VERSION = 4096, 64
+#: most devices that a member may have
+_MOST_DEVICES = 64
+_DEVICE = re.compile(r"(cuda|hip|cpu):(0|[1-9][0-9]{0,2})", re.ASCII)
 
 
 class ClusterGate:
@@ -93,6 +96,16 @@ def _check(join: Join) -> None:
         raise TokenRefusedError("the request is too large")
     if reason := flaw(join.certificate):
         raise TokenRefusedError(reason)
+
+
+def check_hello(hello: Hello) -> None:
+    """Raises ChannelError for what no member says of itself."""
+    if len(hello.devices) > _MOST_DEVICES or not all(map(_DEVICE.fullmatch, hello.devices)):
+        raise ChannelError("it sent devices that are none")
+    if len(set(hello.devices)) < len(hello.devices):
+        raise ChannelError("it sent a device twice")
+    if len(hello.luce) > _LONGEST_VERSION:
+        raise ChannelError("it sent a version that is none")
 
 
 def member_name(hostname: str) -> str:

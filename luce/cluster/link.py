@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import socket
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -20,6 +21,8 @@ Answer = TypeVar("Answer", bound=msgspec.Struct)
 _POLL_INTERVAL = 0.05
 #: seconds that the peer has to close the connection behind the last message
 CLOSE_SECONDS = 0.5
+#: seconds behind which a connection that this side ends is closed in any case
+DISMISS_SECONDS = 0.9
 
 
 class Link:
@@ -47,6 +50,13 @@ class Link:
     def post(self, message: msgspec.Struct) -> None:
         """Let the link's thread send a message soon. Dismissed ends the connection."""
         self._outgoing.put(message)
+
+    def dismiss(self, message: Dismissed) -> None:
+        """As `post`; the connection ends in time also if the peer does not let this side read or send."""
+        self.post(message)
+        timer = threading.Timer(DISMISS_SECONDS, self.close)
+        timer.daemon = True
+        timer.start()
 
     def flush(self) -> None:
         """Send what has been posted. Raises ChannelError."""

@@ -25,7 +25,7 @@ from luce.cluster.cluster_files import ClusterFiles
 from luce.cluster.cluster_status import ModelFacts, place_of
 from luce.cluster.coordinator import TRUST, Coordinator
 from luce.cluster.gate import member_name
-from luce.cluster.identity import JOIN_PROTOCOL, Identity, join_context, member_context
+from luce.cluster.identity import JOIN_PROTOCOL, Identity, coordinator_context, join_context, member_context
 from luce.cluster.join_token import JoinToken, decode_token
 from luce.cluster.member import MemberHost, delays, join
 from luce.cluster.member_weights import Storage
@@ -249,6 +249,29 @@ def test_strangers_get_nowhere(home: Coordinator, folder: Path, hosts: Make) -> 
     with coordinator("other") as other:
         host = hosts(other)
         assert closes(home, host.files.identity("member.pem"), wire.CONTROL)
+
+
+def test_the_key_of_a_member_is_not_that_of_the_coordinator(home: Coordinator, hosts: Make) -> None:
+    box, den = (hosts(home, name).files for name in ("box", "den"))
+    server = box.read("server.json", dict[str, list[Any]])
+    assert server is not None
+    pinned = member_module.PinnedCoordinator.of(
+        box.identity("member.pem"), msgspec.convert(server["certificates"], list[bytes], strict=False)
+    )
+    # Another member answers where the coordinator should, and would let this one in.
+    other = coordinator_context(den.identity("member.pem"), [box.identity("member.pem").certificate])
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            plain, _ = listener.accept()
+            with plain, contextlib.suppress(OSError), other.wrap_socket(plain, server_side=True) as sock:
+                sock.recv(1)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(OSError, match="certificate verify failed"):
+            tcp.connect(f"127.0.0.1:{listener.getsockname()[1]}", pinned, wire.CONTROL + bytes(16))
+        thread.join()
 
 
 def test_a_signed_certificate_is_not_that_of_a_member(folder: Path, caplog: Any) -> None:

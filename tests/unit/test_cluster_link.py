@@ -84,3 +84,22 @@ def test_another_first_message(ends: Ends) -> None:
     ends[1].send(0, Pong(), timeout=30)
     with pytest.raises(ChannelError, match=r"^it sent Pong instead of Leaving$"):
         ends[0].receive(Leaving, 30)
+
+
+def test_a_peer_that_holds_the_connection_up_is_dismissed_too(ends: Ends) -> None:
+    link, peer = ends
+    # A frame that has begun: its end would be waited for.
+    peer.socket.sendall(b"LUC")
+    ended: list[ChannelError] = []
+
+    def run() -> None:
+        try:
+            link.run(lambda message: None, silence=600, pings=False)
+        except ChannelError as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    link.dismiss(Dismissed("removed", final=True))
+    thread.join(60)
+    assert len(ended) == 1 and not thread.is_alive()
