@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from luce.runtime.host import HostDevice
 from tests.support.daemons import devices, key_file, with_flags
@@ -22,8 +24,27 @@ PLACEMENTS: dict[str, tuple[str, dict[str, object]]] = {
     "three daemons": ("cpu:0,cpu:1,cpu:2", {"target_shard_ipc_bin": (("cpu", WARM),), "isolate_shards": True}),
     "a daemon of two devices": ("cpu:0,cpu:1,cpu:2", FORKED),
 }
-#: the same steps in one process: NumPy's products of 64 rows have other bits than those of 135
-LOCAL = [HostDevice(0), HostDevice(1)]
+
+Results = Callable[[Reference], NDArray[np.float32]]
+
+
+@pytest.fixture(scope="module")
+def known() -> dict[str, NDArray[np.float32]]:
+    """What `local` has found, by the names of files."""
+    return {}
+
+
+@pytest.fixture
+def local(known: dict[str, NDArray[np.float32]], make_driver: MakeDriver) -> Results:
+    """Results of a file in one process, in the same steps: NumPy's products of 64 rows have other bits than of 135."""
+
+    def results(reference: Reference) -> NDArray[np.float32]:
+        if reference.name not in known:
+            driver = make_driver(reference, [HostDevice(0), HostDevice(1)], microbatch=64)
+            known[reference.name] = placement_results(driver, reference)
+        return known[reference.name]
+
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +61,9 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> tuple[tuple[str, Path], .
 
 @pytest.mark.parametrize("reference", references(), ids=lambda r: r.name)
 def test_daemons_change_nothing(
-    reference: Reference, make_driver: MakeDriver, key: Path, flags: tuple[tuple[str, Path], ...]
+    reference: Reference, local: Results, make_driver: MakeDriver, key: Path, flags: tuple[tuple[str, Path], ...]
 ) -> None:
-    expected = placement_results(make_driver(reference, LOCAL, microbatch=64), reference)
+    expected = local(reference)
     with listener(reference.path, key, python=WARM) as (port, _):
         network = f"cpu:0,tcp://127.0.0.1:{port}/cpu:0,tcp://127.0.0.1:{port}/cpu:1"
         over_tcp = network, {"target_shard_ipc_bin": (), "shard_key_file": key}
@@ -55,9 +76,9 @@ def test_daemons_change_nothing(
             assert (found == expected).all()
 
 
-def test_a_daemon_between_two_local_devices(make_driver: MakeDriver) -> None:
+def test_a_daemon_between_two_local_devices(local: Results, make_driver: MakeDriver) -> None:
     reference = Reference("gemma4-e-Q4_0")
-    expected = placement_results(make_driver(reference, LOCAL, microbatch=64), reference)
+    expected = local(reference)
     with devices("cpu:0,cpu:1", **FORKED) as opened:
         driver = make_driver(reference, [*opened, HostDevice(2)], microbatch=64)
         assert (placement_results(driver, reference) == expected).all()
@@ -65,9 +86,9 @@ def test_a_daemon_between_two_local_devices(make_driver: MakeDriver) -> None:
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_activations_in_messages(placement: str, make_driver: MakeDriver) -> None:
+def test_activations_in_messages(placement: str, local: Results, make_driver: MakeDriver) -> None:
     reference = Reference("gemma4-e-Q4_0")
-    expected = placement_results(make_driver(reference, LOCAL, microbatch=64), reference)
+    expected = local(reference)
     names, settings = PLACEMENTS[placement]
     with devices(names, **settings, shard_transport="stream") as opened:
         driver = make_driver(reference, opened, microbatch=64)
@@ -76,9 +97,9 @@ def test_activations_in_messages(placement: str, make_driver: MakeDriver) -> Non
 
 
 @pytest.mark.parametrize(("kind", "most"), [("f16", 0.005), ("bf16", 0.03)])
-def test_activations_in_16_bits(kind: str, most: float, make_driver: MakeDriver) -> None:
+def test_activations_in_16_bits(kind: str, most: float, local: Results, make_driver: MakeDriver) -> None:
     reference = Reference("gemma4-e-Q4_0")
-    expected = placement_results(make_driver(reference, LOCAL, microbatch=64), reference)
+    expected = local(reference)
     names, settings = PLACEMENTS["three daemons"]
     with devices(names, **settings, shard_transport="stream", shard_activations=kind) as opened:
         driver = make_driver(reference, opened, microbatch=64)
