@@ -36,6 +36,11 @@ from tests.support.warm import WARM
 CONTEXT, CHUNK, SLOTS = 2048, 128, 2
 #: one file of each kind of layers
 FAMILIES = ["qwen3-a-F32", "qwen35-a-F32", "gemma4-e-F32", "laguna-a-F32"]
+#: and of each kind of attention: soft caps, sinks, latents, convolutions, layers without rotation, AltUp, temperature
+ATTENTION = [
+    *["gemma2-a-F32", "gptoss-a-F32", "deepseek2-a-F32", "lfm2-a-F32", "cohere2-a-F32", "gemma3n-a-F32"],
+    "mistral3-a-F32",
+]
 
 
 class Watched:
@@ -95,7 +100,7 @@ def replies(backend: Any, prompts: Sequence[Sequence[int]], drafter: Drafter | N
     return found
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FAMILIES + ATTENTION)
 def test_swapped_out_pages_are_invisible_and_the_others_unchanged(name: str) -> None:
     reference = Reference(name)
     prompts = [prompt(reference, n, n) for n in (1000, 300, 600)]
@@ -150,7 +155,7 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("luce.assembly.open_policy", lambda *args, **options: Hashed())
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", FAMILIES + ATTENTION)
 def test_a_pool_as_large_as_the_context_changes_no_bit(name: str) -> None:
     reference = Reference(name)
     ids = prompt(reference, 900)
