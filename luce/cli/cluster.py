@@ -23,7 +23,7 @@ from luce.cli.plain_writer import printable
 from luce.cluster import wire
 from luce.cluster.admin import ask
 from luce.cluster.cluster_files import ClusterFiles, clusters
-from luce.cluster.coordinator import TOKEN_SECONDS
+from luce.cluster.join_token import TOKEN_SECONDS
 from luce.config.values import number
 from luce.errors import UsageError
 from luce.hub.reporting import size_text

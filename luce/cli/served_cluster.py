@@ -20,7 +20,8 @@ from luce.backend.prediction_facts import PredictedPlan
 from luce.cluster.admin import answering, join_command
 from luce.cluster.auto_replan import AutoReplan, gains_enough
 from luce.cluster.cluster_status import ModelFacts, span_text
-from luce.cluster.coordinator import TOKEN_SECONDS, Coordinator
+from luce.cluster.coordinator import Coordinator
+from luce.cluster.join_token import TOKEN_SECONDS
 from luce.cluster.membership import PATIENCE
 from luce.cluster.weight_source import WeightSource
 from luce.cluster.wire import DeviceMemory, PlanStatus, StageStatus

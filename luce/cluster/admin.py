@@ -15,7 +15,7 @@ from typing import Any
 
 from luce.cluster import wire
 from luce.cluster.cluster_files import ClusterFiles
-from luce.cluster.coordinator import TRUST, Coordinator
+from luce.cluster.coordinator import Coordinator
 from luce.errors import LuceError, ServerError
 from luce.ipc.channel import Channel, ChannelError
 
@@ -23,6 +23,8 @@ _log = logging.getLogger("luce.cluster")
 #: seconds that a command has to send its request, and the coordinator to answer
 _REQUEST_SECONDS, _ANSWER_SECONDS = 5.0, 60.0
 _SOCKET = "socket"
+#: what everybody who lets a host join has to know
+TRUST = "a member sees activations, from which texts can be recovered, and can compute wrong results"
 
 
 def join_command(coordinator: Coordinator, seconds: float, label: str = "", *, lan: bool = False) -> str:

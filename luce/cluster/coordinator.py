@@ -42,8 +42,6 @@ from luce.log import event
 from luce.remote.device import MEMBER
 
 _log = logging.getLogger("luce.cluster")
-#: seconds that a join token holds unless its user says otherwise
-TOKEN_SECONDS = 900.0
 #: seconds that members have to store the coordinator's new certificate
 _ROTATE_SECONDS = 10.0
 #: seconds that members have to find the model file: the fingerprints of many files may have to be taken
@@ -52,8 +50,6 @@ _SEARCH_SECONDS = 60.0
 _TICK_INTERVAL = 1.0
 #: longest seconds until the accepting thread sees that the coordinator is closed
 _POLL_INTERVAL = 0.2
-#: what everybody who lets a host join has to know
-TRUST = "a member sees activations, from which texts can be recovered, and can compute wrong results"
 
 
 class Coordinator:

@@ -15,6 +15,8 @@ from luce.errors import LuceError, UsageError
 
 _PREFIX, _VERSION = "luce1.", 1
 ID_BYTES, SECRET_BYTES, PIN_BYTES = 8, 16, 32
+#: seconds that a join token holds unless its user says otherwise
+TOKEN_SECONDS = 900.0
 #: most tokens that can be used at a time
 MAX_OPEN = 100
 #: seconds in which a host whose answer was lost gets it again

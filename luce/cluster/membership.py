@@ -15,7 +15,6 @@ connection to a member's devices belongs to a session and an epoch, and is close
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -497,9 +496,3 @@ class Membership:
     def _enter(self, member: Member, state: State, now: float, event: str = "", reason: str = "") -> list[Instruction]:
         member.state, member.since, member.reason = state, now, reason
         return [Journal(event or state, member.name, reason)]
-
-
-def restored(luce: str, members: list[Member], epoch: int, now: float) -> Membership:
-    """The membership of a coordinator that starts again: nobody is connected."""
-    fresh = {m.name: dataclasses.replace(m, state="joining", since=now, session=None, reason="") for m in members}
-    return Membership(luce, fresh, epoch)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 
 import msgspec
 
 from luce import __version__
 from luce.cluster.cluster_files import ClusterFiles, is_cluster_name
-from luce.cluster.membership import Member, Membership, restored
+from luce.cluster.membership import Member, Membership
 
 
 class _Saved(msgspec.Struct):
@@ -39,3 +40,9 @@ def write_members(files: ClusterFiles, membership: Membership) -> None:
     """Keep the members, durably. Raises UsageError."""
     members = [_Saved(m.name, m.certificate, m.label, m.proven) for m in membership.members.values()]
     files.write("members.json", _SavedMembers(membership.epoch, members))
+
+
+def restored(luce: str, members: list[Member], epoch: int, now: float) -> Membership:
+    """The membership of a coordinator that starts again: nobody is connected."""
+    fresh = {m.name: dataclasses.replace(m, state="joining", since=now, session=None, reason="") for m in members}
+    return Membership(luce, fresh, epoch)

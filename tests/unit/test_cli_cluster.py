@@ -59,7 +59,7 @@ def test_status_token_remove_and_rotate(
     assert (member["name"], member["state"], member["address"]) == ("box", "idle", "127.0.0.1")
     assert main(["cluster", "rotate"]) == 0
     assert capsys.readouterr().out == "the coordinator has a new key, which box has\n"
-    assert main(["cluster", "replan"]) == 0 and "is loaded anew" in capsys.readouterr().out
+    assert main(["cluster", "replan"]) == 0 and "is placed anew" in capsys.readouterr().out
     assert main(["cluster", "remove", "box"]) == 0 and capsys.readouterr().out == "box is removed\n"
     host.end()
     assert main(["cluster", "remove", "box"]) == 7

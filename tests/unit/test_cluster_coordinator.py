@@ -20,10 +20,10 @@ import pytest
 from luce import __version__
 from luce.cluster import gate, wire
 from luce.cluster import member as member_module
-from luce.cluster.admin import answering, ask
+from luce.cluster.admin import TRUST, answering, ask
 from luce.cluster.cluster_files import ClusterFiles
 from luce.cluster.cluster_status import ModelFacts, place_of
-from luce.cluster.coordinator import TRUST, Coordinator
+from luce.cluster.coordinator import Coordinator
 from luce.cluster.gate import member_name
 from luce.cluster.identity import JOIN_PROTOCOL, Identity, coordinator_context, join_context, member_context
 from luce.cluster.join_token import JoinToken, decode_token

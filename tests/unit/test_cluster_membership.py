@@ -37,8 +37,8 @@ from luce.cluster.membership import (
     Tick,
     Unplaced,
     Withdraw,
-    restored,
 )
+from luce.cluster.saved_members import restored
 
 BOX, DEN = b"certificate of box", b"certificate of den"
 
