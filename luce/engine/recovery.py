@@ -77,13 +77,12 @@ class Recovery:
                 with self._delivery.bookkeeping(reply):
                     self._committer.resume_restarted(reply)
             return False
-        down = self._backend.down()
-        if waiting and not down and time.monotonic() - self._since < self.seconds:
+        if waiting and time.monotonic() - self._since < self.seconds:
             return True
         for reply in waiting:
-            late = f"{self._why}; it was not back within {self.seconds:g} s (--cluster-resume)"
-            self._delivery.fail(reply, ShardLostError(down or late))
-        if not down:
+            why = f"{self._why}; it was not back within {self.seconds:g} s (--cluster-resume)"
+            self._delivery.fail(reply, ShardLostError(why))
+        if not self._backend.down():
             # A step would wait for the shard, and the engine for the step: no reply could be cancelled.
             return True
         self._since = None
