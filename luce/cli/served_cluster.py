@@ -99,6 +99,9 @@ class ServedCluster:
             model.engine.relocate(lambda: self._move(model, why))
         except LuceError as error:
             log.event(_log, "no placement", logging.ERROR, reason=str(error))
+        except Exception:
+            # Later placements may succeed.
+            _log.exception("the model could not be placed")
 
     def _move(self, model: Model, why: str) -> None:
         """Move the model to the members that are there and stay. On the engine's thread. Raises LuceError if it fits

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ import pytest
 
 from tests.support.cluster_processes import REFERENCE, TOKENS, Process, Streams, ask, members_of, serve, starting
 from tests.support.daemons import within
+from tests.support.network_namespaces import ADDRESS, HERE, NAMESPACE, cable, ip
+
+__all__ = ["cable"]
 
 
 def moves_to(port: int, count: int) -> bool:
@@ -23,12 +27,13 @@ def moves_to(port: int, count: int) -> bool:
     return within(60, lambda: devices() == count)
 
 
-def joined(start: Any, name: str, folder: Path, token: str) -> Process:
+def joined(start: Any, name: str, folder: Path, token: str, prefix: Sequence[str] = ()) -> Process:
     models = folder / "models"
     models.mkdir(exist_ok=True)
     if not (models / "model.gguf").exists():
         (models / "model.gguf").symlink_to(REFERENCE.path)
-    return start(name, "join", token, "--model-dir", str(models), "--devices", "cpu:0")  # type: ignore[no-any-return]
+    flags = ["--model-dir", str(models), "--devices", "cpu:0"]
+    return start(name, "join", token, *flags, prefix=prefix)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
@@ -84,3 +89,34 @@ def test_a_member_that_dies_while_the_model_moves_to_it(tmp_path: Path) -> None:
         box.child.send_signal(signal.SIGTERM)
         assert box.ended() == 0
         assert moves_to(port, 1)
+
+
+def test_a_member_behind_a_pulled_cable_frees_its_devices(cable: None, tmp_path: Path) -> None:
+    with starting(tmp_path) as start:
+        server, port = serve(start, "--parallel", "4", "--cluster-on-loss", "replan", listen=f"{ADDRESS}:0")
+        token = server.found(r"luce join (\S+)")
+        box = joined(start, "box", tmp_path, token, ["ip", "netns", "exec", NAMESPACE])
+        assert within(200, lambda: ask(port, "/health")[0] == 200), (server.log, box.log)
+        expected = Streams(port).wait()
+        streams = Streams(port)
+        streams.wait_begun(20)
+        ip("link", "set", HERE, "down")
+        assert streams.wait() == expected, server.log[-30:]
+        assert moves_to(port, 1)
+        # Still without a sign of life.
+        assert "released epoch=1" in box.found("released epoch=1")
+        ip("link", "set", HERE, "up")
+        assert within(120, lambda: {m["state"] for m in members_of(start).values()} == {"idle"}), box.log
+        streams = Streams(port)
+        streams.wait_begun(20)
+        assert start("server", "cluster", "replan").ended() == 0
+        assert streams.wait() == expected, server.log[-30:]
+        assert moves_to(port, 2)
+        # Once its coordinator is gone, it frees them too, and is there for the next one.
+        address = server.found(rf"address=({ADDRESS}:\d+)")
+        server.child.send_signal(signal.SIGKILL)
+        server.ended()
+        assert box.found(r"released epoch=[2-9]")
+        again, port = serve(start, "--parallel", "4", listen=address)
+        assert within(200, lambda: ask(port, "/health")[0] == 200), (again.log, box.log)
+        assert moves_to(port, 2) and Streams(port).wait() == expected, again.log

@@ -178,7 +178,7 @@ class Streams:
         """The tokens of all, once they have ended without an error."""
         for thread in self.threads:
             thread.join(300)
-        assert self.errors == [""] * len(PROMPTS)
+        assert self.errors == [""] * len(PROMPTS), self.errors
         return self.ids
 
     def wait_begun(self, tokens: int) -> None:

@@ -10,7 +10,7 @@ import pytest
 from luce.draft.ngram import NgramDrafter
 from luce.engine import relocation
 from luce.engine.loop import Engine
-from luce.errors import BackendError, ShardLostError, UnavailableError
+from luce.errors import BackendError, QueueFullError, ShardLostError, UnavailableError
 from luce.runtime.device import Memory
 from luce.runtime.step import Step
 from tests.support.drafters import oracle, sometimes
@@ -205,7 +205,7 @@ def test_what_cannot_be_kept_is_read_again(what: str, monkeypatch: pytest.Monkey
 def test_requests_wait_while_it_moves_and_nothing_stalls() -> None:
     backend = ScriptedBackend(slots=2, context=256)
     seen: list[Any] = []
-    with engine(backend, eos=frozenset(), max_queue=1) as made:
+    with engine(backend, eos=frozenset(), max_queue=0) as made:
         hook = backend.hook = Held(5)
         begun, _ = submit(made, PROMPT, max_tokens=TOKENS)
 
@@ -214,9 +214,14 @@ def test_requests_wait_while_it_moves_and_nothing_stalls() -> None:
             made._admission._last_progress -= 1e6
             seen.append(submit(made, [70, 71], max_tokens=4)[0])
             seen.append(made.stats())
+            # Beyond the queue's limit they are told when to try again.
+            with pytest.raises(QueueFullError) as refused:
+                submit(made, [72, 73], max_tokens=4)
+            seen.append(refused.value.retry_after)
 
         assert move_at(made, hook, replace) == [None]
-        late, stats = seen
+        late, stats, retry_after = seen
+        assert retry_after >= 1
         assert stats.stalled == 0 and stats.running == 1 and stats.waiting == 1
         assert made.stats().stalled < 1e5
         begun.finished()
