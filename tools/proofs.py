@@ -17,7 +17,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -81,26 +81,37 @@ def dependencies(modules: Iterable[Path]) -> set[Path]:
         path = waiting.pop()
         if path not in found | uncovered:
             found.add(path)
-            waiting += _imports(path)
+            waiting += _module(path)[0]
     return found
 
 
 @cache
-def _imports(path: Path) -> tuple[Path, ...]:
-    names = {name for node in _executed(ast.parse(path.read_bytes())) for name in _names(node)}
+def _module(path: Path) -> tuple[tuple[Path, ...], str]:
+    """The files of this repository that a module imports, and the SHA-256 of its code."""
+    tree = ast.parse(path.read_bytes())
+    names = {name for node in _statements(tree, _is_executed) for name in _names(node)}
     parts = (name.split(".") for name in sorted(names))
     places = {ROOT.joinpath(*part[:end]) for part in parts if part[0] in PACKAGES for end in range(1, len(part) + 1)}
     files = (file for place in places for file in (place.with_suffix(".py"), place / "__init__.py"))
-    return tuple(file for file in sorted(files) if file.is_file())
+    code = ast.dump(_undocumented(tree)).encode()
+    return tuple(file for file in sorted(files) if file.is_file()), hashlib.sha256(code).hexdigest()
 
 
-def _executed(tree: ast.AST) -> Iterator[ast.AST]:
-    """All nodes but those under `if TYPE_CHECKING` and in a module's `__getattr__`, which `import` does not execute."""
-    for node in ast.iter_child_nodes(tree):
-        typing = isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
-        if not typing and not (isinstance(node, ast.FunctionDef) and node.name == "__getattr__"):
-            yield node
-            yield from _executed(node)
+def _statements(tree: ast.AST, entered: Callable[[ast.AST], bool]) -> Iterator[ast.AST]:
+    """A tree's statements, at any depth, without those that are not to be entered and what is within these."""
+    waiting = [tree]
+    while waiting:
+        for node in ast.iter_child_nodes(waiting.pop()):
+            # No expression has a statement within.
+            if isinstance(node, ast.stmt | ast.excepthandler | ast.match_case) and entered(node):
+                yield node
+                waiting.append(node)
+
+
+def _is_executed(node: ast.AST) -> bool:
+    """Whether `import` executes a statement: what is under `if TYPE_CHECKING` and in a module's `__getattr__` not."""
+    typing = isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+    return not typing and not (isinstance(node, ast.FunctionDef) and node.name == "__getattr__")
 
 
 def _names(node: ast.AST) -> list[str]:
@@ -120,15 +131,12 @@ def _data() -> tuple[Path, ...]:
 
 @cache
 def _content(path: Path) -> str:
-    content = path.read_bytes()
-    if path.suffix == ".py":
-        content = ast.dump(_undocumented(ast.parse(content))).encode()
-    return hashlib.sha256(content).hexdigest()
+    return _module(path)[1] if path.suffix == ".py" else hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _undocumented(tree: ast.Module) -> ast.Module:
     """The tree without docstrings. Comments and white space are in no tree."""
-    for node in ast.walk(tree):
+    for node in (tree, *_statements(tree, lambda _: True)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(
             node
         ):
@@ -138,5 +146,5 @@ def _undocumented(tree: ast.Module) -> ast.Module:
 
 def forget() -> None:
     """Read files again that have changed since their digest was taken."""
-    for cached in (_imports, _data, _content):
+    for cached in (_module, _data, _content):
         cached.cache_clear()
