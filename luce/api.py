@@ -48,8 +48,8 @@ from luce.text.prompt_compression import PromptCompression
 from luce.text.protected import Message
 from luce.text.vocabulary import Vocabulary
 
-# Seconds that measuring what drafts cost may take before the first reply.
-_MEASURED_SECONDS = 3.0
+#: seconds that measuring what drafts cost may take before the first reply.
+MEASURED_SECONDS = 3.0
 
 
 class Generation(Iterator[Token]):
@@ -258,7 +258,7 @@ class Model:
         """Measure what drafts cost, generate one token, which builds kernels and graphs, and prepare grammars. No
         counter counts it, and no cache keeps it. Before the first reply."""
         self.grammars.warm_up()
-        self.engine.measure_drafting(_MEASURED_SECONDS)
+        self.engine.measure_drafting(MEASURED_SECONDS)
         params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
         prompt = [self.tokenizer.bos_id or 0]
         output = self.reply_text(remember=False)

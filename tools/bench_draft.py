@@ -26,54 +26,41 @@ load        tokens a second of --sequences greedy replies at once, while all of 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from gguf import GGMLQuantizationType as Type
-from numpy.typing import NDArray
 
 import luce
-from luce.assembly import open_backend
 from luce.backend.layersplit import LayerSplitBackend
-from luce.backend.placement import default_context
 from luce.cli import progress
-from luce.config.resolve import resolve
 from luce.config.sampling import SamplingParams
-from luce.config.settings import Config
 from luce.draft.drafter import Draftable, Drafter, PendingProposals, Proposal
-from luce.draft.open import open_drafter
-from luce.engine.drafted import DraftStats
 from luce.engine.engine_options import EngineOptions
 from luce.engine.events import Event, Failed, Tokens
 from luce.engine.loop import Engine
 from luce.errors import LuceError, UsageError
-from luce.gguf.reader import open_gguf
 from luce.ipc.channel import Channel
 from luce.ipc.lifecycle import Ping
-from luce.models.keys import Source
-from luce.models.registry import read_spec
-from luce.remote.open import open_placement
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.draft_file import make
+from tools.draft_load import load_table
+from tools.draft_target import REPLY_TIMEOUT, Silent, opened
 
 PROMPTS = Path(__file__).resolve().parents[1] / "models" / "tiny" / "prompts.json"
 # First steps, which are not timed: they build kernels, capture graphs and measure for the engine.
 _FIRST = 8
-#: seconds to wait for a reply at most
-_REPLY_TIMEOUT = 600
 
 
 @dataclasses.dataclass
@@ -101,19 +88,6 @@ class Accepted:
         return {"replies": self.replies, "steps": self.steps, "tokens_per_step": mean, "histogram": histogram}
 
 
-class _Silent:
-    """Takes a reply without making text of it."""
-
-    stopped = None
-    texts = ()
-
-    def push(self, token: int) -> str:
-        return ""
-
-    def flush(self) -> str:
-        return ""
-
-
 def replied(engine: Engine, prompt: Sequence[int], tokens: int) -> list[tuple[float, int, Tokens]]:
     """The steps of a greedy reply: the time at its end, the messages sent to daemons so far, and its tokens."""
     events: list[tuple[float, int, Event]] = []
@@ -129,11 +103,11 @@ def replied(engine: Engine, prompt: Sequence[int], tokens: int) -> list[tuple[fl
         engine.submit(
             prompt,
             SamplingParams(max_tokens=tokens),
-            output=_Silent(),
+            output=Silent(),
             on_event=lambda event: events.append((time.perf_counter(), sent[0], event)),
         )
-        if not engine.wait_idle(_REPLY_TIMEOUT):
-            raise TimeoutError(f"a reply takes longer than {_REPLY_TIMEOUT} s")
+        if not engine.wait_idle(REPLY_TIMEOUT):
+            raise TimeoutError(f"a reply takes longer than {REPLY_TIMEOUT} s")
     finally:
         Channel.send = send  # type: ignore[method-assign]
     *_, last = events
@@ -209,27 +183,6 @@ class TimedDrafter:
         """The drafter stays open."""
 
 
-@contextlib.contextmanager
-def opened(target: str, **fields: Any) -> Iterator[tuple[LayerSplitBackend, Drafter | None]]:
-    """A target and the drafter of --draft."""
-    config: Config = resolve({"parallel": 1, **fields})
-    with ExitStack() as stack:
-        file = stack.enter_context(open_gguf(Path(target)))
-        spec = read_spec(Source(target, file.metadata, file.tensors))
-        devices = open_placement(config)
-        for device in devices:
-            stack.callback(device.close)
-        context = default_context(spec, config.max_ctx)
-        prepared = open_drafter(stack, config, file, spec, devices, context=context)
-        ring = None if prepared is None else prepared.ring
-        claims = () if prepared is None else prepared.claims
-        backend = open_backend(stack, file, spec, devices, config, ring=ring, claims=claims)
-        drafter = None if prepared is None else prepared.open(backend.shards[0], backend.shards[-1])
-        if drafter is not None:
-            stack.callback(drafter.close)
-        yield backend, drafter
-
-
 def timed(
     backend: LayerSplitBackend, drafter: Drafter | None, width: int, prompt: Sequence[int], steps: int
 ) -> dict[str, Any]:
@@ -285,118 +238,6 @@ def step_times(target: str, rows: Sequence[int], depth: int, steps: int, **field
     for result in report["widths"]:
         result["of_plain"] = result["step"] / plain["step"]
     return report
-
-
-class GivenDrafter:
-    """A drafter that outlives its engines, whose tokens are right with a given chance: it replaces the tokens of its
-    proposals. `texts`: prompts and their greedy replies, by the bytes of the prompts' `depth` tokens."""
-
-    def __init__(self, drafter: Drafter, texts: dict[bytes, list[int]], depth: int, chance: float) -> None:
-        self._drafter = drafter
-        self._texts, self._depth = texts, depth
-        # A place is right or wrong whenever it is proposed. Drawn before anything is timed.
-        length = max(map(len, texts.values()))
-        self._wrong = [np.random.default_rng(slot).random(length) >= chance for slot in range(len(texts))]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._drafter, name)
-
-    def propose(self, asked: Sequence[Draftable]) -> PendingProposals:
-        """As the drafter, with other tokens."""
-        begun = self._drafter.propose(asked)
-
-        def wait() -> list[Proposal]:
-            begun()
-            return [self._given(one) for one in asked]
-
-        return wait
-
-    def close(self) -> None:
-        """The drafter stays open."""
-
-    def _given(self, one: Draftable) -> Proposal:
-        text, at = self._texts[one.tokens[: self._depth].tobytes()], len(one.tokens)
-        right = text[at : at + one.max_tokens]
-        wrong = self._wrong[one.slot % len(self._wrong)][at : at + len(right)]
-        return Proposal([token ^ 1 if bad else token for token, bad in zip(right, wrong, strict=True)])
-
-
-def together(engine: Engine, prompts: Sequence[NDArray[np.int32]], tokens: int) -> tuple[float, list[list[int]]]:
-    """Tokens a second of greedy replies at once, from where the last of them begins to where the first one ends, and
-    their tokens."""
-    events: list[list[tuple[float, Event]]] = [[] for _ in prompts]
-
-    def sink(own: list[tuple[float, Event]]) -> Callable[[Event], None]:
-        return lambda event: own.append((time.perf_counter(), event))
-
-    for prompt, own in zip(prompts, events, strict=True):
-        engine.submit(
-            prompt.tolist(),
-            SamplingParams(max_tokens=tokens),
-            output=_Silent(),
-            on_event=sink(own),
-        )
-    if not engine.wait_idle(_REPLY_TIMEOUT):
-        raise TimeoutError(f"{len(prompts)} replies take longer than {_REPLY_TIMEOUT} s")
-    for own in events:
-        if isinstance(own[-1][1], Failed):
-            raise own[-1][1].error
-    found = [[(at, [t.id for t in e.tokens]) for at, e in own if isinstance(e, Tokens)] for own in events]
-    begin, end = max(own[0][0] for own in found), min(own[-1][0] for own in found)
-    count = sum(len(ids) for own in found for at, ids in own if begin < at <= end)
-    if not count:
-        raise LuceError(f"replies of {tokens} tokens are too short to run at once")
-    return count / (end - begin), [[token for _, ids in own for token in ids] for own in found]
-
-
-def load_table(
-    target: str, sequences: Sequence[int], chances: Sequence[float], depth: int, tokens: int, **fields: Any
-) -> dict[str, Any]:
-    """Load a target with its drafter, and report tokens a second by sequences at once and by acceptance."""
-    fields = {"max_ctx": depth + tokens + 64, "parallel": max(sequences), **fields}
-    report: dict[str, Any] = {"target": Path(target).name, "draft": fields["draft"], "depth": depth, "load": []}
-    with (
-        progress.shown(f"loading {report['target']}", lines=True) as wait,
-        opened(target, **fields) as (backend, drafter),
-    ):
-        assert drafter is not None
-        report["devices"] = [shard.info.device for shard in backend.shards]
-        random = np.random.default_rng(0)
-        for count in sequences:
-            prompts = [random.integers(0, backend.capacity.vocab, depth, np.int32) for _ in range(count)]
-            wait.step(f"{count} sequences, plain")
-            first, replies, _ = loaded(backend, None, prompts, tokens)
-            texts = {p.tobytes(): [*p.tolist(), *own] for p, own in zip(prompts, replies, strict=True)}
-            rows: list[dict[str, Any]] = []
-            for chance in chances:
-                wait.step(f"{count} sequences, acceptance {chance:g}")
-                given = GivenDrafter(drafter, texts, depth, chance)
-                speed, drafted, stats = loaded(backend, given, prompts, tokens)
-                assert stats is not None
-                row = {"sequences": count, "acceptance": chance, "drafted": speed, "equal": drafted == replies}
-                rows.append(row | {"tokens_per_step": stats.tokens_per_step, "state": stats.state})
-            wait.step(f"{count} sequences, plain again")
-            second, _, _ = loaded(backend, None, prompts, tokens)
-            plain = (first + second) / 2
-            both = {"plain": plain, "plain_spread": abs(first - second) / plain}
-            report["load"] += [row | both | {"gain": row["drafted"] / plain} for row in rows]
-    return report
-
-
-def loaded(
-    backend: LayerSplitBackend, drafter: Drafter | None, prompts: Sequence[NDArray[np.int32]], tokens: int
-) -> tuple[float, list[list[int]], DraftStats | None]:
-    """`together` by a new engine, after two times, which build kernels, capture graphs and measure for the engine; and
-    what the drafter did."""
-    options = EngineOptions(eos=frozenset(), max_queue=len(prompts), chunk=backend.options.chunk)
-    engine = Engine(backend, options, drafter=drafter)
-    try:
-        for _ in range(2):
-            together(engine, prompts, tokens)
-        speed, replies = together(engine, prompts, tokens)
-        return speed, replies, engine.stats().draft
-    finally:
-        engine.close()
 
 
 def show(report: dict[str, Any]) -> None:

@@ -44,7 +44,7 @@ class CostTable:
         """Fill the pace's times, for at most so long and what one step takes. A failure ends it, with a warning."""
         end = self._clock() + seconds
         capacity = self._backend.capacity
-        most = min(capacity.slots, *capacity.pages)
+        most = min([capacity.slots, *capacity.pages])
         counts = [1 << power for power in range(most.bit_length()) if 1 << power < self._step_rows]
         try:
             for work in (*map(self._plain, counts), *map(self._verified, counts)):

@@ -55,6 +55,8 @@ def plain() -> dict[int, list[list[int]]]:
 def test_replies_are_those_of_plain_decoding(name: str, place: str) -> None:
     pair, expected = PAIRS[name], plain()
     with luce.load(pair.target, draft=pair.draft, ddtree=pair.tree, parallel=64, **PACKED, **PLACES[place]) as model:
+        # As `luce serve` does: with its measured times and captured steps.
+        model.warm_up()
         found, stats = replies(model), model.engine.stats().draft
     for batch in BATCHES:
         assert found[batch] == expected[batch], f"{batch} sequences at once"

@@ -32,6 +32,11 @@ def test_the_table_has_the_times_of_the_device() -> None:
     assert not pace.account.overdrawn and not pace.account.affords(1e-9)
 
 
+def test_a_drafter_captures_what_it_reads_behind_rests() -> None:
+    """When it is made: twice each number of rows, launched and captured."""
+    assert list(Load(COSTS, [0.5]).device.shapes.values()) == 5 * [2]
+
+
 def test_replies_correct_the_table() -> None:
     load = Load(COSTS, [0.9], tokens=400, measured=10.0)
     pace, slower = load.speculator._pace, Costs(rows={1: 5.0, 16: 60.0}, sequence=0.0, drafting=COSTS.drafting)
