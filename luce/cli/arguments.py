@@ -22,7 +22,10 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def add_reply(parser: argparse.ArgumentParser) -> None:
-    """-n and --seed, which luce.cli.options.parse_flags reads."""
+    """-o, -n and --seed, which luce.cli.options.parse_flags reads."""
+    parser.add_argument(
+        "-o", "--option", metavar="K=V", action="append", default=[], help="sampling value (repeatable)"
+    )
     parser.add_argument(
         "-n", "--max-tokens", metavar="N", help="longest reply in tokens (default: until the context is full)"
     )

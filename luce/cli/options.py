@@ -1,4 +1,4 @@
-"""Sampling values by name, as `luce run -o K=V` and `/set K V` in a chat take them."""
+"""Sampling values by name, as `-o K=V` of `luce run` and `luce chat`, and `/set K V` in a chat take them."""
 
 from __future__ import annotations
 
@@ -39,9 +39,13 @@ def parse_pairs(pairs: list[str]) -> dict[str, Any]:
 
 
 def parse_flags(arguments: argparse.Namespace) -> dict[str, Any]:
-    """-n and --seed as keywords of Model.generate. Raises one UsageError that holds every problem."""
+    """-o, -n and --seed as keywords of Model.generate. Raises one UsageError that holds every problem."""
     given: dict[str, Any] = {}
     problems: list[UsageError] = []
+    try:
+        given = parse_pairs(arguments.option)
+    except UsageError as error:
+        problems.append(error)
     for name in ("max_tokens", "seed"):
         text = getattr(arguments, name)
         if text is not None:

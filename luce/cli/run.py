@@ -35,9 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "prompt", metavar="PROMPT", nargs="?", help="the prompt; text from standard input is added to it"
     )
     parser.add_argument("-s", "--system", metavar="TEXT", help="system message")
-    parser.add_argument(
-        "-o", "--option", metavar="K=V", action="append", default=[], help="sampling value (repeatable)"
-    )
     add_reply(parser)
     parser.add_argument("--schema", metavar="FILE", help="JSON schema that the reply follows")
     parser.set_defaults(behind_flags="prompt")
@@ -70,10 +67,6 @@ def _checked(arguments: argparse.Namespace) -> tuple[Config, dict[str, Any], Thi
     config, sampling, thinking = Config(), {}, Thinking()
     try:
         config = settings(arguments)
-    except UsageError as error:
-        problems.append(error)
-    try:
-        sampling = options.parse_pairs(arguments.option)
     except UsageError as error:
         problems.append(error)
     if arguments.schema is not None:

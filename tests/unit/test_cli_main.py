@@ -81,6 +81,7 @@ def test_help_is_quick() -> None:
         (["serve", "x", "--target-devices"], "argument --target-devices/--devices: expected one argument (luce serve "),
         (["chat", "x", "--xyzzy"], "--xyzzy: unknown (luce chat --help tells more)"),
         (["run", "x", "y", "--max-c", "5"], "--max-c 5: unknown; did you mean --max-ctx? (luce run --help tells more)"),
+        (["chat", "x", "-o", "top_k=-2", "-n", "3"], "-o top_k=-2: expected "),
         (["chat", "x", "-n", "0", "--seed", "y"], "--max-tokens: expected an integer in 1..2147483647 (4k is 4096), "),
         (["cache"], "the following arguments are required: ACTION (luce cache --help tells more)"),
     ],
@@ -116,13 +117,11 @@ def test_model_errors(verb: str, model: str, status: int, capsys: pytest.Capture
     assert model in printed.err
 
 
-def test_chat_takes_the_length_and_the_seed_of_replies(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("/set max_tokens\n/set seed\n"))
+def test_chat_takes_the_values_of_replies(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("/set max_tokens\n/set seed\n/set top_k\n/set min_p\n"))
     flags = ["--target-devices", "cpu:0", "--max-ctx", "64", "--kv-cache-dir", "off"]
-    assert main(["chat", str(MODEL), *flags, "-n", "2k", "--seed", "7"]) == 0
-    assert capsys.readouterr().err.splitlines() == ["max_tokens 2048", "seed 7"]
+    assert main(["chat", str(MODEL), *flags, "-n", "2k", "--seed", "7", "-o", "top-k=3", "-o", "min_p=0.5"]) == 0
+    assert capsys.readouterr().err.splitlines() == ["max_tokens 2048", "seed 7", "top_k 3", "min_p 0.5"]
 
 
 def test_help_of_everything(capsys: pytest.CaptureFixture[str]) -> None:
