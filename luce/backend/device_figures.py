@@ -8,15 +8,13 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from luce.gguf.reader import TensorInfo
 from luce.ops.weight import KERNEL_TYPES
-from luce.planner.figures import DeviceFigures, LinkFigures
+from luce.planner.figures import HERE, DeviceFigures, LinkFigures
 from luce.profiles.profile import DeviceProfile, LinkProfile
 from luce.remote.device import MEMBER, is_remote
 from luce.runtime.device import Device
 
 # Types with a smaller share of the bytes take the figures of the type with the nearest number of bits.
 _LEAST_SHARE = 0.05
-#: the machine of the devices of this process
-_HERE = "here"
 #: least and most that servers' own times change predictions by
 _CORRECTIONS = 0.5, 2.0
 
@@ -109,7 +107,7 @@ def machine(device: Device) -> str:
     if place.startswith(MEMBER):
         return place
     host, _, _ = place.removeprefix("tcp://").rpartition(":")
-    return host or _HERE
+    return host or HERE
 
 
 def correction(profile: DeviceProfile) -> float:

@@ -183,7 +183,7 @@ def fastest_placement(model: ModelOnDevices, problem: Problem, known: MeasuredDe
 
         def less(own: DeviceFigures, lacking: Mapping[str, int] = lacking, on_host: int = on_host) -> DeviceFigures:
             missing = lacking.get(own.name, 0) + (on_host if own.host else 0)
-            return replace(own, free=max(0, own.free - 2 * missing))
+            return replace(own, uncounted=own.uncounted + 2 * missing)
 
         devices, cpus = tuple(map(less, problem.devices)), tuple(map(less, problem.expert_cpus))
         problem = replace(problem, devices=devices, expert_cpus=cpus)

@@ -83,10 +83,12 @@ def draft_facts(problem: Problem) -> dict[str, Any] | None:
 def prediction_facts(prediction: Prediction) -> dict[str, Any]:
     """Times are in seconds, sizes in bytes.
 
-    stages  device, layers (first, last), offloaded (how many layers leave their experts to the CPU), bytes, decode_s
-            of a decoding step, piece_s of a piece of a prompt, and what limits each (limit, piece_limit)
-    links   between them, with bytes per token, decode_s and piece_s
-    decode_tok_s, prompt_tok_s, and the pieces of a prompt with their rows
+    stages   device, layers (first, last), offloaded (how many layers leave their experts to the CPU), bytes, of these
+             the state of all sequences, free bytes of the device, decode_s of a decoding step, piece_s of a piece of a
+             prompt, and what limits each (limit, piece_limit)
+    links    between them, with bytes per token, decode_s and piece_s
+    decode_tok_s, prompt_tok_s, prompt_s until the first token, the pieces of a prompt with their rows, and what they
+    wait for (slowest): a device, a link, or the CPU of a machine
     """
     stages = [
         {
@@ -94,6 +96,8 @@ def prediction_facts(prediction: Prediction) -> dict[str, Any]:
             "layers": [stage.shard.layers.start, stage.shard.layers.stop - 1],
             "offloaded": stage.shard.offloaded,
             "bytes": stage.bytes,
+            "state": stage.state,
+            "free": stage.free,
             "decode_s": stage.decode.total,
             "limit": limit(stage.decode),
             "piece_s": stage.piece.total,
@@ -112,7 +116,8 @@ def prediction_facts(prediction: Prediction) -> dict[str, Any]:
         for link in prediction.links
     ]
     rates = {"decode_tok_s": prediction.decode_rate, "prompt_tok_s": prediction.prompt_rate}
-    return {"stages": stages, "links": links, **rates, "pieces": prediction.pieces, "rows": prediction.rows}
+    pieces = {"pieces": prediction.pieces, "rows": prediction.rows, "slowest": prediction.slowest}
+    return {"stages": stages, "links": links, **rates, "prompt_s": prediction.prompt, **pieces}
 
 
 def profile_facts(known: MeasuredDevices) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from luce.backend.fastest_placement import (
 from luce.backend.layer_assignment import plan_layers
 from luce.backend.measured_devices import MeasuredDevices, ModelOnDevices, measured
 from luce.backend.prediction_facts import draft_facts, load_facts, prediction_facts, profile_facts
-from luce.cli.what_if import card_for, with_devices
+from luce.cli.what_if import StandIn, card_for, with_devices
 from luce.errors import OutOfMemoryError, UsageError
 from luce.planner.figures import DeviceFigures
 from luce.planner.layer_time import ExpertPlace, layer_time
@@ -29,6 +29,8 @@ from luce.planner.search import best_placement
 from luce.planner.shard_tables import expert_place, passes
 
 _GIB = 1 << 30
+# Rates that change by a smaller share count as the same.
+_NOTHING = 0.01
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,9 @@ def _problems(
     if asked.alone and not asked.what_if:
         raise UsageError("--what-if-only: requires --what-if", param="what_if_only")
     known = MeasuredDevices({})
-    if not asked.alone:
+    if asked.alone:
+        model = replace(model, devices=(StandIn(),))
+    else:
         known = measured(model, anew=asked.anew, seconds=asked.seconds, on_figure=on_figure)
     own = placement_problem(model, known, asked.goal)
     return known, own, with_devices(own, asked.what_if, card_for(model, own))
@@ -278,7 +282,7 @@ def _show(console: Console, title: str, facts: Mapping[str, Any]) -> None:
     for stage in facts["stages"]:
         first, last = stage["layers"]
         times = f"{stage['decode_s'] * 1e3:,.2f} ms", f"{stage['piece_s'] * 1e3:,.1f} ms"
-        memory = f"{stage['bytes'] / _GIB:,.2f} GiB"
+        memory = f"{stage['bytes'] / _GIB:,.2f} of {stage['free'] / _GIB:,.2f} GiB"
         experts = [f"of {stage['offloaded']} layers" if stage["offloaded"] else ""] if away else []
         limits = times[0], stage["limit"], times[1], stage["piece_limit"]
         shown.add_row(stage["device"], f"{first}..{last}", *experts, memory, *limits)
@@ -288,9 +292,10 @@ def _show(console: Console, title: str, facts: Mapping[str, Any]) -> None:
             f"{link['from']} > {link['to']}: {link['bytes_per_token']:,} B a token, {link['decode_s'] * 1e6:,.0f} us, "
             f"{link['piece_s'] * 1e3:,.2f} ms a piece"
         )
+    waits = f", which wait for {facts['slowest']}" if facts["pieces"] > 1 else ""
     console.print(
         f"decode {facts['decode_tok_s']:,.1f} tok/s, prompts {facts['prompt_tok_s']:,.0f} tok/s "
-        f"({facts['pieces']} of {facts['rows']:,} rows)"
+        f"({facts['pieces']} of {facts['rows']:,} rows{waits}), first token after {facts['prompt_s']:,.2f} s"
     )
 
 
@@ -298,4 +303,6 @@ def _change(rates: Mapping[str, Any], fastest: Mapping[str, Any]) -> str:
     if rates["decode_tok_s"] is None:
         return "does not fit"
     decode, prompt = (rates[name] / fastest[name] - 1 for name in ("decode_tok_s", "prompt_tok_s"))
+    if max(abs(decode), abs(prompt)) < _NOTHING:
+        return "changes nothing"
     return f"decode {decode:+.0%}, prompts {prompt:+.0%}"

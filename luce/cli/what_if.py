@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from luce.backend.measured_devices import ModelOnDevices
 from luce.backend.model_work import weight_tensors
 from luce.config.values import mebibytes
@@ -12,6 +14,19 @@ from luce.errors import UsageError
 from luce.planner.figures import DeviceFigures, LinkFigures
 from luce.planner.known_cards import CARDS, card_figures
 from luce.planner.problem import Problem
+from luce.runtime.device import DeviceName
+from luce.runtime.host import HostDevice
+
+
+class StandIn(HostDevice):
+    """Stands for a card that is not there: weights are packed, keys and values have 16 bits."""
+
+    host, packed = False, True
+    kv_dtype = np.dtype(np.float16)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.name = DeviceName("cuda", 0)
 
 
 def with_devices(problem: Problem, texts: Sequence[str], card: Callable[[str, int], DeviceFigures]) -> Problem:

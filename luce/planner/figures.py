@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+#: the machine of the server's process
+HERE = "here"
+
 
 @dataclass(frozen=True)
 class LinkFigures:
@@ -62,5 +65,7 @@ class DeviceFigures:
     routing: float = 0.0
     #: bytes that are left to others; None: the problem's share of what is free
     margin: int | None = None
+    #: bytes that a load has taken beside what a placement counts
+    uncounted: int = 0
     #: by the number of rows, rising, the share of `read` and `rates` that routed experts reach; empty: all of it
     gather: tuple[tuple[int, float], ...] = ()

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from luce.planner.figures import DeviceFigures, LinkFigures
+from luce.planner.figures import HERE, DeviceFigures, LinkFigures
 
 #: the share of a data sheet's memory rate that products of one row reach
 _READ = 0.6
@@ -63,7 +63,7 @@ def card_figures(name: str, free: int, *, bytes_per_weight: float, expand: float
     way = LinkFigures(latency, bandwidth)
     return DeviceFigures(
         name=name,
-        machine="here",
+        machine=HERE,
         host=False,
         free=free,
         read=read,

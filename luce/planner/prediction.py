@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from luce.planner.figures import HERE
 from luce.planner.layer_time import Seconds
 from luce.planner.problem import Problem
-from luce.planner.shard_tables import shard_seconds, shard_tables
+from luce.planner.shard_tables import shard_seconds, shard_tables, state_bytes
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,10 @@ class ShardPrediction:
     shard: PlacedShard
     #: bytes of the device
     bytes: int
+    #: of these, the ones of all sequences' states
+    state: int
+    #: bytes of the device that are free
+    free: int
     #: of a decoding step
     decode: Seconds
     #: of a piece of a prompt
@@ -63,9 +68,11 @@ class Prediction:
     pieces: int
     #: what the search makes small, in seconds
     value: float
-    #: bytes per second of decoding and of prompts, in tokens
+    #: tokens per second of decoding and of prompts
     decode_rate: float
     prompt_rate: float
+    #: at whose distance a prompt's pieces follow each other: a device, a link `A > B`, or the CPU of a machine
+    slowest: str
 
 
 def predict(problem: Problem, placement: Sequence[PlacedShard]) -> Prediction | None:
@@ -89,7 +96,8 @@ def predict(problem: Problem, placement: Sequence[PlacedShard]) -> Prediction | 
         if not tables.fits[at] or tables.offloaded[at] != shard.offloaded:
             return None
         times = shard_seconds(problem, device, shard.layers, shard.offloaded, float(tables.unpacked[at]), rows)
-        shards.append(ShardPrediction(shard, int(tables.bytes[at]), *times))
+        state = sum(state_bytes(problem.load, problem.model.layers[layer]) for layer in shard.layers)
+        shards.append(ShardPrediction(shard, int(tables.bytes[at]), state, device.free, *times))
         pooled[device.machine] = pooled.get(device.machine, 0.0) + float(tables.pooled[at])
         busy[device.machine] = busy.get(device.machine, 0.0) + float(tables.busy[at])
         if shard.layers.start:
@@ -102,12 +110,17 @@ def predict(problem: Problem, placement: Sequence[PlacedShard]) -> Prediction | 
     ends = placed[0].way.latency + placed[-1].way.latency
     decode = ends + sum(shard.decode.total for shard in shards) + sum(link.decode for link in links)
     decode += problem.drafting_seconds
-    slowest = max([*busy.values(), *(shard.piece.total for shard in shards), *(link.piece for link in links)])
+    waits = {shard.shard.device: shard.piece.total for shard in shards}
+    waits |= {f"{link.before} > {link.behind}": link.piece for link in links}
+    waits |= {f"the CPU{'' if machine == HERE else f' of {machine}'}": seconds for machine, seconds in busy.items()}
+    longest = max(waits.values())
+    # A CPU that holds one shard has that shard's time, up to the order of the sums.
+    slowest = next(name for name, seconds in waits.items() if seconds >= longest * (1 - 1e-9))
     once = ends + sum(shard.piece.total for shard in shards) + sum(link.piece for link in links)
-    prompt = once + (pieces - 1) * slowest
+    prompt = once + (pieces - 1) * longest
     value = value_of(problem, decode, prompt)
     rates = problem.step_tokens / decode, problem.load.prompt / prompt
-    return Prediction(tuple(shards), tuple(links), decode, prompt, rows, pieces, value, *rates)
+    return Prediction(tuple(shards), tuple(links), decode, prompt, rows, pieces, value, *rates, slowest)
 
 
 def value_of(problem: Problem, decode: float, prompt: float) -> float:

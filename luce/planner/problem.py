@@ -162,7 +162,8 @@ class Problem:
 
     def room(self, device: DeviceFigures) -> float:
         """Bytes of a device that layers may take."""
-        return device.free * (1 - self.reserve) if device.margin is None else max(0.0, device.free - device.margin)
+        margin = device.free * self.reserve if device.margin is None else device.margin
+        return max(0.0, device.free - margin - device.uncounted)
 
     @cached_property
     def pools(self) -> Mapping[str, float]:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from luce.planner.figures import DeviceFigures
 from luce.planner.layer_time import ExpertPlace, Pass, Seconds, head_time, layer_time, layer_times
-from luce.planner.problem import LayerWork, Problem
+from luce.planner.problem import LayerWork, Load, Problem
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -28,6 +28,12 @@ def handover_rows(rows: int) -> int:
 def kept_positions(layer: LayerWork, context: int, chunk: int) -> int:
     """Positions of a sequence whose keys and values a layer keeps."""
     return context if layer.window is None else min(context, layer.window + chunk)
+
+
+def state_bytes(load: Load, layer: LayerWork) -> int:
+    """Bytes of a layer's keys, values and recurrent states, of all sequences."""
+    kept = kept_positions(layer, load.context, load.chunk)
+    return load.sequences * (layer.kv * kept + layer.slot)
 
 
 def expert_place(problem: Problem, device: DeviceFigures) -> ExpertPlace | None:
@@ -157,8 +163,7 @@ def _bytes(problem: Problem, device: DeviceFigures, rows: int) -> Floats:
     sizes = []
     for layer in model.layers:
         experts = 0 if layer.experts is None else layer.experts.bytes
-        kept = kept_positions(layer, load.context, load.chunk)
-        sizes.append((layer.bytes + experts) * device.expand + load.sequences * (layer.kv * kept + layer.slot))
+        sizes.append((layer.bytes + experts) * device.expand + state_bytes(load, layer))
     need = device.workspace + _ranges(sizes)
     need[1:] += handover_rows(rows) * np.array(model.boundaries[1:], np.float64)[:, None]
     if not device.host:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from luce.backend import measured_devices
+from luce.backend import measured_devices, prediction_facts
 from luce.backend.fastest_placement import Goal
 from luce.backend.measured_devices import MeasuredDevices, ModelOnDevices
 from luce.backend.serving_options import ServingOptions
 from luce.cli import predicted_plan
 from luce.cli.main import main
-from luce.cli.predicted_plan import Asked, predicted
+from luce.cli.predicted_plan import Asked, predicted, show
 from luce.config.resolve import resolve
 from luce.draft.observed_drafts import observed_path
 from luce.draft.open import plan_drafter
@@ -24,6 +27,7 @@ from luce.errors import OutOfMemoryError, UsageError
 from luce.gguf.reader import open_gguf
 from luce.models.keys import Source
 from luce.models.registry import read_spec
+from luce.models.spec import Attention
 from luce.planner.known_cards import card_figures
 from luce.profiles import profile_cache
 from luce.profiles.draft_cache import ObservedDrafts, write_drafts
@@ -31,10 +35,13 @@ from luce.profiles.measuring import ProfileSizes
 from luce.profiles.profile import DeviceProfile, FormatProfile, LinkProfile
 from luce.runtime.device import Device, DeviceName, Memory
 from luce.runtime.host import HostDevice
+from luce.shard.sizes import state_bytes
 from tests.support.reference import Reference
 
 MODEL = Reference("qwen35-a-F32").path
 ASKED = Asked(Goal("balanced", 128, 64))
+#: bytes of a device that holds a part of the model
+SMALL = 7_000_000
 
 
 class Gpu(HostDevice):
@@ -189,6 +196,18 @@ def test_plans_with_cards_alone_measure_nothing(monkeypatch: pytest.MonkeyPatch)
         facts(Gpu(0, 1.0), asked=Asked(ASKED.goal, alone=True))
 
 
+def test_cards_alone_keep_keys_and_values_as_cards_do() -> None:
+    """Whatever the devices of this machine."""
+    asked = Asked(ASKED.goal, what_if=("3090@1GiB",), alone=True)
+    found = [facts(device, asked=asked, context=4096)["fastest"]["stages"][0] for device in (HostDevice(), Gpu(0, 1.0))]
+    with open_gguf(MODEL) as file:
+        spec = read_spec(Source(str(file.paths[0]), file.metadata, file.tensors))
+        attention = [layer.mixer for layer in spec.layers if isinstance(layer.mixer, Attention)]
+        slots = state_bytes(HostDevice(), spec, range(8), ServingOptions()).slot
+    kept = sum(2 * 2 * mixer.kv_heads * mixer.head_dim * 4096 for mixer in attention)
+    assert found[0]["state"] == found[1]["state"] == kept + slots
+
+
 def test_goals_are_compared() -> None:
     devices = Gpu(0, 1.0), Gpu(1, 0.9)
     found = facts(*devices, asked=Asked(ASKED.goal, compare=True), layer_split=(1.0, 3.0))["compare"]
@@ -208,6 +227,33 @@ def test_the_terms_of_a_layer_add_up_to_the_stage() -> None:
     assert 1e-5 < found[0]["fastest"]["stages"][0]["decode_s"] - decode < 1e-3
     with pytest.raises(UsageError, match="--explain-layer 8: the last layer is 7"):
         facts(Gpu(0, 1.0), asked=Asked(ASKED.goal, layer=8))
+
+
+#: what is planned, and the file with its text
+GOLDEN: dict[str, tuple[list[Device], Asked, dict[str, Any]]] = {
+    "one-of-two": ([Gpu(0, 1.0), Gpu(1, 0.01)], ASKED, {}),
+    "two": (
+        [Gpu(0, 1.0, SMALL), Gpu(1, 0.5, SMALL)],
+        Asked(Goal("prompt", 2048, 64), compare=True, layer=3),
+        {"context": 2048},
+    ),
+    "a-card-that-is-not-there": (
+        [Gpu(0, 1.0, SMALL)],
+        replace(ASKED, what_if=("3090@1GiB,0.0005,1e8",)),
+        {"context": 8192},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_the_text_of_a_plan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prediction_facts.time, "time", lambda: 3.5 * 86400)
+    devices, asked, options = GOLDEN[name]
+    console = Console(width=130, file=io.StringIO(), force_terminal=False)
+    show(console, facts(*devices, asked=asked, **options))
+    assert isinstance(console.file, io.StringIO)
+    text = "".join(f"{line.rstrip()}\n" for line in console.file.getvalue().splitlines())
+    assert text == (Path(__file__).parents[1] / "reference" / "predicted_plans" / f"{name}.txt").read_text()
 
 
 def command(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, str, str]:
