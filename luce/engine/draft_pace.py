@@ -96,9 +96,11 @@ class Pace:
             # The first proposals for so many sequences build and capture, once.
             counts = self.draft_times.add(asked, seconds)
             usual = self.draft_times(asked)
-            return usual, seconds if counts else min(seconds, usual)
+            return usual, min(seconds, 2 * usual if counts else usual)
         self.owed_times.add(1 << (owed - 1).bit_length(), max(0.0, seconds - usual))
-        return usual + self.owed_times(owed), seconds
+        usual += self.owed_times(owed)
+        # Other work of the host may have held them up.
+        return usual, min(seconds, 2 * usual)
 
     def learn(self, one: DraftedSequence, probabilities: Many[float]) -> None:
         """The rows of a sequence's newest proposal are accepted with these probabilities."""
