@@ -13,7 +13,7 @@ import pytest
 import luce
 from luce.api import Model
 from luce.assembly import relocate
-from luce.errors import LuceError
+from luce.errors import DeviceError, LuceError
 from tests.support.daemons import HERE
 from tests.support.reference import Reference
 
@@ -92,6 +92,15 @@ def test_a_placement_that_fails_leaves_a_model_that_can_move_again() -> None:
             model.engine.relocate(lambda: relocate(model, bad))
         with pytest.raises(LuceError, match="the backend is closed"):
             moving(model, prompt, 2, {})
+        seen: list[Any] = []
+
+        def worth(plan: Any) -> bool:
+            seen.append(plan)
+            return False
+
+        with pytest.raises(DeviceError, match="would not be faster by enough"):
+            model.engine.relocate(lambda: relocate(model, model.config, worth=worth))
+        assert len(seen) == 1 and model.placement == []
         model.backend.unload("box is missing")
         assert model.down() == "box is missing"
         model.engine.relocate(lambda: relocate(model, model.config))

@@ -91,6 +91,19 @@ def test_a_member_that_dies_while_the_model_moves_to_it(tmp_path: Path) -> None:
         assert moves_to(port, 1)
 
 
+def test_streams_go_on_without_a_member_that_is_removed(tmp_path: Path) -> None:
+    with starting(tmp_path) as start:
+        server, port = serve(start, "--parallel", "4")
+        box = joined(start, "box", tmp_path, server.found(r"luce join (\S+)"))
+        assert within(200, lambda: ask(port, "/health")[0] == 200), (server.log, box.log)
+        expected = Streams(port).wait()
+        streams = Streams(port)
+        streams.wait_begun(20)
+        assert start("server", "cluster", "remove", next(iter(members_of(start)))).ended() == 0
+        assert streams.wait() == expected, server.log[-30:]
+        assert box.ended() == 4 and moves_to(port, 1)
+
+
 def test_a_member_behind_a_pulled_cable_frees_its_devices(cable: None, tmp_path: Path) -> None:
     with starting(tmp_path) as start:
         server, port = serve(start, "--parallel", "4", "--cluster-on-loss", "replan", listen=f"{ADDRESS}:0")
