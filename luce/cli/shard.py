@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import os
 import socket
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from luce.draft.daemon import draft_loader
 from luce.errors import UsageError
 from luce.ipc.accept import accept_servers
 from luce.ipc.child import descriptors
+from luce.ipc.lease import hold
 from luce.ipc.parent import die_with_parent
 from luce.ipc.tcp import SERVER_TIMEOUT, format_address, listen, open_key_file
 from luce.remote.daemon import serve
@@ -33,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prefill-drafter", metavar="PATH", help="this machine's copy of the server's small model that reads prompts"
     )
     parser.add_argument("--fds", metavar="N,N", help=argparse.SUPPRESS)
+    parser.add_argument("--lease", metavar="N", help=argparse.SUPPRESS)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -41,6 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
     # As in luce.cli.serve; the server logs what a daemon writes.
     faulthandler.enable(2)
     try:
+        if arguments.lease is not None:
+            _hold_lease(arguments.lease)
         if arguments.fds is not None:
             _serve_parent(arguments.fds)
         else:
@@ -48,6 +53,21 @@ def run(arguments: argparse.Namespace) -> int:
     finally:
         writer.stop()
     return 0
+
+
+def _hold_lease(text: str) -> None:
+    """End once the lease that comes through a descriptor is over, whatever this process does then."""
+
+    def end(reason: str) -> None:
+        os.write(2, f"luce shard: {reason}\n".encode())
+        os._exit(1)
+
+    try:
+        fd = int(text)
+        os.fstat(fd)
+    except (ValueError, OSError):
+        raise UsageError(f"--lease {text}: expected the descriptor of a pipe", param="lease") from None
+    hold(fd, end)
 
 
 def _serve_parent(fds: str) -> None:

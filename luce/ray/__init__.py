@@ -16,6 +16,8 @@ only what needs no further package.
     guarded          the program that a child begins as
     process_list     the processes of a node, written down by `up` and ended by `down`
     child_server     `luce serve` as a child: start, address, keys, end
+    actor_guard      lets an actor end with its node
+    shard_host       an actor with `luce shard` as its child, for the further devices of a replica
     replica          an actor of Serve with that child; reports what it has cached
     ingress          what clients talk to: routes requests, and passes bytes on
     request_facts    pure: what the ingress reads of a request

@@ -36,6 +36,8 @@ HEALTH = {
 }
 #: seconds for a node to start, for a call of the session, and for processes to end
 _START, _CALL, _END = 120.0, 300.0, 20.0
+#: seconds beside those that requests have, in which the application ends
+_MORE = 30.0
 _MIB = 1 << 20
 
 Say = Callable[[str], None]
@@ -89,7 +91,8 @@ def down(config: ClusterConfig, say: Say) -> None:
     here = Node(config, None)
     if here.is_head and here.running():
         with contextlib.suppress(ServerError):
-            here.ask("remove", config)
+            # A head whose raylet is gone does not answer.
+            here.ask("remove", config, config.replica.drain + _MORE)
     say(f"{here.stop()} processes ended")
 
 
@@ -150,7 +153,7 @@ class Node:
         end = time.monotonic() + _START
         while process.poll() is None and time.monotonic() < end:
             with contextlib.suppress(ServerError):
-                self._call("wait", {})
+                self._call("wait", {}, end - time.monotonic())
                 self._note([process.pid])
                 return
             time.sleep(0.5)
@@ -184,21 +187,21 @@ class Node:
     def _note(self, roots: list[int]) -> None:
         process_list.write(self._list, process_list.descendants(roots))
 
-    def ask(self, verb: str, config: ClusterConfig) -> dict[str, Any]:
+    def ask(self, verb: str, config: ClusterConfig, timeout: float = _CALL) -> dict[str, Any]:
         """What the session with Ray answers. Raises ServerError."""
-        return self._call(verb, plain_content(config))
+        return self._call(verb, plain_content(config), timeout)
 
-    def _call(self, verb: str, content: Mapping[str, Any]) -> dict[str, Any]:
+    def _call(self, verb: str, content: Mapping[str, Any], timeout: float) -> dict[str, Any]:
         address = f"{self._head.address}:{self._head.port}"
         command = [sys.executable, "-m", "luce.ray.serve_session", verb, address]
         environment = self._environment(read_token(self._token, make=False))
         try:
             done = subprocess.run(
-                command, env=environment, input=json.dumps(content), capture_output=True, text=True, timeout=_CALL
+                command, env=environment, input=json.dumps(content), capture_output=True, text=True, timeout=timeout
             )
             return dict(json.loads(done.stdout))
         except subprocess.TimeoutExpired:
-            raise ServerError(f"Ray at {address} does not answer within {_CALL:g} s") from None
+            raise ServerError(f"Ray at {address} does not answer within {timeout:g} s") from None
         except ValueError:
             lines = done.stderr.strip().splitlines() or ["no answer"]
             raise ServerError(f"Ray at {address}: {lines[-1]}") from None

@@ -35,7 +35,7 @@ class ChildServer:
         config: ClusterConfig,
         devices: Sequence[str],
         on_exit: Callable[[int], None],
-        shard_key_file: Path | None = None,
+        shard_key: bytes = b"",
     ) -> None:
         self.admin = secrets.token_urlsafe(32)
         self.client = "" if config.api_key_file else secrets.token_urlsafe(32)
@@ -49,7 +49,7 @@ class ChildServer:
         # Other users may not enter it.
         self._folder = Path(tempfile.mkdtemp(prefix="luce-ray-"))
         try:
-            command = self._command(config, devices, shard_key_file)
+            command = self._command(config, devices, shard_key)
             environment = child_environment({"LUCE_API_KEY": self.admin})
             self._child = nursery.start(command, environment, output=subprocess.PIPE)
         except BaseException:
@@ -57,13 +57,10 @@ class ChildServer:
             raise
         threading.Thread(target=self._read, name="child-log", daemon=True).start()
 
-    def _command(self, config: ClusterConfig, devices: Sequence[str], shard_key_file: Path | None) -> list[str]:
+    def _command(self, config: ClusterConfig, devices: Sequence[str], shard_key: bytes) -> list[str]:
         replica, keys = config.replica, config.api_key_file
         if not keys:
-            path = self._folder / "keys"
-            path.touch(0o600)
-            path.write_text(f"client:{self.client}\n")
-            keys = str(path)
+            keys = self._write("keys", f"client:{self.client}\n".encode())
         python = config.luce_python[replica.devices[0]]
         command = [
             python,
@@ -80,9 +77,16 @@ class ChildServer:
         ]
         command += ["--target-devices", ",".join(devices), "--parallel", str(replica.parallel)]
         command += ["--drain-seconds", str(replica.drain), "--api-key-file", keys]
-        if shard_key_file is not None:
-            command += ["--shard-key-file", str(shard_key_file)]
+        if shard_key:
+            command += ["--shard-key-file", self._write("shards.pem", shard_key)]
         return [*command, *replica.flags]
+
+    def _write(self, name: str, content: bytes) -> str:
+        """A file for this user alone, which goes with the server."""
+        path = self._folder / name
+        path.touch(0o600)
+        path.write_bytes(content)
+        return str(path)
 
     @property
     def pid(self) -> int:

@@ -14,15 +14,17 @@ from typing import Any
 
 import aiohttp
 from ray import serve
-from ray._private.worker import global_worker
 
+from luce.cluster.identity import new_key_pair
 from luce.errors import ServerError
 from luce.kvcache.block_log import BlockLog
+from luce.ray.actor_guard import guard_this_actor
 from luce.ray.child_server import ChildServer
-from luce.ray.cluster_config import ClusterConfig, parse_config
+from luce.ray.cluster_config import parse_config
 from luce.ray.group_keys import GroupKeys
 from luce.ray.leasing import acquire_devices
-from luce.ray.process_guard import Nursery, end_now, watch
+from luce.ray.process_guard import Nursery, end_now
+from luce.ray.shard_host import start_shards
 
 _START_SECONDS = 600.0
 _HEALTH_SECONDS = 4.0
@@ -47,20 +49,6 @@ _CREDENTIALS = frozenset({"authorization", "x-api-key", "api-key"})
 Json = dict[str, Any]
 
 
-def guard_this_actor(config: ClusterConfig) -> None:
-    """End this actor with its node, and where the control store has been silent for long."""
-    client = global_worker.gcs_client
-
-    def answers() -> bool:
-        try:
-            client.internal_kv_exists(b"luce", namespace=b"luce", timeout=2)
-        except Exception:
-            return False
-        return True
-
-    watch(answers, config.head.timeout, end_now)
-
-
 class Replica:
     """The deployment. `content`: the configuration, as of a TOML file."""
 
@@ -73,7 +61,10 @@ class Replica:
         self._child_at = "", -1
         self._reply_seconds = 0.0
         devices = await asyncio.to_thread(acquire_devices, config.replica.devices)
-        self._child = ChildServer(Nursery(), config, devices, _child_ended)
+        # A pair for this life: its shards and its child have it, and nobody else.
+        key = new_key_pair() if config.replica.shards else b""
+        devices += await asyncio.to_thread(start_shards, config, key, end_now)
+        self._child = ChildServer(Nursery(), config, devices, _child_ended, key)
         self._session = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=None), auto_decompress=False, connector=aiohttp.TCPConnector(limit=0)
         )

@@ -29,6 +29,7 @@ ALLOWED_SKIPS = (
     ("tests/process/test_readme.py", "the sources are no git checkout"),
     ("tests/process/test_systemd.py", "no systemd can be booted here"),
     ("tests/process/test_cluster_", "network namespaces cannot be made here"),
+    ("tests/process/test_ray", "RAY_TEST_PYTHON names no interpreter with Ray"),
     ("tests/clients/test_aider.py", "aider is not installed"),
     ("tests/golden/test_gemma3_270m.py", "LUCE_TEST_GEMMA3 names no file of Gemma 3 270M"),
     ("tests/golden/test_vocabularies.py", "LUCE_TEST_VOCABULARIES names no folder of vocabularies"),
