@@ -34,6 +34,7 @@ from luce.gguf.reader import GGUFFile, open_gguf
 from luce.layers.weight_pool import WeightPool
 from luce.models.keys import Source
 from luce.models.registry import read_spec
+from luce.models.shapes import check_matrices
 from luce.models.spec import ModelSpec
 from luce.planner.known_cards import CARDS
 from luce.remote.open import open_placement
@@ -84,7 +85,9 @@ def opened(arguments: argparse.Namespace, *, planned: bool = False) -> Iterator[
     config = settings(arguments)
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(open_gguf(fetch(arguments.model, config)))
-        spec = read_spec(Source(str(file.paths[0]), file.metadata, file.tensors)).for_context(config.max_ctx)
+        source = Source(str(file.paths[0]), file.metadata, file.tensors)
+        spec = read_spec(source).for_context(config.max_ctx)
+        check_matrices(source, spec)
         layers: tuple[range, ...] = ()
         if planned:
             placed = place(stack, config, file, spec)

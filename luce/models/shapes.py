@@ -22,6 +22,16 @@ from luce.models.spec import (
 #: name of a tensor, its expected elements of a row, and its expected rows; None: any
 _Expected = tuple[str, int | None, int | None]
 
+#: parts of a layer of which any may stand for the first
+_OTHERS: Mapping[str, tuple[str, ...]] = {
+    "attn_q": ("attn_qkv", "attn_q_b"),
+    "attn_k": ("attn_qkv",),
+    "attn_qkv": ("attn_q",),
+    "attn_q_a": ("attn_q",),
+    "attn_q_b": ("attn_q",),
+    "ffn_up_exps": ("ffn_gate_up_exps",),
+}
+
 
 def check_shapes(source: Source, spec: ModelSpec) -> None:
     """Raises UnsupportedError naming the key, or the first tensor whose shape does not fit the spec.
@@ -38,6 +48,28 @@ def check_shapes(source: Source, spec: ModelSpec) -> None:
             raise UnsupportedError(
                 f"{source.path}: tensor {name} has shape {list(info.shape)}, expected [{expected}] by the metadata"
             )
+
+
+def check_matrices(source: Source, spec: ModelSpec) -> None:
+    """Raises UnsupportedError, in the loader's words, naming the first matrix that the file has under no name: for plans,
+    which load nothing. Norms, biases, and matrices that only some families have, are not looked for."""
+    for name, *_ in _expected(source, spec):
+        stem, _, part = name.removesuffix(".weight").rpartition(".")
+        others = [f"{stem}.{other}.weight" for other in _OTHERS.get(part, ())]
+        if part == "output" or not source.tensors.keys().isdisjoint((name, *others)):
+            # Without a head of its own, the embedding is the head.
+            continue
+        if part == "ffn_gate" and fused_gate_up(source.tensors, *_gated(spec, stem)):
+            continue
+        raise UnsupportedError(f"{source.path}: tensor {name} is missing")
+
+
+def _gated(spec: ModelSpec, stem: str) -> tuple[int, int]:
+    """The layer of `blk.3`, and the width of its gated MLP."""
+    index = int(stem.rpartition(".")[2])
+    ffn = spec.layers[index].ffn
+    assert isinstance(ffn, GatedMLP)
+    return index, ffn.hidden
 
 
 def fused_gate_up(tensors: Mapping[str, TensorInfo], layer: int, width: int, suffix: str = "") -> bool:

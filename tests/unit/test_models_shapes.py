@@ -13,8 +13,9 @@ from luce.gguf.metadata import Metadata
 from luce.gguf.reader import open_gguf
 from luce.models.keys import Source
 from luce.models.registry import read_spec
+from luce.models.shapes import check_matrices
 from luce.models.spec import Attention
-from tests.support.reference import Reference
+from tests.support.reference import Reference, references
 
 
 def changed(directory: Path, name: str, key: str, value: int) -> Path:
@@ -111,3 +112,31 @@ def test_a_long_context_has_divisors_of_its_own() -> None:
     assert factors == {("rope_factors_short.weight", "rope_factors_long.weight")}
     plain = Reference("llama-a-F32").spec
     assert plain.for_context(1 << 30) is plain and plain.original_context is None
+
+
+@pytest.mark.parametrize("reference", references(), ids=lambda r: r.name)
+def test_a_matrix_that_is_missing_is_named_before_anything_is_planned(reference: Reference) -> None:
+    with open_gguf(reference.path) as file:
+        source = Source("x.gguf", file.metadata, file.tensors)
+        spec = read_spec(source)
+        check_matrices(source, spec)
+        layer = len(spec.layers) - 1
+        parts = ("attn_output", "ffn_down", "ffn_gate_inp", "shortconv.out_proj", "attn_q", "attn_qkv", "ffn_up")
+        names = [f"blk.{layer}.{part}.weight" for part in parts]
+        found = []
+        for name in (name for name in names if name in file.tensors):
+            left = {key: tensor for key, tensor in file.tensors.items() if key != name}
+            with pytest.raises(UnsupportedError, match=r"x.gguf: tensor blk.\d+.\S+ is missing"):
+                check_matrices(Source("x.gguf", file.metadata, left), spec)
+            found.append(name)
+        assert len(found) > 1
+
+
+@pytest.mark.parametrize("verb", [["inspect", "--layers"], ["inspect", "--json"], ["run", "hi", "--dry-run"]])
+def test_no_plan_of_what_cannot_be_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: list[str]) -> None:
+    path = tmp_path / "x.gguf"
+    whole = Reference("llama-a-F32").path.read_bytes()
+    path.write_bytes(whole.replace(b"blk.1.attn_output.weight", b"blk.1.attn_outpux.weight"))
+    assert main([verb[0], str(path), *verb[1:], "--target-devices", "cpu:0"]) == 3
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err == f"luce: {path}: tensor blk.1.attn_output.weight is missing\n"
