@@ -380,6 +380,7 @@ def serving_options(
         experts=ExpertRequest.of(config, spec, devices),
         claims=tuple(claims),
         unpack=config.prompt_weights == "auto",
+        prompt_precision=config.prompt_precision,
     )
 
 

@@ -230,6 +230,13 @@ class Config(ServerSettings, ClusterSettings, PoolSettings, PlanningSettings, Pr
         metavar="FORMAT",
         group="engine",
     )
+    prompt_precision: str = setting(
+        "fp16",
+        choice("fp16", "int8"),
+        "in what GPUs multiply prompts: fp16, int8 (faster, less exact; NVIDIA GPUs alone)",
+        metavar="TYPE",
+        group="engine",
+    )
     draft: str = setting(
         "",
         path_or_name,

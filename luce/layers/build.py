@@ -71,7 +71,7 @@ _PER_LAYER_PARTS = {
 
 
 class LayerBuilder:
-    """Builds the layers `layers` of one shard. `pool`: as for WeightLoader."""
+    """Builds the layers `layers` of one shard. `pool`, `int8`: as for WeightLoader."""
 
     def __init__(
         self,
@@ -82,6 +82,8 @@ class LayerBuilder:
         states: StateOptions,
         offload: ExpertOffload | None = None,
         pool: WeightPool | None = None,
+        *,
+        int8: bool = False,
     ) -> None:
         self._file = file
         self._spec = spec
@@ -93,7 +95,7 @@ class LayerBuilder:
         self._pools: dict[int, KVPool] = {}
         self._shared_pools: dict[object, KVPool] = {}
         self._numbers: dict[int, Array] = {}
-        self.weights = WeightLoader(file, device, pool)
+        self.weights = WeightLoader(file, device, pool, int8=int8)
         self._offload = offload
         #: the experts on the CPU; None without
         self.offloaded = None if offload is None else WeightLoader(file, offload.device)

@@ -14,7 +14,7 @@ from luce.gguf.model_file import FileRows
 from luce.gguf.quants import block_size, dequantize, supported
 from luce.gguf.reader import GGUFFile, TensorInfo
 from luce.layers.weight_pool import WeightPool
-from luce.ops.matmul_prefill import fp16_bytes, store_fp16
+from luce.ops.matmul_prefill import copy_bytes, store_copy
 from luce.ops.weight import RawTensor, Weight, WeightPart, upload_experts, upload_weight
 from luce.runtime.device import Array, Device
 
@@ -22,13 +22,15 @@ from luce.runtime.device import Array, Device
 class WeightLoader:
     """Tensors of one file for one device. Raises UnsupportedError naming file and tensor if one does not fit.
 
-    `pool`: shares its matrices with others.
+    `pool`: shares its matrices with others. `int8`: products of many rows with layers' matrices are those of int8 rows
+    (luce.ops.matmul_prefill).
     """
 
-    def __init__(self, file: GGUFFile, device: Device, pool: WeightPool | None = None) -> None:
+    def __init__(self, file: GGUFFile, device: Device, pool: WeightPool | None = None, *, int8: bool = False) -> None:
         self._file = file
         self._device = device
         self._pool = pool
+        self._int8 = int8
         self._identity = "" if pool is None else fingerprint(file)
         self._matrices: dict[tuple[str, ...], Weight] = {}
         self.used: set[str] = set()
@@ -122,38 +124,39 @@ class WeightLoader:
             weight = load()
         else:
             device = self._device
-            key: tuple[Any, ...] = (self._identity, str(device.name), device.packed, kind, names)
+            key: tuple[Any, ...] = (self._identity, str(device.name), device.packed, kind, names, self._int8)
             weight = self._pool.weight(key, device, load)
+        weight.int8 = self._int8 and names[0].startswith("blk.")
         self.nbytes += weight.nbytes
         return weight
 
-    def store_fp16(self, spare: int) -> int:
+    def store_copies(self, spare: int) -> int:
         """Store matrices of layers unpacked as well, as many as fit in `spare` bytes. Returns the bytes that they take.
 
         A second call with the same number does the same work in the same memory.
         """
         chosen, planned = [], 0
         for names, weight in self._matrices.items():
-            size = fp16_bytes(self._device, weight)
+            size = copy_bytes(self._device, weight)
             # The embedding and the head are multiplied with few rows only.
             if names[0].startswith("blk.") and 0 < size <= spare - planned:
                 chosen.append((weight, size))
                 planned += size
-        self._device.reserve(sum(size for weight, size in chosen if weight.fp16 is None))
+        self._device.reserve(sum(size for weight, size in chosen if weight.copy is None))
         stored = 0
         for weight, size in chosen:
             try:
-                store_fp16(self._device, weight)
+                store_copy(self._device, weight)
             except OutOfMemoryError:
                 # Another process has taken memory since `spare` was measured: the rest stays packed.
                 break
             stored += size
         return stored
 
-    def stored_fp16(self, layer: int) -> frozenset[str]:
-        """The matrices of a layer that `store_fp16` has stored unpacked, by the names of their parts in it."""
+    def copied(self, layer: int) -> frozenset[str]:
+        """The matrices of a layer that `store_copies` has stored unpacked, by the names of their parts in it."""
         prefix = f"blk.{layer}."
-        stored = (names for names, weight in self._matrices.items() if weight.fp16 is not None)
+        stored = (names for names, weight in self._matrices.items() if weight.copy is not None)
         return frozenset(name.removeprefix(prefix) for names in stored for name in names if name.startswith(prefix))
 
     def vector(self, name: str, size: int) -> Array:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from luce.gguf.model_file import FileRows
 from luce.gguf.quants import dequantize
+from luce.ops.int8_rows import Int8Rows
 from luce.runtime.device import Array, Device
 
 if TYPE_CHECKING:
@@ -65,8 +66,10 @@ class Weight:
     rows: int
     cols: int
     parts: tuple[WeightPart, ...]
-    #: a copy of the parts in quant blocks as float16 [rows, cols] (luce.ops.matmul_prefill.store_fp16)
-    fp16: Array | None = None
+    #: a copy of the parts in quant blocks as float16 [rows, cols], or as int8 (luce.ops.matmul_prefill.store_copy)
+    copy: Array | Int8Rows | None = None
+    #: whether products of many rows with the parts in quant blocks are those of int8 rows
+    int8: bool = False
     #: float32 [rows]
     bias: Array | None = None
     #: int64, arguments of the CPU's compiled product (luce.ops.matmul_packed)
@@ -92,7 +95,7 @@ class Weight:
                 parts.append(WeightPart(part.data[low - part.first : high - part.first], part.type, at, high - low))
                 at += high - low
         bias = None if self.bias is None else self.bias[rows.start : rows.stop]
-        return Weight(at, self.cols, tuple(parts), bias=bias)
+        return Weight(at, self.cols, tuple(parts), bias=bias, int8=self.int8)
 
 
 def upload_weight(device: Device, tensors: Sequence[RawTensor]) -> Weight:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from luce.ops.fp16 import dequantise
 from luce.ops.matmul import matmul
-from luce.ops.matmul_prefill import store_fp16
+from luce.ops.matmul_prefill import store_copy
 from luce.ops.moe import Routing, expert_matmul, group
 from luce.ops.weight import RawTensor, Weight, upload_experts, upload_weight
 from luce.profiles.layer_parts import (
@@ -267,7 +267,7 @@ class _Products:
         for rows in self._sizes.rows:
             matmul(self._device, self._rows(rows, weight.cols), weight)
         if self._unpacks:
-            store_fp16(self._device, weight)
+            store_copy(self._device, weight)
         if self._timer.how.experts:
             experts = self._experts(16)
             for rows in self._sizes.experts.rows:
@@ -288,7 +288,7 @@ class _Products:
             return weight
         count = _whole_tiles(count)
         own = weight.cut(range(count))
-        own.fp16 = None if weight.fp16 is None else weight.fp16[:count]
+        own.copy = None if weight.copy is None else weight.copy[:count]
         return own
 
     def _raw(self, rows: int, row_bytes: int) -> NDArray[np.uint8]:
@@ -319,8 +319,8 @@ class _Products:
     def _unpack(self, weight: Weight) -> float:
         """Bytes per second of unpacking, which stays for the products of many rows."""
         device = self._device
-        store_fp16(device, weight)
-        fp16 = weight.fp16
+        store_copy(device, weight)
+        fp16 = weight.copy
         assert fp16 is not None
 
         def work() -> None:

@@ -164,7 +164,13 @@ class ServedModel(Service):
         """Load the layers, a range on each device, into the pipeline."""
         load, done, count = self.load, itertools.count(1), sum(map(len, layers))
         options = ShardOptions(
-            load.slots, KVTypes(*load.kv), load.verify_rows, load.captured, load.rank_pages, load.peer
+            load.slots,
+            KVTypes(*load.kv),
+            load.verify_rows,
+            load.captured,
+            load.rank_pages,
+            load.peer,
+            load.prompt_precision,
         )
         offloaded = load.offloaded or ((),) * len(self.devices)
         for number, (device, part, unpack_bytes, away) in enumerate(

@@ -126,6 +126,8 @@ class Load(msgspec.Struct, tag=True):
     shared: bool
     #: the type of activations in messages: one of luce.remote.activation_codec.TYPES
     activations: str = "f32"
+    #: in what products of many rows multiply, fp16 or int8
+    prompt_precision: str = "fp16"
     #: of each device, layers whose routed experts lie on the CPU of its machine, ascending; empty: of no device
     offloaded: tuple[tuple[int, ...], ...] = ()
     #: whether these experts stay in their file's types

@@ -389,6 +389,7 @@ def _load_message(
         verify_rows=options.verify_rows,
         captured=options.captured,
         rank_pages=options.rank_pages,
+        prompt_precision=options.prompt_precision,
         unpack_bytes=tuple(part.unpack_bytes for part in parts),
         rows=rows,
         peer=options.peer,

@@ -54,6 +54,8 @@ def load_layers(load: Load, devices: int, spec: ModelSpec) -> list[range]:
         raise BackendError(f"no experts of layers {load.offloaded} can lie on the CPU")
     if load.activations not in TYPES or (load.shared and load.activations != "f32"):
         raise BackendError(f"activations as {load.activations!r}")
+    if load.prompt_precision not in ("fp16", "int8"):
+        raise BackendError(f"prompts in {load.prompt_precision!r}")
     return layers
 
 

@@ -16,7 +16,8 @@ from luce.runtime.driver import Vendor
 from luce.runtime.library import open_library
 
 _NONE, _TRANSPOSE = 0, 1  # cublasOperation_t
-_TYPES = {np.dtype(np.float32): 0, np.dtype(np.float16): 2}  # cudaDataType_t
+# cudaDataType_t
+_TYPES = {np.dtype(np.float32): 0, np.dtype(np.float16): 2, np.dtype(np.int8): 3, np.dtype(np.int32): 10}
 _DEFAULT_ALGORITHM = -1
 #: bytes of device memory that products may use; the library's own default on Hopper
 WORKSPACE = 32 << 20
@@ -29,11 +30,13 @@ class Blas(ABC):
     captured: bool
     #: the library's code for sums accumulated in float32
     compute: int
+    #: that for sums in int32 of products of int8; None: it has none
+    compute_int8: int | None = None
 
     def __init__(self) -> None:
-        # The library reads the factors at each call.
-        self._factors = np.array([1, 0], np.float32)
-        self._one = self._factors.ctypes.data
+        # The library reads the factors, of the sums' type, at each call.
+        self._factors = np.array([1, 0], np.float32), np.array([1, 0], np.int32)
+        self._ones = tuple(factors.ctypes.data for factors in self._factors)
 
     def gemm(self, x: Array, weight: Array, out: Array) -> None:
         """out = x weight^T, as in Device.gemm. In the library's column-major order this is out^T [rows, n], the product
@@ -44,8 +47,12 @@ class Blas(ABC):
             for array in (weight, x, out)
             for part in (array.data.ptr, _TYPES[array.dtype], array.strides[0] // array.itemsize)
         ]
-        sizes, one, zero = (_TRANSPOSE, _NONE, rows, n, cols), self._one, self._one + 4
-        self._call(*sizes, one, *arrays[:6], zero, *arrays[6:], self.compute, _DEFAULT_ALGORITHM)
+        whole = x.dtype == np.int8
+        compute = self.compute_int8 if whole else self.compute
+        if compute is None:
+            raise DeviceError("the library does not multiply int8")
+        sizes, one, zero = (_TRANSPOSE, _NONE, rows, n, cols), self._ones[whole], self._ones[whole] + 4
+        self._call(*sizes, one, *arrays[:6], zero, *arrays[6:], compute, _DEFAULT_ALGORITHM)
 
     @abstractmethod
     def _call(self, *arguments: int) -> None:
@@ -60,6 +67,7 @@ class Cublas(Blas):
     """The C interface: CuPy refuses to capture its own, which takes 12 us a call."""
 
     captured, compute = True, 68  # CUBLAS_COMPUTE_32F
+    compute_int8 = 72  # CUBLAS_COMPUTE_32I
 
     def __init__(self, library: ctypes.CDLL, stream: int, workspace: Array) -> None:
         """The library of the current device, on `stream`. Without the `workspace`, a captured product would allocate

@@ -169,6 +169,8 @@ class Device(ABC):
     captures_gemm = True
     #: whether `gemm` can be called: a BLAS library is at hand
     blas: bool
+    #: whether `gemm` multiplies int8
+    int8_gemm = False
     #: matrix instructions of the hardware that kernels/mma.h uses: F16 and BF16 (tiles of these types), WGMMA (products
     #: of four waves)
     products: frozenset[str]
@@ -321,9 +323,11 @@ class Device(ABC):
 
     @abstractmethod
     def gemm(self, x: Array, weight: Array, out: Array) -> None:
-        """Queue out = x weight^T by a BLAS library: x [n, cols], weight [rows, cols], both float16 or both float32.
+        """Queue out = x weight^T by a BLAS library: x [n, cols], weight [rows, cols], both float16 or both float32, or
+        with `int8_gemm` both int8, cols a multiple of 16.
 
-        out is float32 [n, rows]; all rows are contiguous, any distance apart. Sums are accumulated in float32. The
+        out is float32 [n, rows], of int8 int32 with exact sums; all rows are contiguous, any distance apart, those of
+        int8 a multiple of 16 bytes. Sums of floats are accumulated in float32. The
         library chooses its algorithm by the shape, so a row's last bits may change with n; equal calls give equal bits.
         Captured work may call it only with `captures_gemm`. Raises DeviceError.
         """

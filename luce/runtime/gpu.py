@@ -79,6 +79,8 @@ class GpuDevice(Device):
         self._capturing: DriverGraph | None = None
         self._blas = blas.load(kind, self.stream, lambda size: self.empty(size, np.uint8))
         self.blas = self._blas is not None
+        # Turing and later have instructions for both.
+        self.int8_gemm = self._blas is not None and self._blas.compute_int8 is not None and "F16" in self.products
         self.captures_gemm = self._blas is None or self._blas.captured
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from luce.errors import BackendError
+from luce.errors import BackendError, DeviceError
 from luce.gguf.reader import GGUFFile
 from luce.layers.attention import AttentionLayer
 from luce.layers.build import AnyDecoderLayer, LayerBuilder
@@ -57,7 +57,12 @@ class LocalShard:
         self.device = device
         self._hooks = hooks
         states = StateOptions(pages, options.slots, options.kv, options.verify_rows, options.rank_pages)
-        builder = LayerBuilder(file, spec, layers, device, states, own.offload, own.pool)
+        int8 = options.prompt_precision == "int8"
+        if int8 and not device.int8_gemm:
+            raise DeviceError(
+                f"{device.name}: --prompt-precision int8: it has no library for such products; fp16 works everywhere"
+            )
+        builder = LayerBuilder(file, spec, layers, device, states, own.offload, own.pool, int8=int8)
         self._graphs = GraphRunner(device, self._run, pages, long=long_graphs)
         self._embedding = builder.embedding() if layers.start == 0 else None
         self._streams = spec.streams
@@ -83,12 +88,12 @@ class LocalShard:
         widths = activation_widths(spec, layers.start, options.captured)
 
         def warm_up() -> None:
-            builder.weights.store_fp16(own.unpack_bytes)
+            builder.weights.store_copies(own.unpack_bytes)
             chosen = layers_of_each_kind(file, spec, own, options, builder.weights)
             self._warm_up(step_shapes(len(spec.page_groups), options), chosen, widths)
 
         device.warm_up(warm_up)
-        unpacked = builder.weights.store_fp16(own.unpack_bytes)
+        unpacked = builder.weights.store_copies(own.unpack_bytes)
         held = state_bytes(device, spec, layers, options).total(pages, options.slots)
         part = DeviceInfo(str(device.name), layers, builder.weights.nbytes, held, unpacked)
         if builder.offloaded is not None:

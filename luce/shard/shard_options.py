@@ -32,6 +32,8 @@ class ShardOptions:
     rank_pages: bool = False
     #: whether two GPUs copy to each other directly, if they can; otherwise they copy through pinned host memory
     peer: bool = True
+    #: --prompt-precision: in what products of many rows multiply, fp16 or int8
+    prompt_precision: str = "fp16"
 
     def ranks(self, spec: ModelSpec, layer: int) -> bool:
         """Whether a layer's queries rank pages."""

@@ -50,7 +50,7 @@ def layers_of_each_kind(
     for layer in own.layers:
         # Nothing is pending before the first layer, so its norm adds nothing.
         first = layer == own.layers[0]
-        kind = spec.layers[layer], parts[layer], weights.stored_fp16(layer), layer in own.offloaded, first
+        kind = spec.layers[layer], parts[layer], weights.copied(layer), layer in own.offloaded, first
         if kind not in kinds:
             kinds.append(kind)
             chosen.add(layer)

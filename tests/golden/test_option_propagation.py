@@ -25,6 +25,7 @@ ELSEWHERE = {
     "device_margin": "tests/unit/test_assembly_placement.py::test_margins_are_left_free",
     "measure_budget": "tests/unit/test_assembly_placement.py::test_layers_go_by_free_memory_where_nothing_is_measured",
     "prompt_weights": "tests/golden/test_split_gpu.py::test_unpacked_weights_change_no_bits",
+    "prompt_precision": "tests/golden/test_prompt_precision.py::test_prompts_on_a_split_have_the_bits_of_one_device",
     "think_max_tokens": "tests/http/test_reasoning_budgets.py::test_settings_of_the_server",
     "hard_limit_reply_budget": "tests/http/test_reasoning_budgets.py::test_settings_of_the_server",
     "effort": "tests/http/test_reasoning_budgets.py::test_settings_of_the_server",

@@ -128,6 +128,7 @@ class EmulatedDevice(Device):
     host = False
     packed = True
     blas = True
+    int8_gemm = True
     shared_limit = SHARED_LIMIT
 
     def __init__(self, lanes: int = 32, kernels: Path = KERNELS, products: Iterable[str] | None = None) -> None:

@@ -14,7 +14,7 @@ from luce.ops import matmul_int8, matmul_prefill
 from luce.ops.activation import gated_activation
 from luce.ops.fp16 import to_fp16
 from luce.ops.matmul import FEW_ROWS, matmul
-from luce.ops.matmul_prefill import fp16_bytes, store_fp16
+from luce.ops.matmul_prefill import copy_bytes, store_copy
 from luce.ops.quantise import quantise, quantise_gated
 from luce.ops.weight import RawTensor, upload_weight
 from luce.runtime.device import Device
@@ -267,8 +267,8 @@ def check_slices(device: Device, n: int, features: int) -> None:
     with mock.patch.object(matmul_prefill, "BUFFER_BYTES", features * 512 * 2):
         actual = _product(device, x, tensors)
         weight = upload_weight(device, tensors)
-        assert fp16_bytes(device, weight) == 2 * weight.rows * weight.cols
-        store_fp16(device, weight)
+        assert copy_bytes(device, weight) == 2 * weight.rows * weight.cols
+        store_copy(device, weight)
         for part in weight.parts:
             if part.type.name not in ("F16", "F32"):
                 device.write(part.data, np.zeros(part.data.shape, np.uint8))

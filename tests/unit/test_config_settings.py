@@ -20,7 +20,7 @@ from luce.config.resolve import resolve
 from luce.config.settings import FIELDS, flag
 from luce.errors import ModelError, UsageError
 from luce.ops.kvtype import KVTypes
-from luce.runtime.device import Memory
+from luce.runtime.device import Device, Memory
 from tests.support.layering import FLOW
 from tests.support.reference import Reference
 
@@ -164,6 +164,7 @@ GIVEN: dict[str, tuple[Any, str, Any]] = {
     "cache_type_k": ("bf16", "kv", KVTypes("bf16", "auto")),
     "cache_type_v": ("q8_0", "kv", KVTypes("auto", "q8_0")),
     "prompt_weights": ("packed", "unpack", False),
+    "prompt_precision": ("int8", "prompt_precision", "int8"),
     "kvflash": ("auto:512", "kvflash", KVFlashRequest(512, auto=True)),
     "experts_on": ("0-0", "experts", {0}),
 }
@@ -184,6 +185,7 @@ def test_the_backend_gets_the_user_s_values(name: str, monkeypatch: pytest.Monke
             super().__init__(file, spec, devices, options, **more)
 
     monkeypatch.setattr(assembly, "LayerSplitBackend", Watched)
+    monkeypatch.setattr(Device, "int8_gemm", True)
     value, option, expected = GIVEN[name]
     split = {} if name == "target_device" else {"target_devices": "cpu:0,cpu:1"}
     file = "olmoe-a-F32" if name == "experts_on" else "qwen3-a-F32"

@@ -128,7 +128,7 @@ def plain() -> Iterator[tuple[GGUFFile, ModelSpec]]:
         ("type", [0, 1, 3, 5]),
         ("missing", [0, 1, 3, 5]),
         ("spec", [0, 1, 3, 5]),
-        ("fp16", [0, 1, 3, 5]),
+        ("copied", [0, 1, 3, 5]),
         ("offloaded", [0, 1, 3, 5]),
         ("captured", [0, 1, 3, 5]),
         ("donor", [0, 1, 2, 3, 4, 5]),
@@ -150,9 +150,9 @@ def test_a_layer_that_differs_is_of_another_kind(
         case "spec" | "donor":
             changed = {"window": 64} if change == "spec" else {"donor": 2}
             layers[3] = dataclasses.replace(layers[3], mixer=dataclasses.replace(layers[3].mixer, **changed))
-        case "fp16":
+        case "copied":
             shape = file.tensors["blk.3.ffn_down.weight"].shape
-            weights.matrix(["blk.3.ffn_down.weight"], shape[0], [shape[1]]).fp16 = np.zeros((1, 1), np.float16)
+            weights.matrix(["blk.3.ffn_down.weight"], shape[0], [shape[1]]).copy = np.zeros((1, 1), np.float16)
         case "offloaded":
             own = dataclasses.replace(own, offload=ExpertOffload(HostDevice(), frozenset({3})))
         case "captured":

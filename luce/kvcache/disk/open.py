@@ -28,6 +28,8 @@ def open_disk_tier(
         # Values of positions after the first `resident` pages depend on this number.
         "--kvflash": "off" if resident is None else f"{resident} pages",
     }
+    if config.prompt_precision != "fp16":
+        meaning["--prompt-precision"] = config.prompt_precision
     if config.shard_activations != "f32":
         # Keys, values and states of layers in daemons are computed from activations of fewer bits.
         meaning["--shard-activations"] = config.shard_activations

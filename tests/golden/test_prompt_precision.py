@@ -1,0 +1,90 @@
+"""--prompt-precision int8: near the logits of fp16, the same bits on a split, refused by devices that cannot do it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from luce.backend.layersplit import LayerSplitBackend
+from luce.backend.serving_options import ServingOptions
+from luce.errors import DeviceError
+from luce.gguf.reader import open_gguf
+from luce.models.keys import Source
+from luce.models.registry import read_spec
+from luce.ops.matmul_prefill import BLAS_ROWS
+from luce.runtime.device import Device
+from luce.runtime.gpu import GpuDevice
+from luce.runtime.host import HostDevice
+from tests.support.daemons import devices
+from tests.support.emulated import EmulatedDevice
+from tests.support.warm import WARM
+from tools.compare_precision import difference, text_logits
+
+REFERENCE = Path(__file__).parents[1] / "reference"
+DENSE = REFERENCE / "qwen3-a-MIX.gguf"
+TOKENS = np.random.default_rng(0).integers(0, 200, BLAS_ROWS, np.int32)
+
+
+def _logits(path: Path, devices: Sequence[Device], precision: str) -> NDArray[np.float32]:
+    with open_gguf(path) as file:
+        spec = read_spec(Source(str(path), file.metadata, file.tensors))
+        options = ServingOptions(context=256, chunk=256, prompt_precision=precision, unpack=len(devices) > 1)
+        backend = LayerSplitBackend(file, spec, devices, options)
+        try:
+            model: Any = SimpleNamespace(backend=backend)
+            return text_logits(model, [TOKENS])
+        finally:
+            backend.close()
+
+
+@pytest.fixture(scope="module")
+def int8() -> NDArray[np.float32]:
+    """The logits on one emulated device, which keeps no copies of weights."""
+    return _logits(DENSE, [EmulatedDevice()], "int8")
+
+
+@pytest.mark.emulated
+def test_logits_are_near_those_of_fp16(int8: NDArray[np.float32]) -> None:
+    found = difference(_logits(DENSE, [EmulatedDevice()], "fp16"), int8, TOKENS[1:])
+    assert 1e-6 < found.nmse_median < 1e-2 and found.top > 0.9
+
+
+@pytest.mark.emulated
+def test_prompts_on_a_split_have_the_bits_of_one_device(int8: NDArray[np.float32]) -> None:
+    """Which keeps copies of weights."""
+    split = _logits(DENSE, [EmulatedDevice(), EmulatedDevice()], "int8")
+    np.testing.assert_array_equal(split, int8)
+
+
+def test_a_device_without_such_products_refuses() -> None:
+    with pytest.raises(DeviceError, match=r"cpu:0: --prompt-precision int8: it has no library for such products"):
+        _logits(DENSE, [HostDevice()], "int8")
+
+
+def test_a_daemon_gets_the_setting() -> None:
+    with (
+        devices("cpu:0,cpu:1", target_shard_ipc_bin=(("", WARM),)) as opened,
+        pytest.raises(DeviceError, match=r"cpu:1: --prompt-precision int8: it has no library"),
+    ):
+        _logits(DENSE, opened[1:], "int8")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["qwen3-b-Q4_K_M", "qwen35-b-Q4_K_M", "gemma4-eb-Q4_K_M", "laguna-b-Q4_K_M"])
+def test_on_a_gpu(name: str) -> None:
+    path = REFERENCE / f"{name}.gguf"
+    devices = [GpuDevice("cuda", 0) for _ in range(3)]
+    try:
+        exact, alone = (_logits(path, devices[:1], precision) for precision in ("fp16", "int8"))
+        found = difference(exact, alone, TOKENS[1:])
+        assert 1e-6 < found.nmse_median < 2e-2, found
+        np.testing.assert_array_equal(_logits(path, devices, "int8"), alone)
+    finally:
+        for device in devices:
+            device.close()
