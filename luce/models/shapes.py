@@ -51,8 +51,8 @@ def check_shapes(source: Source, spec: ModelSpec) -> None:
 
 
 def check_matrices(source: Source, spec: ModelSpec) -> None:
-    """Raises UnsupportedError, in the loader's words, naming the first matrix that the file has under no name: for plans,
-    which load nothing. Norms, biases, and matrices that only some families have, are not looked for."""
+    """Raises UnsupportedError, in the loader's words, naming the first matrix that the file has under no name: for
+    plans, which load nothing. Norms, biases, and matrices that only some families have, are not looked for."""
     for name, *_ in _expected(source, spec):
         stem, _, part = name.removesuffix(".weight").rpartition(".")
         others = [f"{stem}.{other}.weight" for other in _OTHERS.get(part, ())]
