@@ -53,13 +53,13 @@ class Process:
         with stream:
             lines.extend(iter(stream.readline, ""))
 
-    def found(self, pattern: str) -> str:
+    def found(self, pattern: str, seconds: float = 120) -> str:
         """The first group of a pattern in what it has written, which it does in time."""
 
         def search() -> re.Match[str] | None:
             return re.search(pattern, "".join([*self.out, *self.log]))
 
-        assert within(120, lambda: search() is not None or self.child.poll() is not None)
+        assert within(seconds, lambda: search() is not None or self.child.poll() is not None)
         match = search()
         assert match is not None, (pattern, self.out, self.log)
         return match[1] if match.groups() else match[0]

@@ -22,6 +22,13 @@ def ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True)
 
 
+def limit_rate(megabits: int) -> None:
+    """Let the cable carry so many Mbit/s in each direction."""
+    for tool, device in ((["tc"], HERE), (["tc", "-n", NAMESPACE], THERE)):
+        shape = f"qdisc add dev {device} root tbf rate {megabits}mbit burst 32kbit latency 400ms"
+        subprocess.run([*tool, *shape.split()], check=True, capture_output=True)
+
+
 def drop_multicast() -> None:
     """Let nothing that goes to a group leave the namespace. nft is not on every machine; its routes do not decide about
     groups of the link."""
