@@ -6,6 +6,7 @@ another one beats it, or if it cannot lead to a placement within the margin of t
 
 from __future__ import annotations
 
+import enum
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -47,6 +48,8 @@ _MEASURED = (
 _FEW, _SAME = 4, 0.01
 #: labels of one length, beyond which they are compared coarsely
 MOST_LABELS = 300_000
+#: the same before they are compared, of which each takes about 100 bytes
+MOST_COMPARED = 2_500_000
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,16 @@ class _Candidate:
         return self.offloaded, self.order, self.ends
 
 
+class _Merging(enum.Enum):
+    """Which labels of a state a search drops."""
+
+    NONE = enum.auto()
+    #: those that are worse by less than figures vary by
+    COARSE = enum.auto()
+    #: all but the one that is the best one if it ends there
+    ALL = enum.auto()
+
+
 class _TooManyLabelsError(Exception):
     pass
 
@@ -81,9 +94,9 @@ def best_placement(problem: Problem) -> Found | None:
 
     Of all numbers of shards, the smallest one wins whose best value is within the margin of the best of all.
     """
-    for coarse in (False, True):
+    for merging in _Merging:
         try:
-            chosen = _Search(problem, coarse=coarse).best()
+            chosen = _Search(problem, merging).best()
         except _TooManyLabelsError:
             continue
         if chosen is None:
@@ -91,8 +104,8 @@ def best_placement(problem: Problem) -> Found | None:
         placement = _shards(problem, chosen)
         prediction = predict(problem, placement)
         assert prediction is not None, "the search and the prediction read the same tables"
-        return Found(placement, prediction, near=coarse)
-    raise AssertionError("a coarse search has no limit of labels")
+        return Found(placement, prediction, near=merging is not _Merging.NONE)
+    raise AssertionError("a search that merges all has no limit of labels")
 
 
 def _shards(problem: Problem, chosen: _Candidate) -> tuple[PlacedShard, ...]:
@@ -107,11 +120,11 @@ def _shards(problem: Problem, chosen: _Candidate) -> tuple[PlacedShard, ...]:
 
 
 class _Search:
-    """A search, exact or with coarse comparisons."""
+    """A search, exact or with labels merged."""
 
-    def __init__(self, problem: Problem, *, coarse: bool) -> None:
+    def __init__(self, problem: Problem, merging: _Merging) -> None:
         self.problem = problem
-        self.coarse = coarse
+        self.merging = merging
         self._devices = problem.devices
         self._best: dict[int, list[_Candidate]] = {}
         self._twins = [self._twin(index) for index in range(len(self._devices))]
@@ -254,10 +267,14 @@ class _Programme:
 
     def _extend(self, open_labels: np.ndarray) -> Labels:
         labels = self._levels[-1]
-        parts: list[Labels] = []
+        parts, compared = list[Labels](), 0
         for used, last, members in _groups(labels, open_labels):
             followers = [i for i in range(len(self._problem.devices)) if self._search.usable(i, used, last)]
-            parts += [self._longer(labels[members], members, index, first=False) for index in followers]
+            longer = [self._longer(labels[members], members, index, first=False) for index in followers]
+            compared += sum(map(len, longer))
+            if compared > MOST_COMPARED and self._search.merging is not _Merging.ALL:
+                raise _TooManyLabelsError
+            parts += longer
         return self._kept(parts)
 
     def _kept(self, parts: list[Labels]) -> Labels:
@@ -267,10 +284,18 @@ class _Programme:
         rank = ranks(labels.order_rank, labels.last)
         ends = ranks(labels.ends_rank, -labels.done)
         labels = Labels(**{**vars(labels), "order_rank": rank, "ends_rank": ends})
-        labels = undominated(labels, coarse=self._search.coarse)
-        if len(labels) > MOST_LABELS and not self._search.coarse:
+        merging = self._search.merging
+        labels = undominated(labels, coarse=merging is not _Merging.NONE)
+        if len(labels) > MOST_LABELS and merging is _Merging.NONE:
             raise _TooManyLabelsError
-        return labels
+        return self._merged(labels) if merging is _Merging.ALL else labels
+
+    def _merged(self, labels: Labels) -> Labels:
+        """The label of each state that is the best one if it ends there."""
+        state = (labels.used * 64 + labels.last) * (self._count + 1) + labels.done
+        order = np.lexsort((labels.cost + self._repeat * labels.slowest, state))
+        first = np.diff(state[order], prepend=-1) != 0
+        return labels[np.sort(order[first])]
 
     def _longer(self, labels: Labels, members: np.ndarray, index: int, *, first: bool) -> Labels:
         """The labels with one more shard on a device, for every end of it that fits and may be worth it."""

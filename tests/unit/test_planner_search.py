@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from luce.planner import search
 from luce.planner.figures import DeviceFigures, LinkFigures
 from luce.planner.problem import Drafting, HeadWork, LayerWork, Load, ModelWork, Problem
 from luce.planner.search import Found, best_placement
@@ -213,3 +214,45 @@ def test_a_search_with_too_many_labels_is_coarse_and_says_so(monkeypatch: pytest
     assert coarse is not None
     assert (exact.near, coarse.near) == (False, True)
     assert coarse.prediction.value == pytest.approx(exact.prediction.value, rel=0.01)
+
+
+def of_all_speeds(rng: random.Random, devices: int, layers: int) -> Problem:
+    """Devices of which about half hold the model, none like another one."""
+    speeds = [rng.uniform(0.3, 1.0) for _ in range(devices)]
+    size = 2 * 1_000_000_000 * layers // devices
+    cards = (
+        replace(gpu(f"cuda:{i}", s, int(size * rng.uniform(0.7, 1.3))), unpack=5e11 * s) for i, s in enumerate(speeds)
+    )
+    work = replace(model(layers), layers=tuple(replace(one, unpacked=3_400_000_000) for one in model(layers).layers))
+    return Problem(work, Load(1, 8192, 8192), tuple(cards), {}, rng.choice(("prompt", "balanced")))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_search_that_merges_all_labels_of_a_state_is_near(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = of_all_speeds(random.Random(seed), 5, 16)
+    exact = best_placement(problem)
+    monkeypatch.setattr(search, "MOST_COMPARED", 100)
+    near = best_placement(problem)
+    assert exact is not None
+    assert near is not None
+    assert (exact.near, near.near) == (False, True)
+    assert exact.prediction.value <= near.prediction.value * (1 + 1e-9)
+    assert near.prediction.value <= exact.prediction.value * (1.03 + 0.02)
+
+
+def test_a_search_gives_up_before_it_compares_too_many_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[tuple[bool, int]] = []
+    kept = search._Programme._kept
+
+    def counted(self: Any, parts: list[Any]) -> Any:
+        compared.append((self._search.merging is search._Merging.ALL, sum(map(len, parts))))
+        return kept(self, parts)
+
+    monkeypatch.setattr(search, "MOST_COMPARED", 3000)
+    monkeypatch.setattr(search._Programme, "_kept", counted)
+    found = best_placement(of_all_speeds(random.Random(7), 8, 24))
+    assert found is not None
+    assert found.near
+    assert max(count for all_merged, count in compared if not all_merged) <= 3000
+    # The last search compares what it must.
+    assert max(count for all_merged, count in compared if all_merged) > 3000
