@@ -40,7 +40,7 @@ from luce import __version__
 
 #: The version of all messages; raised with each change that an older peer does not understand. It began at 8: earlier
 #: frames had a 1 in its place.
-PROTOCOL = 18
+PROTOCOL = 19
 _HEADER, _SUM = struct.Struct("<3sBIQQI"), struct.Struct("<I")
 _MAGIC = b"LUC"
 #: arrays of this many bytes or more follow the message; smaller ones are part of it
