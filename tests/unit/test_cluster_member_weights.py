@@ -14,7 +14,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from luce.cluster import gate, member_weights, wire
+from luce.cluster import member_weights, wire
 from luce.cluster.cluster_status import place_of
 from luce.cluster.coordinator import Coordinator
 from luce.cluster.member import PinnedCoordinator
@@ -26,26 +26,13 @@ from luce.gguf.reader import open_gguf
 from luce.ipc import tcp
 from luce.ipc.channel import Channel, ChannelError
 from luce.ipc.supervisor import Peer
-from tests.support.clusters import MODEL, Host, coordinator, joined, load_of, port_of
+from tests.support.cluster_fixtures import folder, home
+from tests.support.clusters import MODEL, Host, joined, load_of, port_of
 from tests.support.daemons import within
 
+__all__ = ["folder", "home"]
 Patch = pytest.MonkeyPatch
 Make = Callable[[], Host]
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
-    """Directories of this test's own."""
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "coordinator"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(gate, "REFUSAL_DELAY", 0.0)
-    return tmp_path
-
-
-@pytest.fixture
-def home(folder: Path) -> Iterator[Coordinator]:
-    with coordinator() as made:
-        yield made
 
 
 @pytest.fixture
