@@ -87,8 +87,8 @@ def prediction_facts(prediction: Prediction) -> dict[str, Any]:
              the state of all sequences, free bytes of the device, decode_s of a decoding step, piece_s of a piece of a
              prompt, and what limits each (limit, piece_limit)
     links    between them, with bytes per token, decode_s and piece_s
-    decode_tok_s, prompt_tok_s, prompt_s until the first token, the pieces of a prompt with their rows, and what they
-    wait for (slowest): a device, a link, or the CPU of a machine
+    value (what the search makes small), decode_tok_s, prompt_tok_s, prompt_s until the first token, the pieces of a
+    prompt with their rows, and what they wait for (slowest): a device, a link, or the CPU of a machine
     """
     stages = [
         {
@@ -117,6 +117,7 @@ def prediction_facts(prediction: Prediction) -> dict[str, Any]:
     ]
     rates = {"decode_tok_s": prediction.decode_rate, "prompt_tok_s": prediction.prompt_rate}
     pieces = {"pieces": prediction.pieces, "rows": prediction.rows, "slowest": prediction.slowest}
+    rates["value"] = prediction.value
     return {"stages": stages, "links": links, **rates, "prompt_s": prediction.prompt, **pieces}
 
 
