@@ -364,6 +364,33 @@ def test_only_what_is_forced_is_proposed_without_a_drafter(forced: tuple[int, ..
     assert (sequence.draft.forced, sequence.draft.ends_reasoning) == (len(forced[:2]), False)
 
 
+def test_what_is_forced_says_nothing_of_a_drafter() -> None:
+    text, told = [30 + i for i in range(30)], list[tuple[int, int]]()
+
+    class Forcing(Few):
+        def forced(self, most: int, ends: frozenset[int]) -> list[int]:
+            return text[len(reply_so_far()) :][: min(most, 2)]
+
+    def reply_so_far() -> list[int]:
+        return list(sequences[0].reply) if sequences else []
+
+    sequences: list[Sequence] = []
+    made = Speculator(
+        NoDrafter(),
+        DraftLimits(97, step_rows=16, verify_rows=3, width=3),
+        on_verified=lambda drafted, accepted: told.append((drafted, accepted)),
+    )
+    own = made.propose
+
+    def propose(running: Many[Sequence]) -> bool:
+        sequences[:] = running
+        return own(running)
+
+    made.propose = propose  # type: ignore[method-assign]
+    Driven(made, text, constraint=Forcing(97, *range(97)))
+    assert made.forced()[0] > 10 and not told
+
+
 def test_a_drafter_that_loses_is_asked_as_rarely_where_a_grammar_holds() -> None:
     plain = Timed(always, drafting=0.01)
     constrained = Timed(always, drafting=0.01, constraint=Few(97, *range(97)))
