@@ -37,6 +37,7 @@ from luce.hub.lookup import resolve_model
 from luce.hub.variants import DeviceMemory
 from luce.kvcache.disk.open import open_disk_tier
 from luce.kvcache.disk.spans import SpanFiles
+from luce.kvcache.disk.tier import DiskTier
 from luce.kvcache.draft_scorer import SEGMENT, DraftScorer
 from luce.kvcache.paging import KVFlash
 from luce.kvcache.policies import open_policy, ranks_pages
@@ -53,6 +54,7 @@ from luce.runtime.cores import limit_threads
 from luce.runtime.device import Device
 from luce.runtime.host import host_memory
 from luce.runtime.open import total_memory
+from luce.text.chat import ChatFormat
 from luce.text.collector import COLLECTOR_OFF
 from luce.text.open import open_chat, start_template
 from luce.text.retokenize import Retokenizer
@@ -259,11 +261,8 @@ def _open_model(
         on_verified = None
         if prepared is not None and drafter is not None:
             on_verified = keeping(observed_path(config, file, prepared.spec)).add
-        disk = None
-        if directory is not None:
-            template, features = chat.template.source if chat.template else "", 0 if tails is None else tails.most_bytes
-            disk = open_disk_tier(directory, file, backend, config, template=template, features=features)
-            chat.memory.look_up = disk.reply_tokens
+        features = 0 if tails is None else tails.most_bytes
+        disk = None if directory is None else _open_disk(directory, file, backend, config, chat, features)
         parts = ModelParts(
             file=file,
             spec=spec,
@@ -283,10 +282,19 @@ def _open_model(
             recommended=advice,
             recommend=recommend,
         )
-        resources = contextlib.ExitStack()
-        model = Model(parts, config, resources)
+        model = Model(parts, config, resources := contextlib.ExitStack())
         resources.enter_context(opened.pop_all())
         return model
+
+
+def _open_disk(
+    directory: Path, file: GGUFFile, backend: LayerSplitBackend, config: Config, chat: ChatFormat, features: int
+) -> DiskTier:
+    """The disk tier of the prefix cache, where a conversation finds its replies. `features`: as in open_disk_tier."""
+    template = chat.template.source if chat.template else ""
+    disk = open_disk_tier(directory, file, backend, config, template=template, features=features)
+    chat.memory.look_up = disk.reply_tokens
+    return disk
 
 
 def _immovable(config: Config, backend: LayerSplitBackend, drafter: Drafter | None) -> str:
