@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from luce.config.settings import Config
-from luce.errors import ModelError
 from luce.gguf.reader import open_gguf
 from luce.models.keys import Source
 from luce.models.registry import read_spec
@@ -50,13 +49,15 @@ def test_the_process_of_the_template_ends_with_the_model(children: list[Template
     assert all(child.process.poll() is not None for child in children)
 
 
-def test_a_file_without_a_template_keeps_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_open, "_template", lambda file, config: (None, "", ModelError))
+def test_a_file_without_a_template_keeps_no_process(tmp_path: Path) -> None:
+    base = tmp_path / "base.gguf"
+    # A key of another name in the place of the template's.
+    base.write_bytes(MODEL.read_bytes().replace(b"tokenizer.chat_template", b"tokenizer.chat_templatf", 1))
     with contextlib.ExitStack() as opened:
         child = text_open.start_template(opened)
         assert child is not None
-        file = opened.enter_context(open_gguf(MODEL))
-        spec = read_spec(Source(str(MODEL), file.metadata, file.tensors))
+        file = opened.enter_context(open_gguf(base))
+        spec = read_spec(Source(str(base), file.metadata, file.tensors))
         chat = text_open.open_chat(opened, file, spec, Config(), Vocabulary.read(file, spec).tokenizer, child)
         assert chat.template is None and child.process.poll() is not None
 
