@@ -190,7 +190,7 @@ def show(console: Console, facts: Mapping[str, Any]) -> None:
         + "".join(f"; {text} is not there" for text in facts["what_if"])
     )
     if facts["draft"] is not None:
-        console.print(_draft(facts["draft"]))
+        console.print(draft_text(facts["draft"]))
     if placement is None and not facts["alone"]:
         console.print("the placement by free memory does not fit")
     elif placement is not None:
@@ -216,7 +216,7 @@ def show(console: Console, facts: Mapping[str, Any]) -> None:
         _show_layer(console, facts["layer"])
 
 
-def _draft(draft: Mapping[str, Any]) -> str:
+def draft_text(draft: Mapping[str, Any]) -> str:
     tokens = f"{draft['tokens_per_step']:.2f} tokens a step, as measured"
     if not draft["measured"]:
         tokens = "counted as 1 token a step until a server has measured it"

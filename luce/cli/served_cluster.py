@@ -47,7 +47,7 @@ class ServedCluster:
     """
 
     def __init__(self, coordinator: Coordinator, *, replans: str = "manual", parallel: int = 1) -> None:
-        self._coordinator = coordinator
+        self.coordinator = coordinator
         self._replans = replans
         self._auto = AutoReplan(parallel, time.monotonic())
         #: lets the server load its model anew, without waiting for it; None before it is loaded for the first time
@@ -67,7 +67,7 @@ class ServedCluster:
             raise ServerError("the model is not loaded yet")
         if self._replans == "never":
             raise ServerError(f"the server was started with {flag('cluster_replan')} never")
-        self._coordinator.want("command")
+        self.coordinator.want("command")
 
     def follow(self, ending: threading.Event) -> None:
         """Place the model anew whenever that is wanted, until `ending`."""
@@ -75,7 +75,7 @@ class ServedCluster:
             # Before the first load a placement is that of all members anyway.
             if self.reload is None:
                 ending.wait(_POLL_INTERVAL)
-            elif why := self._coordinator.take_wanted(_POLL_INTERVAL) or self._due():
+            elif why := self.coordinator.take_wanted(_POLL_INTERVAL) or self._due():
                 self._replace(why, self.reload)
 
     def _due(self) -> str:
@@ -84,7 +84,7 @@ class ServedCluster:
         if self._replans != "auto" or model is None or model.immovable or model.down():
             return ""
         stats = model.engine.stats()
-        idle = self._coordinator.idle
+        idle = self.coordinator.idle
         return "auto" if self._auto.due(time.monotonic(), idle, running=stats.running, waiting=stats.waiting) else ""
 
     def _replace(self, why: str, reload: Callable[[], None]) -> None:
@@ -106,7 +106,7 @@ class ServedCluster:
     def _move(self, model: Model, why: str) -> None:
         """Move the model to the members that are there and stay. On the engine's thread. Raises LuceError if it fits
         neither there nor where it was; then it is on no device."""
-        before, without, only = self._coordinator.placed, frozenset[str](), None
+        before, without, only = self.coordinator.placed, frozenset[str](), None
 
         def worth(plan: PredictedPlan | None) -> bool:
             return why != "auto" or only is not None or gains_enough(_decode_rate(model.plan), _decode_rate(plan))
@@ -120,12 +120,12 @@ class ServedCluster:
                 self._place(without, why, moved, only)
                 return
             except LuceError as error:
-                unfit, lost = self._coordinator.broken(LOSS_SECONDS)
+                unfit, lost = self.coordinator.broken(LOSS_SECONDS)
                 without |= unfit
                 if unfit or lost:
                     _log.warning("the model cannot move, and tries again without what is not there: %s", error)
                     continue
-                tried, there = self._coordinator.placed, before & self._coordinator.present
+                tried, there = self.coordinator.placed, before & self.coordinator.present
                 if only is None and tried != there:
                     _log.warning("the model stays where it was: %s", error)
                     only = there
@@ -133,7 +133,7 @@ class ServedCluster:
                 away = ", ".join(sorted(before - there))
                 reason = f"the model does not fit without {away}: {error}" if away else str(error)
                 model.backend.unload(reason)
-                self._coordinator.unplaced()
+                self.coordinator.unplaced()
                 raise BackendError(reason) from error
 
     def open_model(
@@ -150,7 +150,7 @@ class ServedCluster:
 
         # A new placement is that of the members that are there.
         patience = config.cluster_wait if self.reload is None else 0.0
-        found = self._coordinator.wait_for_members(wanted, patience, waiting)
+        found = self.coordinator.wait_for_members(wanted, patience, waiting)
         on_wait("")
         if found < wanted:
             _log.warning(
@@ -162,13 +162,13 @@ class ServedCluster:
             try:
                 return self._load(progress, without, why)
             except LuceError as error:
-                unfit, lost = self._coordinator.broken(LOSS_SECONDS)
+                unfit, lost = self.coordinator.broken(LOSS_SECONDS)
                 without |= unfit
                 why = "loss" if lost else "unfit"
                 if not unfit and not lost:
                     raise
                 _log.warning("the load failed, and begins again without what is not there: %s", error)
-                self._coordinator.wait_for_members(wanted, config.cluster_wait, waiting)
+                self.coordinator.wait_for_members(wanted, config.cluster_wait, waiting)
                 on_wait("")
 
     def _load(self, progress: Callable[[float], None], without: Collection[str], why: str) -> Model:
@@ -189,13 +189,13 @@ class ServedCluster:
         with open_gguf(path) as file:
             identity = fingerprint(file)
         source = WeightSource(path, config.cluster_stream_rate * 1e6, streams=config.cluster_stream == "on")
-        devices, connects = self._coordinator.plan(identity, source, without, why, only)
+        devices, connects = self.coordinator.plan(identity, source, without, why, only)
         own = config.target_devices or (("auto",) if config.target_device == "auto" else (config.target_device,))
         model = place(path, dataclasses.replace(config, target_devices=(*own, *devices)), connects)
         placed = {str(shard["device"]): shard["layers"] for shard in model.placement}
-        self._coordinator.keep({device: range(at[0], at[1] + 1) for device, at in placed.items()}, why)
+        self.coordinator.keep({device: range(at[0], at[1] + 1) for device, at in placed.items()}, why)
         self._model = weakref.ref(model)
-        self._auto.placed(time.monotonic(), self._coordinator.idle)
+        self._auto.placed(time.monotonic(), self.coordinator.idle)
         for device, rate in _bandwidths(model).items():
             log.event(_log, "member measured", device=device, bytes_per_second=rate)
         return model

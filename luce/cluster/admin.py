@@ -21,7 +21,7 @@ from luce.ipc.channel import Channel, ChannelError
 
 _log = logging.getLogger("luce.cluster")
 #: seconds that a command has to send its request, and the coordinator to answer
-_REQUEST_SECONDS, _ANSWER_SECONDS = 5.0, 60.0
+_REQUEST_SECONDS, ANSWER_SECONDS = 5.0, 60.0
 _SOCKET = "socket"
 #: what everybody who lets a host join has to know
 TRUST = "a member sees activations, from which texts can be recovered, and can compute wrong results"
@@ -69,7 +69,7 @@ def ask(files: ClusterFiles, command: wire.Command) -> wire.Status | wire.Done:
         channel: Channel[Any] = Channel(sock, wire.Result)
         try:
             channel.send(0, command, timeout=_REQUEST_SECONDS)
-            _, answer = channel.receive(timeout=_ANSWER_SECONDS)
+            _, answer = channel.receive(timeout=ANSWER_SECONDS)
         except ChannelError as error:
             raise ServerError(f"cluster {files.name}: {error}") from None
     if isinstance(answer, wire.Failed):

@@ -86,11 +86,12 @@ class Coordinator:
             self._lock = threading.Condition()
             self._context = self._new_context()
             self._sessions = itertools.count(1)
-            self._links: dict[int, Link] = {}
+            #: the connections of members, by session
+            self.links: dict[int, Link] = {}
             self._calls = DeviceCalls()
             self._pinned: set[int] = set()
             #: why a new placement is wanted, as the metrics count it; "" if none is
-            self._wanted = ""
+            self.wanted = ""
             self._fingerprint = ""
             #: what members that lack the model file get it from
             self._source: WeightSource | None = None
@@ -119,7 +120,7 @@ class Coordinator:
         """End all connections, and stop listening."""
         self._closing.set()
         with self._lock:
-            links = list(self._links.values())
+            links = list(self.links.values())
             for name in self._calls.members:
                 self._close_devices(name, "the coordinator ends")
         for link in links:
@@ -179,12 +180,12 @@ class Coordinator:
                 connected = ", ".join(m.name for m in self._membership.members.values() if m.session is not None)
                 problem = f"{name}: no such member is connected; those that are: {connected or 'none'}"
                 raise UsageError(problem, param="member")
-            self._links[member.session].post(wire.Leave())
+            self.links[member.session].post(wire.Leave())
 
     def want(self, why: str) -> None:
         """Ask for a new placement; `why`: what the metrics count it as."""
         with self._lock:
-            self._wanted = self._wanted or why
+            self.wanted = self.wanted or why
             self._lock.notify_all()
 
     def rotate(self) -> tuple[list[str], list[str]]:
@@ -194,14 +195,14 @@ class Coordinator:
             self.files.write("next.pem", new_key_pair())
             following = read_identity(self.files.path / "next.pem")
             self._pinned.clear()
-            asked = dict(self._links)
+            asked = dict(self.links)
             for link in asked.values():
                 link.post(wire.NewPin(following.certificate))
-            self._lock.wait_for(lambda: self._pinned >= asked.keys() & self._links.keys(), _ROTATE_SECONDS)
+            self._lock.wait_for(lambda: self._pinned >= asked.keys() & self.links.keys(), _ROTATE_SECONDS)
             before = set(self._membership.members)
             self.files.replace("next.pem", "coordinator.pem")
             self._identity = Identity(self.files.path / "coordinator.pem", following.certificate)
-            self._apply(membership.Rotated(tuple(self._pinned & self._links.keys())))
+            self._apply(membership.Rotated(tuple(self._pinned & self.links.keys())))
             self._context = self._new_context()
             kept = sorted(self._membership.members)
         if self._announcement is not None:
@@ -228,14 +229,14 @@ class Coordinator:
     def take_wanted(self, seconds: float) -> str:
         """Why a new placement is wanted, "" if none is within so many seconds. It is not wanted any more then."""
         with self._lock:
-            self._lock.wait_for(lambda: self._wanted, seconds)
-            wanted, self._wanted = self._wanted, ""
+            self._lock.wait_for(lambda: self.wanted, seconds)
+            wanted, self.wanted = self.wanted, ""
             return wanted
 
     def unplaced(self) -> None:
         """The model is on no devices: it fits nowhere."""
         with self._lock:
-            self._layers, self._placement, self._wanted = {}, {}, ""
+            self._layers, self._placement, self.wanted = {}, {}, ""
             self._apply(membership.Unplaced())
 
     @property
@@ -273,7 +274,7 @@ class Coordinator:
         """
         with self._lock:
             # Members that still serve the last one do not answer.
-            self._layers, self._wanted = {}, ""
+            self._layers, self.wanted = {}, ""
             self._apply(membership.Ended())
             if self._source is not None:
                 self._source.close()
@@ -324,7 +325,7 @@ class Coordinator:
         asked = self._membership.usable(leaving=True)
         for member in asked:
             assert member.session is not None
-            self._links[member.session].post(wire.Find(fingerprint, self._streams))
+            self.links[member.session].post(wire.Find(fingerprint, self._streams))
         self._lock.wait_for(lambda: all(m.file or m.session is None for m in asked), _SEARCH_SECONDS)
         for member in asked:
             if not member.file and member.session is not None:
@@ -403,7 +404,7 @@ class Coordinator:
         link = Link(sock, wire.FromMember)
         reason = ""
         with self._lock:
-            self._links[session] = link
+            self.links[session] = link
             if self._closing.is_set():
                 link.close()
         try:
@@ -417,7 +418,7 @@ class Coordinator:
             reason = str(error)
         finally:
             with self._lock:
-                self._links.pop(session, None)
+                self.links.pop(session, None)
                 self._apply(membership.Disconnected(session, reason or "its connection has failed"))
                 self._threads.remove(threading.current_thread())
             link.channel.close()
@@ -459,14 +460,14 @@ class Coordinator:
                     facts = {"member": member, "epoch": self._membership.epoch, "reason": reason or None}
                     event(_log, f"member {name}", level, **facts)
                 case membership.Assign(session, epoch, token):
-                    self._links[session].post(wire.Assign(epoch, token, self._fingerprint, self._streams))
+                    self.links[session].post(wire.Assign(epoch, token, self._fingerprint, self._streams))
                 case membership.Replan(why, member):
                     event(_log, "replan", member=member, epoch=self._membership.epoch, reason=why)
-                    self._wanted = self._wanted or why
+                    self.wanted = self.wanted or why
                 case membership.Withdraw(why):
-                    self._wanted = "" if self._wanted == why else self._wanted
+                    self.wanted = "" if self.wanted == why else self.wanted
                 case membership.Tell(session, text):
-                    self._links[session].post(wire.Notice(text))
+                    self.links[session].post(wire.Notice(text))
                 case membership.Accept():
                     accepted = True
                 case membership.Refuse(token, reason):
@@ -483,11 +484,11 @@ class Coordinator:
         self._calls.end(name, reason, beside)
 
     def _dismiss(self, session: int, reason: str, final: bool) -> None:
-        if (link := self._links.get(session)) is not None:
+        if (link := self.links.get(session)) is not None:
             link.dismiss(wire.Dismissed(reason, final))
 
     def _status_of(self, member: Member, now: float, facts: ModelFacts | None) -> wire.MemberStatus:
-        link = None if member.session is None else self._links.get(member.session)
+        link = None if member.session is None else self.links.get(member.session)
         share = self.streams.share(member.name) if member.file == "streamed" else None
         return member_status(member, now, link, self._layers.get(member.name, ()), share, facts)
 

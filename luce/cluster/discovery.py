@@ -27,7 +27,7 @@ LOOKUP_SECONDS = 5.0
 _ADDRESS_SECONDS = 2.0
 
 
-def _library() -> ModuleType:
+def library_module() -> ModuleType:
     """The library. Raises UsageError without it."""
     try:
         return importlib.import_module("zeroconf")
@@ -47,7 +47,7 @@ class Announcement:
     """
 
     def __init__(self, addresses: Sequence[str], pin: bytes) -> None:
-        library = _library()
+        library = library_module()
         hosts, ports = zip(*map(parse_address, addresses), strict=True)
         self._hosts, self._port = list(hosts), ports[0]
         own = [host for host in hosts if ipaddress.ip_address(host).version == 4]
@@ -55,7 +55,7 @@ class Announcement:
             try:
                 self._responder: Any = library.Zeroconf(interfaces=own or library.InterfaceChoice.All)
                 opened.callback(self._responder.close)
-                self._info = self._register(pin)
+                self.info = self._register(pin)
             except (OSError, library.Error) as error:
                 why = f"cannot announce the server by mDNS: {error or type(error).__name__}"
                 raise UsageError(why, param="cluster_announce") from None
@@ -67,11 +67,11 @@ class Announcement:
 
     def renew(self, pin: bytes) -> None:
         """Announce another pin instead."""
-        before, self._info = self._info, self._register(pin)
+        before, self.info = self.info, self._register(pin)
         self._responder.unregister_service(before)
 
     def _register(self, pin: bytes) -> Any:
-        info = _library().ServiceInfo(
+        info = library_module().ServiceInfo(
             _SERVICE,
             f"{_instance(pin)}.{_SERVICE}",
             port=self._port,
@@ -87,7 +87,7 @@ class Announcement:
 def find(pin: bytes, seconds: float = LOOKUP_SECONDS) -> tuple[str, ...]:
     """HOST:PORT of a coordinator by its pin, as the first one that claims it says. Raises DeviceError if none answers,
     and UsageError without the library."""
-    library, names, end = _library(), queue.SimpleQueue[str](), time.monotonic() + seconds
+    library, names, end = library_module(), queue.SimpleQueue[str](), time.monotonic() + seconds
 
     def changed(zeroconf: object, service_type: str, name: str, state_change: object) -> None:
         if state_change is not library.ServiceStateChange.Removed and name.startswith(_instance(pin)):
@@ -105,7 +105,7 @@ def find(pin: bytes, seconds: float = LOOKUP_SECONDS) -> tuple[str, ...]:
                 name = names.get(timeout=left)
                 patience = min(_ADDRESS_SECONDS, max(0.0, end - time.monotonic()))
                 answer = asker.get_service_info(_SERVICE, name, 1000 * patience)
-                if answer is not None and (addresses := _addresses(answer, pin)):
+                if answer is not None and (addresses := announced_addresses(answer, pin)):
                     return addresses
     except (OSError, library.Error) as error:
         why = f"cannot ask by mDNS: {error or type(error).__name__}"
@@ -113,7 +113,7 @@ def find(pin: bytes, seconds: float = LOOKUP_SECONDS) -> tuple[str, ...]:
     raise DeviceError(f"{why}: {hint}; join with a token that has an address: `luce cluster token` without --lan")
 
 
-def _addresses(answer: Any, pin: bytes) -> tuple[str, ...]:
+def announced_addresses(answer: Any, pin: bytes) -> tuple[str, ...]:
     """The addresses of an answer; none if it is for another coordinator."""
     properties = answer.properties
     if properties.get(b"v") != _VERSION or properties.get(b"id") != pin[:ID_BYTES].hex().encode() or not answer.port:

@@ -81,7 +81,7 @@ class Speculator:
         self._rates = AcceptanceRates()
         # Rows of steps to choose between, beside all rows that could be verified: each number of rows needs kernels and
         # graphs of its own, and products take up to the next of these numbers at about the same price.
-        self._pace = Pace([1 << power for power in range(1, limits.step_rows.bit_length())])
+        self.pace = Pace([1 << power for power in range(1, limits.step_rows.bit_length())])
         #: seconds that are booked for the newest proposals; None if no drafter was asked
         self._drafting: float | None = None
         self._failures = 0
@@ -129,7 +129,7 @@ class Speculator:
                 sequence.draft_state = DraftState.PROMPT if self.drafter.block else None
                 self._sequences[sequence] = DraftedSequence(AcceptanceRates(self._rates), np.empty(0, np.int32))
         budget = self._max_step_rows - len(decoding)
-        if budget <= 0 or not (self._fixed or self._pace.step_times.measured(len(decoding))):
+        if budget <= 0 or not (self._fixed or self.pace.step_times.measured(len(decoding))):
             # Steps without drafts are measured first.
             for sequence in decoding if self.drafter.block else ():
                 sequence.draft_state = DraftState.FULL if budget <= 0 else DraftState.MEASURING
@@ -198,7 +198,7 @@ class Speculator:
                     joined = known.joined(proposal, text.most, tree=self._tree_tokens is not None)
                     alive.append((text, self._behind_forced(text.sequence, joined, text.most)))
         seconds = self._clock() - request.started
-        pace = self._pace
+        pace = self.pace
         if asked:
             self._seconds += seconds
             usual, self._drafting = pace.record_drafting(len(asked), request.owed, seconds)
@@ -231,14 +231,14 @@ class Speculator:
         if all(one.position >= one.sequence.read_end for one in scheduled.sequences):
             step, counts = scheduled.step, [one.rows for one in scheduled.sequences]
             pending = any(span.speculative or span.accepted for span in step.spans)
-            self._pace.record_step(step.rows, len(counts), max(counts), seconds, self._drafting, pending=pending)
+            self.pace.record_step(step.rows, len(counts), max(counts), seconds, self._drafting, pending=pending)
         self._drafting = None
 
     def measure_costs(self, backend: Backend, seconds: float) -> None:
         """Measure what steps and proposals take, for so long at most, while no sequence runs and no page is in use."""
         if self._drafts and not self._fixed:
             self._idle, rows = False, (self._max_step_rows, self._max_verify_rows)
-            CostTable(backend, self.drafter, self._pace, *rows, self._clock).measure(seconds)
+            CostTable(backend, self.drafter, self.pace, *rows, self._clock).measure(seconds)
 
     def feature_tail(self, slot: int, end: int) -> FeatureTail | None:
         """The features to save with the first `end` positions of a slot's sequence, all of which are computed."""
@@ -264,7 +264,7 @@ class Speculator:
         known.steps += 1
         known.proposed += len(draft.tokens)
         known.accepted += len(accepted)
-        self._pace.record_accepted(len(accepted))
+        self.pace.record_accepted(len(accepted))
         if self._on_verified is not None and not forced:
             self._on_verified(len(draft.tokens), len(accepted))
         if not draft.ends_reasoning:
@@ -368,7 +368,7 @@ class Speculator:
             return [False] * len(known)
         for one, sequence in zip(known, decoding, strict=True):
             one.now = len(sequence.prompt) + len(sequence.reply)
-        return [not one.off for one in known] if self._fixed else self._pace.ask(known, budget)
+        return [not one.off for one in known] if self._fixed else self.pace.ask(known, budget)
 
     def _compare(self, sequence: Sequence, known: DraftedSequence) -> None:
         """Learn from a proposal of which no token was verified, once the reply has gone on otherwise."""
@@ -385,7 +385,7 @@ class Speculator:
         known.rates.update(proposal, outcomes, _SEQUENCE_WEIGHT)
         self._rates.update(proposal, outcomes, _GLOBAL_WEIGHT)
         if known.offered is not None:
-            self._pace.learn(known, known.rates.probabilities(known.offered))
+            self.pace.learn(known, known.rates.probabilities(known.offered))
             known.offered = None
 
     def _text(self, sequence: Sequence, budget: int, *, asks: bool) -> DraftText | None:
@@ -452,7 +452,7 @@ class Speculator:
                     probabilities.append([*sure, *known.rates.probabilities(proposal)])
                     rated.append((text, proposal))
             proposals = rated
-            pace = self._pace
+            pace = self.pace
             # Blocks cut short by the ends of replies would be steps of any number of rows, each of which is captured.
             block = min(self.drafter.block, self._max_verify_rows - 1)
             whole = not any(text.cut_short(self._sequences[text.sequence], block) for text, _ in rated)

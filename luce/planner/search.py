@@ -75,7 +75,7 @@ class _Candidate:
         return self.offloaded, self.order, self.ends
 
 
-class _Merging(enum.Enum):
+class Merging(enum.Enum):
     """Which labels of a state a search drops."""
 
     NONE = enum.auto()
@@ -94,7 +94,7 @@ def best_placement(problem: Problem) -> Found | None:
 
     Of all numbers of shards, the smallest one wins whose best value is within the margin of the best of all.
     """
-    for merging in _Merging:
+    for merging in Merging:
         try:
             chosen = _Search(problem, merging).best()
         except _TooManyLabelsError:
@@ -104,7 +104,7 @@ def best_placement(problem: Problem) -> Found | None:
         placement = _shards(problem, chosen)
         prediction = predict(problem, placement)
         assert prediction is not None, "the search and the prediction read the same tables"
-        return Found(placement, prediction, near=merging is not _Merging.NONE)
+        return Found(placement, prediction, near=merging is not Merging.NONE)
     raise AssertionError("a search that merges all has no limit of labels")
 
 
@@ -122,7 +122,7 @@ def _shards(problem: Problem, chosen: _Candidate) -> tuple[PlacedShard, ...]:
 class _Search:
     """A search, exact or with labels merged."""
 
-    def __init__(self, problem: Problem, merging: _Merging) -> None:
+    def __init__(self, problem: Problem, merging: Merging) -> None:
         self.problem = problem
         self.merging = merging
         self._devices = problem.devices
@@ -137,7 +137,7 @@ class _Search:
             lengths[rows] = max(shards, lengths.get(rows, 0))
         # Few shards first: their values bound the search for more of them.
         for rows, length in sorted(lengths.items(), reverse=True):
-            _Programme(self, rows).run(length)
+            Programme(self, rows).run(length)
         if not self._best:
             return None
         least = {shards: min(candidate.value for candidate in found) for shards, found in self._best.items()}
@@ -198,7 +198,7 @@ def _alike(a: Any, b: Any, share: float) -> bool:
     return math.isclose(a, b, rel_tol=share)
 
 
-class _Programme:
+class Programme:
     """The chains of shards whose prompts come in pieces of the same number of rows."""
 
     def __init__(self, search: _Search, rows: int) -> None:
@@ -263,7 +263,7 @@ class _Programme:
         empty = Labels(zero, zero, zero, cost, nothing, resources, zero, zero, zero, zero)
         devices = range(len(self._problem.devices))
         parts = [self._longer(empty, zero, i, first=True) for i in devices if self._search.usable(i, 0, None)]
-        return self._kept(parts)
+        return self.kept(parts)
 
     def _extend(self, open_labels: np.ndarray) -> Labels:
         labels = self._levels[-1]
@@ -272,12 +272,12 @@ class _Programme:
             followers = [i for i in range(len(self._problem.devices)) if self._search.usable(i, used, last)]
             longer = [self._longer(labels[members], members, index, first=False) for index in followers]
             compared += sum(map(len, longer))
-            if compared > MOST_COMPARED and self._search.merging is not _Merging.ALL:
+            if compared > MOST_COMPARED and self._search.merging is not Merging.ALL:
                 raise _TooManyLabelsError
             parts += longer
-        return self._kept(parts)
+        return self.kept(parts)
 
-    def _kept(self, parts: list[Labels]) -> Labels:
+    def kept(self, parts: list[Labels]) -> Labels:
         labels = concatenate(parts) if parts else self._levels[-1][np.zeros(0, np.int64)]
         if not len(labels):
             return labels
@@ -285,10 +285,10 @@ class _Programme:
         ends = ranks(labels.ends_rank, -labels.done)
         labels = Labels(**{**vars(labels), "order_rank": rank, "ends_rank": ends})
         merging = self._search.merging
-        labels = undominated(labels, coarse=merging is not _Merging.NONE)
-        if len(labels) > MOST_LABELS and merging is _Merging.NONE:
+        labels = undominated(labels, coarse=merging is not Merging.NONE)
+        if len(labels) > MOST_LABELS and merging is Merging.NONE:
             raise _TooManyLabelsError
-        return self._merged(labels) if merging is _Merging.ALL else labels
+        return self._merged(labels) if merging is Merging.ALL else labels
 
     def _merged(self, labels: Labels) -> Labels:
         """The label of each state that is the best one if it ends there."""

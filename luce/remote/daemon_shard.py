@@ -358,7 +358,7 @@ class ServedModel(Service):
         data = None
         if self.output_widths and not self.load.shared:
             data = self._output_codec.pack(self.arena.memory[message.target :], message.step.rows)
-        return Done(self._seconds(), output, data)
+        return Done(self.seconds(), output, data)
 
     def _copy_captured(self, step: Step, outputs: Sequence[Array]) -> None:
         """Copy the captured outputs of the last shard to the place of an output activation."""
@@ -370,7 +370,7 @@ class ServedModel(Service):
         # The next step overwrites the outputs, and the response says that the copies are there.
         self.devices[-1].wait_for(self._output_copies.record())
 
-    def _seconds(self) -> tuple[float, ...]:
+    def seconds(self) -> tuple[float, ...]:
         """What each device has worked since the last response."""
         self.pipeline.count_times()
         before, self._seconds_reported = self._seconds_reported, self.pipeline.work_seconds()

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,10 +51,10 @@ def identity(path: Path) -> Identity:
 
 
 @contextlib.contextmanager
-def coordinator(name: str = "home", port: int = 0) -> Iterator[Coordinator]:
-    """A coordinator that listens on the loopback interface."""
+def coordinator(name: str = "home", port: int = 0, **more: Any) -> Iterator[Coordinator]:
+    """A coordinator that listens on the loopback interface; `more`: of the constructor."""
     needs_keys()
-    with contextlib.closing(Coordinator(name, f"127.0.0.1:{port}")) as made:
+    with contextlib.closing(Coordinator(name, f"127.0.0.1:{port}", **more)) as made:
         yield made
 
 

@@ -24,7 +24,7 @@ from luce.text.template_message import pack, unpack
 PLACES = ("golden", "test_cli_inspect_published.py", "test_cli_plan.py", "test_draft_open.py", "test_draft_sizes.py")
 COUNTING = ("test_split_requests.py",)
 #: processes that wait
-_MOST = 24
+MOST = 24
 
 
 class Waiting:
@@ -32,7 +32,7 @@ class Waiting:
 
     def __init__(self) -> None:
         self._children: dict[str, TemplateChild] = {}
-        self._most = _MOST
+        self._most = MOST
 
     def take(self, source: str) -> TemplateChild | None:
         """A process that has the template."""

@@ -330,11 +330,11 @@ def test_a_draft_is_in_the_plan(measured: Path, capsys: pytest.CaptureFixture[st
 
 def test_the_line_of_a_draft_says_what_it_rests_on() -> None:
     facts = {"device": "hip:0", "bytes": 3 << 29, "rows": 7, "tokens_per_step": 1.0, "measured": False}
-    assert predicted_plan._draft({**facts, "decode_s": None}) == (
+    assert predicted_plan.draft_text({**facts, "decode_s": None}) == (
         "draft on hip:0: 1.50 GiB, its time is not counted; verifies 7 rows, counted as 1 token a step until a server "
         "has measured it"
     )
-    assert predicted_plan._draft({**facts, "device": None, "measured": True, "tokens_per_step": 3.2}) == (
+    assert predicted_plan.draft_text({**facts, "device": None, "measured": True, "tokens_per_step": 3.2}) == (
         "draft; verifies 7 rows, 3.20 tokens a step, as measured"
     )
 

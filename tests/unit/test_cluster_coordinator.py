@@ -216,27 +216,25 @@ def test_delays_between_attempts() -> None:
     assert [next(low) for _ in range(3)] == [0, 0.8, 1.6]
 
 
-def test_a_placement_without_a_lost_member_is_not_wanted_any_more_once_it_is_back(
-    home: Coordinator, hosts: Make
-) -> None:
-    host = hosts(home)
-    (host.folder / "model.gguf").symlink_to(MODEL)
-    host.start()
-    assert home.wait_for_members(1, 30) == 1
-    with open_gguf(MODEL) as file:
-        home.plan(fingerprint(file))
-    home.keep({"member://box/cpu:0": range(1)})
-    assert home.placed == home.present == {"box"} and home.idle == frozenset()
-    home._membership.patience = 0.0
-    assert host.host is not None
-    host.host.stop()
-    host.end()
-    assert within(30, lambda: home._wanted == "loss")
-    assert home.present == frozenset()
-    host.start()
-    assert within(30, lambda: state(home) == "loading") and home.take_wanted(0) == ""
-    home.want("command")
-    assert home.take_wanted(0) == "command" and home.take_wanted(0) == ""
+def test_a_placement_without_a_lost_member_is_not_wanted_any_more_once_it_is_back(hosts: Make) -> None:
+    with coordinator(patience=0.0) as home:
+        host = hosts(home)
+        (host.folder / "model.gguf").symlink_to(MODEL)
+        host.start()
+        assert home.wait_for_members(1, 30) == 1
+        with open_gguf(MODEL) as file:
+            home.plan(fingerprint(file))
+        home.keep({"member://box/cpu:0": range(1)})
+        assert home.placed == home.present == {"box"} and home.idle == frozenset()
+        assert host.host is not None
+        host.host.stop()
+        host.end()
+        assert within(30, lambda: home.wanted == "loss")
+        assert home.present == frozenset()
+        host.start()
+        assert within(30, lambda: state(home) == "loading") and home.take_wanted(0) == ""
+        home.want("command")
+        assert home.take_wanted(0) == "command" and home.take_wanted(0) == ""
 
 
 def test_drain_by_command(home: Coordinator, hosts: Make) -> None:

@@ -82,7 +82,7 @@ def test_a_name_that_is_taken(announce: Callable[..., Announcement]) -> None:
 
 
 def test_what_is_announced(announce: Callable[..., Announcement]) -> None:
-    info = announce(PIN, "127.0.0.1:7443", "[::1]:7443")._info
+    info = announce(PIN, "127.0.0.1:7443", "[::1]:7443").info
     assert info.properties == {b"v": b"1", b"id": b"0001020304050607"} and info.type == "_luce._tcp.local."
     assert info.name == "luce-0001020304050607._luce._tcp.local." and info.server == "luce-0001020304050607.local."
     assert socket.gethostname() not in repr(info)
@@ -106,7 +106,7 @@ def test_answers_that_are_for_another_server(properties: Any, port: Any, address
 
     answer = Answer()
     answer.properties, answer.port = properties, port  # type: ignore[attr-defined]
-    assert discovery._addresses(answer, PIN) == addresses
+    assert discovery.announced_addresses(answer, PIN) == addresses
 
 
 def test_nobody_answers() -> None:
@@ -136,7 +136,7 @@ def home() -> Iterator[Coordinator]:
     settings = resolve({"cluster": "home", "cluster_listen": "127.0.0.1:0", "cluster_announce": True}, env={})
     with served_cluster(settings) as cluster:
         assert cluster is not None
-        yield cluster._coordinator
+        yield cluster.coordinator
 
 
 def test_a_host_joins_with_a_token_without_addresses(home: Coordinator, folder: Path, monkeypatch: Patch) -> None:
@@ -147,7 +147,7 @@ def test_a_host_joins_with_a_token_without_addresses(home: Coordinator, folder: 
         files = ClusterFiles("home")
         join(token, files, "box")
         # Later starts need no lookup.
-        own.setattr(discovery, "_library", lambda: pytest.fail("it asks again"))
+        own.setattr(discovery, "library_module", lambda: pytest.fail("it asks again"))
         host = Host(files, folder).start()
         assert home.wait_for_members(1, 30) == 1
         host.stop()

@@ -235,10 +235,10 @@ def test_a_member_pins_no_certificate_that_cannot_be_read(folder: Path, monkeypa
         host.start()
         assert home.wait_for_members(1, 30) == 1
         before = host.files.read("server.json", dict[str, Any])
-        (link,) = home._links.values()
+        (link,) = home.links.values()
         link.post(wire.NewPin(certificate))
         # It connects again, with what it knew.
-        assert within(30, lambda: len(home._links) > 0 and link not in home._links.values())
+        assert within(30, lambda: len(home.links) > 0 and link not in home.links.values())
         assert home.wait_for_members(1, 30) == 1 and host.files.read("server.json", dict[str, Any]) == before
         host.stop()
 
@@ -276,7 +276,7 @@ def test_a_command_that_fails_is_not_the_last_one(monkeypatch: Patch) -> None:
     def defect() -> None:
         raise ZeroDivisionError("division by zero")
 
-    monkeypatch.setattr(admin, "_ANSWER_SECONDS", 5.0)
+    monkeypatch.setattr(admin, "ANSWER_SECONDS", 5.0)
     with coordinator() as home, admin.answering(home, defect):
         with pytest.raises(ServerError, match=r"^the command failed: ZeroDivisionError: division by zero$"):
             admin.ask(home.files, wire.AskReplan())

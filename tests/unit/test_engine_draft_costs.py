@@ -21,7 +21,7 @@ COSTS = Costs(rows={1: 5.0, 2: 6.0, 4: 7.0, 8: 9.0, 16: 14.0}, sequence=0.0, dra
 
 def test_the_table_has_the_times_of_the_device() -> None:
     load = Load(COSTS, [0.5] * 8, measured=10.0)
-    pace = load.speculator._pace
+    pace = load.speculator.pace
     for rows in (1, 2, 4, 8, 9, 11, 15, 16):
         # A verification's rows are read by the drafter too.
         assert 1e3 * pace.step_times(rows) == pytest.approx(COSTS.step(rows, 1), abs=0.2), rows
@@ -39,7 +39,7 @@ def test_a_drafter_captures_what_it_reads_behind_rests() -> None:
 
 def test_replies_correct_the_table() -> None:
     load = Load(COSTS, [0.9], tokens=400, measured=10.0)
-    pace, slower = load.speculator._pace, Costs(rows={1: 5.0, 16: 60.0}, sequence=0.0, drafting=COSTS.drafting)
+    pace, slower = load.speculator.pace, Costs(rows={1: 5.0, 16: 60.0}, sequence=0.0, drafting=COSTS.drafting)
     drafted = pace.step_times(8)
     load.costs = load.device.costs = slower
     load.replies()

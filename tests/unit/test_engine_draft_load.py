@@ -40,7 +40,7 @@ def test_tries_behind_a_rest_cost_what_they_are_expected_to(sequences: int) -> N
     shapes = len(load.device.shapes)
     load.replies()
     assert len(load.device.shapes) <= shapes + 2
-    pace = load.speculator._pace
+    pace = load.speculator.pace
     for owed in (20, 60, 60, 60):
         usual, booked = pace.record_drafting(1, owed, 0.004)
         assert booked == 0.004 and usual == pytest.approx(1e-3 * (3.0 + H100.reading * -(-owed // 16)), rel=0.3)

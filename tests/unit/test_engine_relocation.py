@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from luce.draft.ngram import NgramDrafter
-from luce.engine import relocation
+from luce.engine import admission, relocation
+from luce.engine.admission import Admission
 from luce.engine.loop import Engine
 from luce.errors import BackendError, QueueFullError, ShardLostError, UnavailableError
 from luce.runtime.device import Memory
@@ -56,10 +61,16 @@ def move_at(made: Engine, hook: Held, replace: Any) -> list[BaseException | None
             found.append(error)
 
     assert hook.reached.wait(TIMEOUT)
-    thread = threading.Thread(target=move)
-    thread.start()
-    while not made._admission.commands:
-        pass
+    thread, posted, post = threading.Thread(target=move), threading.Event(), Admission.post
+
+    def watched(self: Admission, command: Callable[[], None]) -> bool:
+        done = post(self, command)
+        posted.set()
+        return done
+
+    with mock.patch.object(Admission, "post", watched):
+        thread.start()
+        assert posted.wait(TIMEOUT)
     hook.go.set()
     thread.join(TIMEOUT)
     return found
@@ -211,9 +222,10 @@ def test_requests_wait_while_it_moves_and_nothing_stalls() -> None:
 
         def replace() -> None:
             wipe(backend)
-            made._admission._last_progress -= 1e6
             seen.append(submit(made, [70, 71], max_tokens=4)[0])
-            seen.append(made.stats())
+            later = SimpleNamespace(monotonic=lambda: time.monotonic() + 1e6)
+            with mock.patch.object(admission, "time", later):
+                seen.append(made.stats())
             # Beyond the queue's limit they are told when to try again.
             with pytest.raises(QueueFullError) as refused:
                 submit(made, [72, 73], max_tokens=4)

@@ -78,7 +78,7 @@ def test_a_process_that_ended_meanwhile_is_not_taken(waiting: Waiting) -> None:
 
 
 def test_few_are_kept_and_none_behind_the_end(waiting: Waiting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_templates, "_MOST", 2)
+    monkeypatch.setattr(kept_templates, "MOST", 2)
     few = Waiting()
     children = [begun(few, source) for source in ("a", "a", "b", "c")]
     processes = [child.process for child in children]

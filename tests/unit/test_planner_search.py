@@ -242,14 +242,14 @@ def test_a_search_that_merges_all_labels_of_a_state_is_near(seed: int, monkeypat
 
 def test_a_search_gives_up_before_it_compares_too_many_labels(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[tuple[bool, int]] = []
-    kept = search._Programme._kept
+    kept = search.Programme.kept
 
     def counted(self: Any, parts: list[Any]) -> Any:
-        compared.append((self._search.merging is search._Merging.ALL, sum(map(len, parts))))
+        compared.append((self._search.merging is search.Merging.ALL, sum(map(len, parts))))
         return kept(self, parts)
 
     monkeypatch.setattr(search, "MOST_COMPARED", 3000)
-    monkeypatch.setattr(search._Programme, "_kept", counted)
+    monkeypatch.setattr(search.Programme, "kept", counted)
     found = best_placement(of_all_speeds(random.Random(7), 8, 24))
     assert found is not None
     assert found.near

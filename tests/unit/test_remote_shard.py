@@ -102,7 +102,7 @@ def test_a_daemon_that_has_loaded_what_it_was_asked_to() -> None:
 def test_a_daemon_whose_devices_worked_no_time_is_lost(
     seconds: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(daemon_shard.ServedModel, "_seconds", lambda self: seconds)
+    monkeypatch.setattr(daemon_shard.ServedModel, "seconds", lambda self: seconds)
     with placement() as (file, devices):
         backend = LayerSplitBackend(file, SPEC, devices, OPTIONS)
         with closing(backend):
@@ -112,7 +112,7 @@ def test_a_daemon_whose_devices_worked_no_time_is_lost(
 
 
 def test_each_device_of_a_daemon_has_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(daemon_shard.ServedModel, "_seconds", lambda self: (0.25, 0.5))
+    monkeypatch.setattr(daemon_shard.ServedModel, "seconds", lambda self: (0.25, 0.5))
     opening = Open(__version__, ("cpu:1", "cpu:2"), "error", 0, "float32")
     with ExitStack() as stack:
         file = stack.enter_context(open_gguf(REFERENCE.path))
