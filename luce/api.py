@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import queue
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -149,6 +150,7 @@ class Model:
         self.plan = parts.plan
         self._draft_devices = parts.draft_devices
         self._resources = resources
+        self._closing = threading.RLock()
         #: the devices of the last move
         self._placement = contextlib.ExitStack()
         #: why the model cannot move to other devices behind running replies; empty: it can
@@ -407,11 +409,13 @@ class Model:
 
     def close(self) -> None:
         """Stop generating, release devices and file. Idempotent."""
-        self.engine.close()
-        self.grammars.close()
-        self.backend.close()
-        self._placement.close()
-        self._resources.close()
+        # One thread after the other: a second one would close devices whose shards the first one still closes.
+        with self._closing:
+            self.engine.close()
+            self.grammars.close()
+            self.backend.close()
+            self._placement.close()
+            self._resources.close()
 
     def __enter__(self) -> Model:
         return self

@@ -84,16 +84,17 @@ def serve(out: Path, arguments: Sequence[str]) -> int:
         notes["flags"] = [float(self.uses_flags)]
         if self._input_link is not None:
             self._input_link._watch = lambda start, end: events.append((start, end))
-        count = self._seconds
+        count: Callable[[], tuple[float, ...]] = self.seconds
 
-        def seconds() -> float:
-            notes["work"].append(count())
+        def seconds() -> tuple[float, ...]:
+            found = count()
+            notes["work"].append(sum(found))
             while events and events[0][1].done():
                 start, end = events.pop(0)
                 notes["copy in"].append(end.seconds_since(start))
-            return notes["work"][-1]
+            return found
 
-        self._seconds = seconds
+        self.seconds = seconds
 
     model.__init__ = watched  # type: ignore[method-assign, assignment]
     try:

@@ -41,8 +41,10 @@ class Loaders:
     def __init__(self) -> None:
         self.used: dict[str, set[str]] = {}
 
-    def __call__(self, file: GGUFFile, device: Device, pool: WeightPool | None = None) -> WeightLoader:
-        loader = WeightLoader(file, device, pool)
+    def __call__(
+        self, file: GGUFFile, device: Device, pool: WeightPool | None = None, *, int8: bool = False
+    ) -> WeightLoader:
+        loader = WeightLoader(file, device, pool, int8=int8)
         self.used[str(device.name)] = loader.used
         return loader
 

@@ -10,6 +10,7 @@ import importlib
 import json
 import re
 import shlex
+from collections import defaultdict
 from pathlib import Path
 
 import msgspec
@@ -29,13 +30,16 @@ from luce.config.sampling import SAMPLERS
 from luce.config.settings import FIELDS, flag
 from luce.draft import messages as draft_messages
 from luce.draft.ngram import NgramDrafter
+from luce.gguf.reader import open_gguf
 from luce.ipc import lifecycle
 from luce.kvcache.disk.stats import DiskStats
-from luce.models.registry import FAMILIES
+from luce.models.keys import Source
+from luce.models.registry import FAMILIES, read_spec
 from luce.ops.weight import KERNEL_TYPES
 from luce.remote import messages
 from luce.server import messages_request, native_request, responses_request, schema
 from luce.server.native_request import InfillRequest, NativeRequest
+from tests.support.family_features import features
 from tests.support.http_server import running
 from tests.support.scorers import ScriptedScorer
 
@@ -407,7 +411,7 @@ def test_commands_of_the_chat_are_in_the_guide() -> None:
 
 
 def test_families_and_types_are_in_the_guide() -> None:
-    text = page("choosing-a-file")
+    text = page("models").partition("## What runs")[2]
     assert set(re.findall(r"^\| `([\w-]+)` \|", text, re.MULTILINE)) == set(FAMILIES)
     named = set(
         re.findall(
@@ -415,6 +419,20 @@ def test_families_and_types_are_in_the_guide() -> None:
         )
     )
     assert named == {kind.name for kind in KERNEL_TYPES}
+
+
+def test_features_of_families_are_those_of_their_reference_files() -> None:
+    found: dict[str, set[str]] = defaultdict(set)
+    for path in (ROOT / "tests" / "reference").glob("*-*.gguf"):
+        with open_gguf(path) as file:
+            family = file.metadata.string("general.architecture")
+            if family in FAMILIES:
+                found[family] |= set(features(read_spec(Source(str(path), file.metadata, file.tensors))))
+    rows = re.findall(r"^\| `([\w-]+)` \| .* \| (.*) \|$", page("models").partition("## What runs")[2], re.MULTILINE)
+    named = {family: set() if text == "-" else set(text.split(", ")) for family, text in rows}
+    # Experts come with Mixtral's files alone, of which none is among the reference files.
+    assert named.pop("llama") == {"experts (Mixtral)"} and not found.pop("llama")
+    assert named == found
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
