@@ -233,7 +233,7 @@ class Config(ServerSettings, ClusterSettings, PoolSettings, PlanningSettings, Pr
     prompt_precision: str = setting(
         "fp16",
         choice("fp16", "int8"),
-        "in what GPUs multiply prompts: fp16, int8 (faster, less exact; NVIDIA GPUs alone)",
+        "type in which GPUs multiply prompts: fp16, int8 (faster, less exact; NVIDIA GPUs alone)",
         metavar="TYPE",
         group="engine",
     )

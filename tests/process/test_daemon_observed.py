@@ -21,7 +21,7 @@ from luce.profiles.profile import DeviceProfile, FormatProfile, LinkProfile, Obs
 from luce.profiles.profile_cache import profile_path, read_profile
 from luce.runtime.device import DeviceName
 from luce.runtime.open import open_all
-from tests.support.daemons import HERE, devices
+from tests.support.daemons import HERE, devices, within
 from tests.support.drive import Driver
 from tests.support.reference import Reference
 
@@ -77,11 +77,9 @@ def test_a_daemon_keeps_what_a_server_observes_of_its_devices(monkeypatch: pytes
         before = model.plan.prediction.shards[1].decode.total
         list(model.generate(PROMPT.tolist(), max_tokens=60, ignore_eos=True, temperature=0))
         # Of this process's device the server itself keeps it, of the other one the daemon.
-        end = time.monotonic() + 60
-        while (found := read_profile(path)) is None or found.observed is None:
-            assert time.monotonic() < end
-            time.sleep(0.05)
-    assert stored
+        assert within(60, lambda: (kept := read_profile(path)) is not None and kept.observed is not None)
+    found = read_profile(path)
+    assert stored and found is not None and found.observed is not None
     assert found.observed.steps in (20, 40)
     with luce.load(REFERENCE.path, **settings) as model:
         assert model.plan is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ import pytest
 
 from luce.cluster.cluster_files import ClusterFiles
 from luce.cluster.coordinator import Coordinator
-from luce.cluster.identity import Identity, new_key_pair, read_identity
+from luce.cluster.identity import JOIN_PROTOCOL, Identity, new_key_pair, read_identity
 from luce.cluster.join_token import decode_token
 from luce.cluster.member import MemberHost, join
 from luce.cluster.member_weights import Storage, Verify
@@ -56,6 +57,26 @@ def coordinator(name: str = "home", port: int = 0, **more: Any) -> Iterator[Coor
     needs_keys()
     with contextlib.closing(Coordinator(name, f"127.0.0.1:{port}", **more)) as made:
         yield made
+
+
+@contextlib.contextmanager
+def impostor(folder: Path) -> Iterator[tuple[str, list[bytes]]]:
+    """A port with a key of its own that lets one host join: its address, and what it has heard behind the block."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(identity(folder / "impostor").path)
+    context.set_alpn_protocols([JOIN_PROTOCOL])
+    heard: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            plain, _ = listener.accept()
+            with context.wrap_socket(plain, server_side=True) as sock:
+                heard.append(sock.recv(1))
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}", heard
+        thread.join()
 
 
 def port_of(made: Coordinator) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import ssl
 import subprocess
 import sys
 import threading
@@ -18,12 +17,11 @@ from luce.cluster import discovery
 from luce.cluster.cluster_files import ClusterFiles
 from luce.cluster.coordinator import Coordinator
 from luce.cluster.discovery import Announcement, find
-from luce.cluster.identity import JOIN_PROTOCOL
 from luce.cluster.join_token import JoinToken, decode_token
 from luce.cluster.member import join
 from luce.config.resolve import resolve
 from luce.errors import DeviceError, UsageError
-from tests.support.clusters import Host, coordinator, identity, needs_keys
+from tests.support.clusters import Host, coordinator, impostor, needs_keys
 
 Patch = pytest.MonkeyPatch
 PIN = bytes(range(32))
@@ -162,21 +160,7 @@ def test_a_new_key_is_announced(home: Coordinator, folder: Path, monkeypatch: Pa
 
 
 def test_an_impostor_is_found_and_gets_nothing(folder: Path, announce: Callable[..., Announcement]) -> None:
-    key = identity(folder / "impostor")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(key.path)
-    context.set_alpn_protocols([JOIN_PROTOCOL])
-    heard: list[bytes] = []
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def serve() -> None:
-            plain, _ = listener.accept()
-            with context.wrap_socket(plain, server_side=True) as sock:
-                heard.append(sock.recv(1))
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    with impostor(folder) as (address, heard):
         # It claims to be the coordinator of the token, whose key it lacks.
         announce(PIN, address)
         token = JoinToken(1, b"8 bytes!", "home", (), PIN, b"sixteen secrets!", 0)
@@ -184,7 +168,6 @@ def test_an_impostor_is_found_and_gets_nothing(folder: Path, announce: Callable[
             DeviceError, match=rf"^{address}: somebody else answers there: key [0-9a-f]{{8}}, the token"
         ):
             join(token, ClusterFiles("elsewhere"), "box")
-        thread.join()
     assert heard == [b""] and ClusterFiles("elsewhere").read("server.json", dict) is None
 
 

@@ -22,7 +22,7 @@ from luce.cluster import member as member_module
 from luce.cluster.cluster_files import ClusterFiles
 from luce.cluster.cluster_status import place_of
 from luce.cluster.coordinator import Coordinator
-from luce.cluster.identity import JOIN_PROTOCOL, Identity, coordinator_context, join_context, member_context
+from luce.cluster.identity import Identity, coordinator_context, join_context, member_context
 from luce.cluster.join_token import JoinToken, decode_token
 from luce.cluster.member import MemberHost, join
 from luce.cluster.member_weights import Storage
@@ -30,7 +30,7 @@ from luce.errors import DeviceError, UsageError
 from luce.ipc import tcp
 from luce.ipc.channel import Channel
 from tests.support.cluster_fixtures import Make, folder, home, hosts
-from tests.support.clusters import coordinator, identity, port_of
+from tests.support.clusters import coordinator, identity, impostor, port_of
 from tests.support.daemons import key_file, signed_key_file, within
 
 __all__ = ["folder", "home", "hosts"]
@@ -118,25 +118,10 @@ def test_bytes_that_are_no_request(data: bytes, home: Coordinator, monkeypatch: 
 
 def test_the_pin_is_compared_before_anything_is_sent(folder: Path, home: Coordinator) -> None:
     token = decode_token(home.new_token(60))
-    impostor = identity(folder / "impostor")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(impostor.path)
-    context.set_alpn_protocols([JOIN_PROTOCOL])
-    heard: list[bytes] = []
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def serve() -> None:
-            plain, _ = listener.accept()
-            with context.wrap_socket(plain, server_side=True) as sock:
-                heard.append(sock.recv(1))
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    with impostor(folder) as (address, heard):
         files = ClusterFiles("elsewhere")
         with pytest.raises(DeviceError, match=f"^{address}: somebody else answers there: key [0-9a-f]{{8}}, the token"):
             join(msgspec.structs.replace(token, addresses=(address,)), files, "box")
-        thread.join()
     assert heard == [b""] and files.read("server.json", dict) is None
 
 
