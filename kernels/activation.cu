@@ -7,11 +7,9 @@
 
 LUCE_FN int element(int e) { return (int)((blockIdx.y * EACH + e) * blockDim.x + threadIdx.x); }
 
-enum Gating { SILU, GELU, CLAMPED_SWIGLU };
-
-template <Gating GATING>
-LUCE_FN void gated(float* out, const float* gate, const i64 gate_stride, const float* up, const i64 up_stride,
-                   const int f) {
+template <Activation ACTIVATION>
+LUCE_FN void gated_rows(float* out, const float* gate, const i64 gate_stride, const float* up, const i64 up_stride,
+                        const int f) {
     float g[EACH], u[EACH];
 #pragma unroll
     for (int e = 0; e < EACH; e++) {
@@ -21,31 +19,28 @@ LUCE_FN void gated(float* out, const float* gate, const i64 gate_stride, const f
     }
 #pragma unroll
     for (int e = 0; e < EACH; e++)
-        if (element(e) < f)
-            out[(i64)blockIdx.x * f + element(e)] = GATING == SILU   ? silu(g[e]) * u[e]
-                                                    : GATING == GELU ? gelu(g[e]) * u[e]
-                                                                     : clamped_swiglu(g[e], u[e]);
+        if (element(e) < f) out[(i64)blockIdx.x * f + element(e)] = gated(ACTIVATION, g[e], u[e]);
 }
 
 extern "C" __global__ void gated_silu(float* __restrict__ out, const float* __restrict__ gate,
                                       const i64 gate_stride, const float* __restrict__ up, const i64 up_stride,
                                       const int f) {
     luce_await();
-    gated<SILU>(out, gate, gate_stride, up, up_stride, f);
+    gated_rows<SILU>(out, gate, gate_stride, up, up_stride, f);
 }
 
 extern "C" __global__ void gated_gelu(float* __restrict__ out, const float* __restrict__ gate,
                                       const i64 gate_stride, const float* __restrict__ up, const i64 up_stride,
                                       const int f) {
     luce_await();
-    gated<GELU>(out, gate, gate_stride, up, up_stride, f);
+    gated_rows<GELU>(out, gate, gate_stride, up, up_stride, f);
 }
 
 extern "C" __global__ void gated_clamped_swiglu(float* __restrict__ out, const float* __restrict__ gate,
                                                 const i64 gate_stride, const float* __restrict__ up,
                                                 const i64 up_stride, const int f) {
     luce_await();
-    gated<CLAMPED_SWIGLU>(out, gate, gate_stride, up, up_stride, f);
+    gated_rows<CLAMPED_SWIGLU>(out, gate, gate_stride, up, up_stride, f);
 }
 
 extern "C" __global__ void plain_gelu(float* __restrict__ x, const int f) {

@@ -18,3 +18,13 @@ LUCE_FN float clamped_swiglu(float gate, float up) {
     const float g = fminf(gate, limit), u = fminf(fmaxf(up, -limit), limit);
     return (u + 1.0f) * (g / (1.0f + expf(-steepness * g)));
 }
+
+// The numbers that Python gives kernels (ACTIVATIONS of luce/ops/fp16.py).
+enum Activation { SILU, GELU, CLAMPED_SWIGLU };
+
+// act(gate) * up
+LUCE_FN float gated(int activation, float gate, float up) {
+    return activation == SILU   ? silu(gate) * up
+           : activation == GELU ? gelu(gate) * up
+                                : clamped_swiglu(gate, up);
+}

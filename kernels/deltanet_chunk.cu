@@ -1,7 +1,7 @@
 // variants: HEAD=64,128
 //
 // Gated DeltaNet for long spans: the convolution, then the gated delta rule in chunks of CHUNK rows, counted from the
-// span's first row, as products of matrices (arXiv 2412.06464, section 3.3), then the output norm. With unit keys K and
+// span's first row, as products of matrices (arXiv 2412.06464, section 3.3); deltanet_output.cu follows. With unit keys K and
 // scaled unit queries Q of a chunk, G_i the sum of g up to row i and D_ij = e^(G_i - G_j):
 //   T  = (I + A)^-1 with A_ij = beta_i (k_i . k_j) D_ij for j < i,    M_ij = (q_i . k_j) D_ij for j <= i
 //   V' = T (beta (V - e^G (K S))),   O = e^G (Q S) + M V',   S <- e^G_last S + (e^(G_last - G) K)^T V'
@@ -9,7 +9,7 @@
 // of delta_chunks where there are tensor cores and much shared memory. Columns of S never mix, so a
 // block of delta_chunks takes COLUMNS of a head from the first chunk to the last.
 #include "deltanet.h"
-#include "fp16_rows.h"
+#include "int8_rows.h"
 
 #define CHUNK 64
 #define COLUMNS 32
@@ -29,9 +29,11 @@ static_assert(HEAD % CHUNK == 0 && HEAD % COLUMNS == 0, "a head is whole squares
 #define TILE 16
 
 // c [rows, channels] = silu(convolution), queries and keys as unit vectors. A wave has a vector of TILE rows; grid
-// (vectors / waves, tiles of the longest span, spans), CONV_THREADS threads. x, filter and past as in deltanet.cu.
+// (vectors / waves, tiles of the longest span, spans), CONV_THREADS threads. x, filter and past as in deltanet.cu; x may be
+// Products with scales, here and below.
 extern "C" __global__ void __launch_bounds__(CONV_THREADS)
-    delta_vectors(const float* __restrict__ x, const float* __restrict__ filter, float* __restrict__ past,
+    delta_vectors(const float* __restrict__ x, const float* __restrict__ sum_rows,
+                  const float* __restrict__ sum_features, const float* __restrict__ filter, float* __restrict__ past,
                   const i32* __restrict__ spans, float* __restrict__ c, i64 stride, int key_heads, int heads,
                   int taps) {
     luce_await();
@@ -41,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(CONV_THREADS)
     const int kind = luce_min(vector / key_heads, (int)VALUE), head = vector - kind * key_heads;
     const Layout layout = {key_heads, heads};
     const int channel = vector * HEAD, channels = layout.channels(), lane = luce_lane();
-    x += span.start * stride + channel;
+    const Products inputs = {x, sum_rows, sum_features};
     c += (i64)span.start * channels + channel;
     // The place of this vector in a head's past; key heads' vectors are in the past of all heads that read them.
     past += (i64)span.slot * heads * (taps - 1) * VECTORS * HEAD + kind * HEAD;
@@ -60,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(CONV_THREADS)
             weight[e][tap] = filter[(i64)(channel + i) * taps + from];
             if (tap == TAPS - 1) continue;
             if (row >= 0)
-                window[e][tap] = x[row * stride + i];
+                window[e][tap] = inputs.at(span.start + row, stride, channel + i);
             else if (span.position)
                 window[e][tap] = past[(i64)head * past_stride + from * VECTORS * HEAD + i];
         }
@@ -72,7 +74,8 @@ extern "C" __global__ void __launch_bounds__(CONV_THREADS)
 #pragma unroll
             for (int e = 0; e < ELEMENTS; e++) {
                 const int row = first + tile + b;
-                input[b][e] = row < span.rows ? x[row * stride + lane + e * LUCE_LANES] : 0.0f;
+                input[b][e] =
+                    row < span.rows ? inputs.at(span.start + row, stride, channel + lane + e * LUCE_LANES) : 0.0f;
             }
 #pragma unroll
         for (int b = 0; b < BATCH; b++) {
@@ -100,7 +103,8 @@ extern "C" __global__ void __launch_bounds__(CONV_THREADS)
     for (int reader = head; reader < heads; reader += kind == VALUE ? heads : key_heads)
         for (int tap = 0; tap < taps - 1; tap++)
             for (int i = lane; i < HEAD; i += LUCE_LANES)
-                past[(i64)reader * past_stride + tap * VECTORS * HEAD + i] = x[(span.rows - (taps - 1) + tap) * stride + i];
+                past[(i64)reader * past_stride + tap * VECTORS * HEAD + i] =
+                    inputs.at(span.start + span.rows - (taps - 1) + tap, stride, channel + i);
 }
 
 // --- squares of CHUNK x CHUNK elements from global memory by registers to shared memory, beside the arithmetic
@@ -227,7 +231,8 @@ template <int M, int N, int TILES, bool DOWN = false> struct Product {
 // T, M and gates [rows, value heads, 4] (beta_i, e^G_i, e^(G_last - G_i), e^G_last) of each chunk and value head; solve
 // and mix [rows, value heads, CHUNK]. Grid (chunks of the longest span, key heads, spans), PREPARE_THREADS threads.
 extern "C" __global__ void __launch_bounds__(PREPARE_THREADS)
-    delta_prepare(const float* __restrict__ c, const float* __restrict__ x, const float* __restrict__ decay,
+    delta_prepare(const float* __restrict__ c, const float* __restrict__ x, const float* __restrict__ sum_rows,
+                  const float* __restrict__ sum_features, const float* __restrict__ decay,
                   const float* __restrict__ dt_bias, const i32* __restrict__ spans, float* __restrict__ gates,
                   float* __restrict__ solve, float* __restrict__ mix, i64 stride, int heads) {
     luce_await();
@@ -263,10 +268,14 @@ extern "C" __global__ void __launch_bounds__(PREPARE_THREADS)
         if (group == 0) {
             const int own = thread / CHUNK, row = thread % CHUNK, own_head = head + own * layout.key_heads;
             const bool there = row < rows && own_head < heads;
-            const float* from = x + (start + row) * stride;
+            const Products inputs = {x, sum_rows, sum_features};
             // A row past the chunk's end has beta = g = 0, and no effect.
-            g[own][row] = there ? log_fade(from[layout.alpha(own_head)], decay[own_head], dt_bias[own_head]) : 0.0f;
-            rate[own][row] = there ? sigmoid(from[layout.beta(own_head)]) : 0.0f;
+            g[own][row] = rate[own][row] = 0.0f;
+            if (there) {
+                const float alpha = inputs.at(start + row, stride, layout.alpha(own_head));
+                g[own][row] = log_fade(alpha, decay[own_head], dt_bias[own_head]);
+                rate[own][row] = sigmoid(inputs.at(start + row, stride, layout.beta(own_head)));
+            }
             luce_sync();
             // G as a sum of two floats: after rows of strong decay it reaches hundreds, where the steps between floats
             // are as large as the differences between later rows that D needs.
@@ -460,81 +469,4 @@ extern "C" __global__ void __launch_bounds__(CHUNK_THREADS, 2)
             const int column = State::row(e), key = half * CHUNK + State::column(e);
             memory[column * HEAD + key] = s[half][e];
         }
-}
-
-// --- output norm
-
-#define OUTPUT_THREADS 128
-
-// out = rms(out) * norm * silu(gate) per head, of the long spans' rows. A wave has a head of BATCH rows; grid
-// (rows of the longest span / BATCH, value heads / waves, spans), OUTPUT_THREADS threads.
-extern "C" __global__ void __launch_bounds__(OUTPUT_THREADS)
-    delta_output(float* __restrict__ out, const float* __restrict__ x, const float* __restrict__ norm,
-                 const i32* __restrict__ spans, i64 stride, int key_heads, int heads, float eps) {
-    luce_await();
-    const Span span = span_at(spans, blockIdx.z);
-    const int first = (int)blockIdx.x * BATCH, head = (int)blockIdx.y * (OUTPUT_THREADS / LUCE_LANES) + luce_wave();
-    if (span.rows <= STEPS || first >= span.rows || head >= heads) return;  // whole waves
-    const float* gate = x + (span.start + first) * stride + Layout{key_heads, heads}.gate(head) + luce_lane();
-    out += ((i64)(span.start + first) * heads + head) * HEAD + luce_lane();
-    float value[BATCH][ELEMENTS], z[BATCH][ELEMENTS];
-#pragma unroll
-    for (int b = 0; b < BATCH; b++)
-#pragma unroll
-        for (int e = 0; e < ELEMENTS; e++) {
-            const bool there = first + b < span.rows;
-            value[b][e] = there ? out[(i64)b * heads * HEAD + e * LUCE_LANES] : 0.0f;
-            z[b][e] = there ? gate[b * stride + e * LUCE_LANES] : 0.0f;
-        }
-#pragma unroll
-    for (int b = 0; b < BATCH; b++) {
-        float squares = 0.0f;
-#pragma unroll
-        for (int e = 0; e < ELEMENTS; e++) squares = fmaf(value[b][e], value[b][e], squares);
-        const float scale = 1.0f / sqrtf(luce_lane_sum(squares) / (float)HEAD + eps);
-#pragma unroll
-        for (int e = 0; e < ELEMENTS; e++)
-            if (first + b < span.rows)
-                out[(i64)b * heads * HEAD + e * LUCE_LANES] =
-                    value[b][e] * scale * norm[luce_lane() + e * LUCE_LANES] * silu(z[b][e]);
-    }
-}
-
-#define FP16_THREADS 256
-
-// The same for the n rows of one span, as fp16 with a scale for each row (fp16_rows.h); half has rows of `padded`
-// columns. Grid: n blocks of FP16_THREADS threads, whose waves have a head at a time.
-extern "C" __global__ void __launch_bounds__(FP16_THREADS)
-    delta_output_fp16(const float* __restrict__ out, const float* __restrict__ x, const float* __restrict__ norm,
-                      f16_t* __restrict__ half, float* __restrict__ scales, int padded, i64 stride, int key_heads,
-                      int heads, float eps) {
-    luce_await();
-    const Layout layout = {key_heads, heads};
-    const i64 r = blockIdx.x;
-    x += r * stride, out += r * heads * HEAD;
-    float factor[ELEMENTS];
-#pragma unroll
-    for (int e = 0; e < ELEMENTS; e++) factor[e] = norm[luce_lane() + e * LUCE_LANES];
-    Fp16Row to(half + r * padded, scales + r);
-    do {
-#pragma unroll 3
-        for (int head = luce_wave(); head < heads; head += FP16_THREADS / LUCE_LANES) {
-            float value[ELEMENTS], z[ELEMENTS], squares = 0.0f;
-#pragma unroll
-            for (int e = 0; e < ELEMENTS; e++) {
-                const int i = luce_lane() + e * LUCE_LANES;
-                value[e] = out[head * HEAD + i];
-                z[e] = x[layout.gate(head) + i];
-            }
-#pragma unroll
-            for (int e = 0; e < ELEMENTS; e++) squares = fmaf(value[e], value[e], squares);
-            const float scale = 1.0f / sqrtf(luce_lane_sum(squares) / (float)HEAD + eps);
-#pragma unroll
-            for (int e = 0; e < ELEMENTS; e++) {
-                const float result[1] = {value[e] * scale * factor[e] * silu(z[e])};
-                to.put(head * HEAD + luce_lane() + e * LUCE_LANES, result);
-            }
-        }
-    } while (to.again());
-    to.pad(heads * HEAD, padded);
 }

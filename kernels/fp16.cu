@@ -41,7 +41,6 @@ extern "C" __global__ void __launch_bounds__(256)
 
 // The rows act(gate) * up as rows_to_fp16 has them, with the activation's number in `Activation`: gate and up with `cols`
 // columns, and rows gate_row and up_row elements apart. Grid: one block per row.
-enum Activation { SILU, GELU, CLAMPED_SWIGLU };
 extern "C" __global__ void __launch_bounds__(256)
     gated_to_fp16(const float* __restrict__ gate, const float* __restrict__ up, f16_t* __restrict__ half,
                   float* __restrict__ scale, int activation, int cols, int padded, i64 gate_row, i64 up_row) {
@@ -55,10 +54,7 @@ extern "C" __global__ void __launch_bounds__(256)
             load(gate, column, cols, g);
             load(up, column, cols, u);
 #pragma unroll
-            for (int i = 0; i < GROUP; i++)
-                g[i] = activation == SILU   ? silu(g[i]) * u[i]
-                       : activation == GELU ? gelu(g[i]) * u[i]
-                                            : clamped_swiglu(g[i], u[i]);
+            for (int i = 0; i < GROUP; i++) g[i] = gated(activation, g[i], u[i]);
             to.put(column, g);
         }
     } while (to.again());

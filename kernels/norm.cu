@@ -3,6 +3,7 @@
 // Whole rows (rms_norm, add_rms_norm) take one block each, heads (head_rms_norm) one wave each. The row's
 // length alone determines the block's size, so the order of a row's sum does not depend on the number of rows.
 #include "fp16_rows.h"
+#include "int8_rows.h"
 #include "quantise.h"
 
 // Elements of a row that a thread holds in registers between the sum and the result; in longer rows it reads the others
@@ -36,9 +37,9 @@ struct FloatRow {
     __device__ __forceinline__ bool again() { return false; }
 };
 
-// As fp16.
-struct HalfRow {
-    Fp16Row row;
+// As fp16 or int8, with a scale for each row.
+template <typename Row> struct ScaledRow {
+    Row row;
 
     template <int WIDTH, int ALIGN>
     __device__ __forceinline__ void put(const Floats<WIDTH, ALIGN>& result, int column, int d) {
@@ -47,10 +48,28 @@ struct HalfRow {
     __device__ __forceinline__ bool again() { return row.again(); }
 };
 
+// What is added to a row before its norm, if anything: floats, or with `features` the exact sums of int8 products of one row
+// with this scale (int8_rows.h).
+struct Delta {
+    const float* values;
+    const float* features = nullptr;
+    float scale = 0.0f;
+
+    __device__ __forceinline__ explicit operator bool() const { return values; }
+    template <int WIDTH, int ALIGN> __device__ __forceinline__ Floats<WIDTH, ALIGN> at(int column) const {
+        Floats<WIDTH, ALIGN> unit = *reinterpret_cast<const Floats<WIDTH, ALIGN>*>(values + column);
+        if (features)
+#pragma unroll
+            for (int e = 0; e < WIDTH; e++)
+                unit.at[e] = int8_product((i32)__float_as_uint(unit.at[e]), scale, features[column + e]);
+        return unit;
+    }
+};
+
 // One row, by accesses of WIDTH elements; with `more`, row += more first. All loads start before the first wait: the
 // time of a single row is latency.
 template <int WIDTH, int ALIGN, typename To>
-LUCE_FN void norm_row(To to, const float* row, float* sums, const float* __restrict__ more,
+LUCE_FN void norm_row(To to, const float* row, float* sums, const Delta& more,
                       const float* __restrict__ weight, int d, float eps) {
     using Unit = Floats<WIDTH, ALIGN>;
     const int step = (int)blockDim.x * WIDTH, first = (int)threadIdx.x * WIDTH;
@@ -68,7 +87,7 @@ LUCE_FN void norm_row(To to, const float* row, float* sums, const float* __restr
         const int i = first + n * step;
         if (i >= d) continue;
         held[n] = *reinterpret_cast<const Unit*>(row + i);
-        if (more) added[n] = *reinterpret_cast<const Unit*>(more + i);
+        if (more) added[n] = more.template at<WIDTH, ALIGN>(i);
     }
     float sum = 0.0f;
 #pragma unroll
@@ -80,13 +99,16 @@ LUCE_FN void norm_row(To to, const float* row, float* sums, const float* __restr
         }
         if (more && first + n * step < d) *reinterpret_cast<Unit*>(sums + first + n * step) = held[n];
     }
-    for (int i = first + HELD / WIDTH * step; i < d; i += step)
+    for (int i = first + HELD / WIDTH * step; i < d; i += step) {
+        Unit beyond = {};
+        if (more) beyond = more.template at<WIDTH, ALIGN>(i);
 #pragma unroll
         for (int e = 0; e < WIDTH; e++) {
             float value = row[i + e];
-            if (more) sums[i + e] = value += more[i + e];
+            if (more) sums[i + e] = value += beyond.at[e];
             sum = fmaf(value, value, sum);
         }
+    }
     const float scale = 1.0f / sqrtf(luce_block_sum(sum) / (float)d + eps);
     do {
 #pragma unroll
@@ -112,7 +134,7 @@ LUCE_FN void norm_row(To to, const float* row, float* sums, const float* __restr
 
 // norm_row by the widest accesses that the addresses allow.
 template <typename To>
-LUCE_FN void norm_any(const To& to, bool whole, const float* row, float* sums, const float* __restrict__ more,
+LUCE_FN void norm_any(const To& to, bool whole, const float* row, float* sums, const Delta& more,
                       const float* __restrict__ weight, int d, float eps) {
     if (d % 4)
         norm_row<1, 4>(to, row, sums, more, weight, d, eps);
@@ -137,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(1024)
     const Bytes bytes = {to_int8, padded, wide};
     if ((int)blockIdx.x >= n) return beyond(bytes, d);
     const float* row = x + blockIdx.x * x_stride;
-    norm_any(FloatRow{out + (i64)blockIdx.x * d, bytes}, aligned(x, x_stride), row, nullptr, nullptr, weight, d, eps);
+    norm_any(FloatRow{out + (i64)blockIdx.x * d, bytes}, aligned(x, x_stride), row, nullptr, Delta{nullptr}, weight, d, eps);
 }
 
 // x += delta, and the norm of the sums as above.
@@ -150,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(1024)
     float* row = x + blockIdx.x * x_stride;
     const float* more = delta + blockIdx.x * delta_stride;
     const bool whole = aligned(x, x_stride) && aligned(delta, delta_stride);
-    norm_any(FloatRow{out + (i64)blockIdx.x * d, bytes}, whole, row, row, more, weight, d, eps);
+    norm_any(FloatRow{out + (i64)blockIdx.x * d, bytes}, whole, row, row, Delta{more}, weight, d, eps);
 }
 
 // The norms of rows as fp16 alone, with a scale for each (fp16_rows.h): half has rows of `padded` columns, with zeros
@@ -162,7 +184,25 @@ extern "C" __global__ void __launch_bounds__(1024)
     float* row = x + blockIdx.x * x_stride;
     const float* more = added ? delta + blockIdx.x * delta_stride : nullptr;
     const bool whole = aligned(x, x_stride) && (!added || aligned(delta, delta_stride));
-    HalfRow to{Fp16Row(half + (i64)blockIdx.x * padded, scale + blockIdx.x)};
+    ScaledRow<Fp16Row> to{Fp16Row(half + (i64)blockIdx.x * padded, scale + blockIdx.x)};
+    norm_any(to, whole, row, row, Delta{more}, weight, d, eps);
+    to.row.pad(d, padded);
+}
+
+// The same as int8 (int8_rows.h), where with `features` delta are the sums of int8 rows with the scales delta_rows.
+extern "C" __global__ void __launch_bounds__(1024)
+    rms_norm_to_int8(u8* __restrict__ values, float* __restrict__ scale, float* x, const i64 x_stride,
+                     const float* __restrict__ delta, const i64 delta_stride, const int added,
+                     const float* __restrict__ delta_rows, const float* __restrict__ features,
+                     const float* __restrict__ weight, const int d, const int padded, const float eps) {
+    float* row = x + blockIdx.x * x_stride;
+    Delta more = {added ? delta + blockIdx.x * delta_stride : nullptr, features};
+    const bool whole = aligned(x, x_stride) && (!added || aligned(delta, delta_stride));
+    if (features) {
+        luce_await();
+        more.scale = delta_rows[blockIdx.x];
+    }
+    ScaledRow<Int8Row> to{Int8Row(values + (i64)blockIdx.x * padded, scale + blockIdx.x)};
     norm_any(to, whole, row, row, more, weight, d, eps);
     to.row.pad(d, padded);
 }

@@ -50,7 +50,7 @@ from luce.text.protected import Message
 from luce.text.vocabulary import Vocabulary
 
 #: seconds that measuring what drafts cost may take before the first reply.
-MEASURED_SECONDS = 3.0
+MEASURED_SECONDS = 5.0
 
 
 class Generation(Iterator[Token]):

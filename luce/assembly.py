@@ -23,11 +23,12 @@ from luce.backend.serving_options import Claim, ServingOptions
 from luce.compress.compressor import Compressor
 from luce.compress.open import ScorerPlan, SharedScorer, open_compressor, plan_scorer
 from luce.compress.scorer import LONGEST
-from luce.config.directories import cache_directory
+from luce.config.cache_directory import cache_directory
 from luce.config.prefill_settings import RESIDENCY
 from luce.config.resolve import resolve
-from luce.config.settings import Config, flag
+from luce.config.settings import Config
 from luce.draft.drafter import Drafter
+from luce.draft.feature_tail import FeatureTails
 from luce.draft.observed_drafts import draft_load, keeping, observed_path
 from luce.draft.open import DraftPlan, PreparedDrafter, branch_pages, open_drafter, plan_drafter, verified_rows
 from luce.draft.remote import RemoteDrafter
@@ -35,6 +36,7 @@ from luce.errors import DeviceError, LuceError, OutOfMemoryError, UsageError
 from luce.gguf.reader import GGUFFile, open_gguf
 from luce.hub.lookup import resolve_model
 from luce.hub.variants import DeviceMemory
+from luce.kvcache.cache_ram import check_cache_ram
 from luce.kvcache.disk.open import open_disk_tier
 from luce.kvcache.disk.spans import SpanFiles
 from luce.kvcache.disk.tier import DiskTier
@@ -42,6 +44,7 @@ from luce.kvcache.draft_scorer import SEGMENT, DraftScorer
 from luce.kvcache.paging import KVFlash
 from luce.kvcache.policies import open_policy, ranks_pages
 from luce.layers.features import FeatureRing
+from luce.layers.kept_weights import KeptWeights
 from luce.layers.weight_pool import WeightPool
 from luce.models.keys import Source
 from luce.models.model_card import find_recommended
@@ -94,6 +97,11 @@ class Placed:
     #: how fast this placement is; None: the devices have no figures
     plan: PredictedPlan | None = None
 
+    @property
+    def computes(self) -> bool:
+        """Whether results are the model's. What simulated devices did not compute is kept for no other process."""
+        return all(device.computes for device in self.devices)
+
 
 def place(
     opened: contextlib.ExitStack,
@@ -102,18 +110,21 @@ def place(
     spec: ModelSpec,
     on_figure: Callable[[str], None] = lambda figure: None,
     connects: Connects = NO_CONNECTS,
+    weights: KeptWeights | None = None,
 ) -> Placed:
     """Open the devices of the settings, which `opened` closes, and choose which ones hold which layers.
 
     With --optimize, and for --devices auto, that is the fastest placement; devices without figures are measured, which
     `on_figure` sees. Where that fails it is the placement by free memory, and a line of the log says why; with
-    --optimize the error is raised. Devices that hold no layers are closed. Raises the errors of open_placement.
+    --optimize the error is raised. Devices that hold no layers are closed. `weights`: what stays on this process's
+    devices from an earlier load. Raises the errors of open_placement.
     """
     devices = open_placement(config, connects)
     for device in devices:
         opened.callback(device.close)
     if (goal := Goal.of(config)) is None or len(devices) < 2:
-        model = ModelOnDevices(file, spec, devices, serving_options(config, spec, devices))
+        options = dataclasses.replace(serving_options(config, spec, devices), weights=weights)
+        model = ModelOnDevices(file, spec, devices, options)
         plan = known_plan(model, goal or Goal.default(config))
         if plan is not None and config.draft:
             with contextlib.ExitStack() as planning:
@@ -124,7 +135,7 @@ def place(
         model, draft = claimed(planning, config, file, spec, devices)
         # Without the CPU, steps are longer, and windows keep more positions.
         chunk = default_chunk([device for device in devices if not device.host] or devices, config.chunk)
-        model = dataclasses.replace(model, options=dataclasses.replace(model.options, chunk=chunk))
+        model = dataclasses.replace(model, options=dataclasses.replace(model.options, chunk=chunk, weights=weights))
         try:
             chosen = choose(model, goal, config.measure_budget, on_figure)
         except LuceError as error:
@@ -194,14 +205,10 @@ def open_model(
             return _open_model(path, config, on_progress, connects, vocabularies)
         except _DrafterError as error:
             reason = str(error)
-        _warn_without_drafter(reason)
+        _log.warning("replies go on without drafting: %s", reason)
         scorer = config.kvflash_drafter or config.draft
         without = dataclasses.replace(config, draft="", ddtree=False, kvflash_drafter=scorer)
         return _open_model(path, without, on_progress, connects, vocabularies, no_drafter_reason=reason)
-
-
-def _warn_without_drafter(reason: str) -> None:
-    _log.warning("replies go on without drafting: %s", reason)
 
 
 @contextlib.contextmanager
@@ -226,7 +233,7 @@ def _open_model(
 ) -> Model:
     """As open_model. `no_drafter_reason`: why there is no drafter although --draft names one. Raises _DrafterError."""
     limit_threads(config.threads)
-    _check_cache_ram(config)
+    check_cache_ram(config)
     directory = cache_directory(config) if config.cache_ram else None
     with contextlib.ExitStack() as opened:
         child = start_template(opened)
@@ -238,6 +245,7 @@ def _open_model(
         vocabulary = Vocabulary.read(file, spec) if vocabularies is None else vocabularies.read(file, spec)
         placed = place(opened, config, file, spec, connects=connects)
         devices, config = placed.devices, placed.config
+        directory = directory if placed.computes else None
         # Behind what takes as long as the start of the template's process, before what takes seconds.
         chat = open_chat(opened, file, spec, config, vocabulary.tokenizer, child)
         with _as_drafter_error(LuceError):
@@ -259,10 +267,9 @@ def _open_model(
         if prepared is not None:
             drafter, no_drafter_reason = _load_drafter(opened, prepared, backend)
         on_verified = None
-        if prepared is not None and drafter is not None:
+        if prepared is not None and drafter is not None and placed.computes:
             on_verified = keeping(observed_path(config, file, prepared.spec)).add
-        features = 0 if tails is None else tails.most_bytes
-        disk = None if directory is None else _open_disk(directory, file, backend, config, chat, features)
+        disk = None if directory is None else _open_disk(directory, backend, config, chat, tails)
         parts = ModelParts(
             file=file,
             spec=spec,
@@ -288,11 +295,11 @@ def _open_model(
 
 
 def _open_disk(
-    directory: Path, file: GGUFFile, backend: LayerSplitBackend, config: Config, chat: ChatFormat, features: int
+    directory: Path, backend: LayerSplitBackend, config: Config, chat: ChatFormat, tails: FeatureTails | None
 ) -> DiskTier:
-    """The disk tier of the prefix cache, where a conversation finds its replies. `features`: as in open_disk_tier."""
-    template = chat.template.source if chat.template else ""
-    disk = open_disk_tier(directory, file, backend, config, template=template, features=features)
+    """The disk tier of the prefix cache, where a conversation finds its replies. `tails`: kept there too."""
+    template, features = chat.template.source if chat.template else "", 0 if tails is None else tails.most_bytes
+    disk = open_disk_tier(directory, backend.file, backend, config, template=template, features=features)
     chat.memory.look_up = disk.reply_tokens
     return disk
 
@@ -323,11 +330,12 @@ def relocate(
     backend.unload()
     config = dataclasses.replace(config, max_ctx=backend.capacity.context, chunk=backend.options.chunk)
     with contextlib.ExitStack() as opened:
-        placed = place(opened, config, backend.file, backend.spec, connects=connects)
+        weights = backend.options.weights
+        placed = place(opened, config, backend.file, backend.spec, connects=connects, weights=weights)
         if not worth(placed.plan):
             raise DeviceError("another placement would not be faster by enough")
         options = serving_options(placed.config, backend.spec, placed.devices)
-        backend.relocate(placed.devices, dataclasses.replace(options, layers=placed.layers))
+        backend.relocate(placed.devices, dataclasses.replace(options, layers=placed.layers, weights=weights))
         if placed.plan is not None:
             observe(backend, placed.plan)
         model.moved(placed.plan, opened.pop_all())
@@ -343,7 +351,7 @@ def _load_drafter(
         raise
     except LuceError as error:
         # The layers keep their placement, beside the memory that was left for the drafter.
-        _warn_without_drafter(str(error))
+        _log.warning("replies go on without drafting: %s", error)
         return None, str(error)
     opened.callback(drafter.close)
     return drafter, ""
@@ -364,6 +372,9 @@ def open_backend(
     """The backend of a Config on `devices`. `opened` closes it; `on_progress` is as in open_model, `ring` and `claims`
     are as in LayerSplitBackend, `layers` as in Placed."""
     options = dataclasses.replace(serving_options(config, spec, devices, claims), layers=layers)
+    if config.cluster:
+        # Its model moves.
+        options = dataclasses.replace(options, weights=KeptWeights())
     backend = LayerSplitBackend(file, spec, devices, options, ring=ring, on_progress=on_progress)
     opened.callback(backend.close)
     return backend
@@ -406,17 +417,6 @@ def open_kvflash(
     policy = open_policy(config, backend, scorers.for_pages, budget)
     opened.callback(policy.close)
     return KVFlash(policy, tail_pages(backend.spec.tail), config.kvflash_tau, budget)
-
-
-def _check_cache_ram(config: Config) -> None:
-    """Raises UsageError if --cache-ram exceeds this machine's memory: the cache would grow until the system kills a
-    process."""
-    total = host_memory().total >> 20
-    other_machine = any("/" in device for device in (*config.target_devices, config.target_device))
-    if config.cache_ram > max(total, Config.cache_ram) and not other_machine:
-        raise UsageError(
-            f"{flag('cache_ram')} {config.cache_ram}: this machine has {total} MiB of memory", param="cache_ram"
-        )
 
 
 class Scorers:

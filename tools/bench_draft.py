@@ -248,10 +248,12 @@ def show(report: dict[str, Any]) -> None:
         print(f"{task:12}{found['tokens_per_step']:7.3f} tokens per step in {found['steps']} steps; {shares}")
     if "load" in report:
         heads = f"{'sequences':>9}{'acceptance':>12}{'plain tok/s':>13}{'spread':>8}{'drafted':>11}{'gain':>8}"
-        print(f"{heads}{'tokens a step':>15}{'equal':>7}")
+        more = f"{'spread':>8}{'plain step ms':>15}{'beside drafts':>15}"
+        print(f"{heads}{more}{'tokens a step':>15}{'equal':>7}")
     for found in report.get("load", ()):
         speeds = f"{found['plain']:13.1f}{found['plain_spread']:8.3f}{found['drafted']:11.1f}{found['gain']:8.3f}"
-        rest = f"{found['tokens_per_step']:15.2f}{'yes' if found['equal'] else 'no':>7}"
+        rest = f"{found['gain_spread']:8.3f}{1e3 * found['plain_step']:15.3f}{1e3 * found['drafted_plain_step']:15.3f}"
+        rest += f"{found['tokens_per_step']:15.2f}{'yes' if found['equal'] else 'no':>7}"
         print(f"{found['sequences']:9}{found['acceptance']:12g}{speeds}{rest}")
     if "plain" in report:
         plain = report["plain"]
@@ -313,6 +315,7 @@ def main() -> int:
     both["load"].add_argument("--acceptance", type=_chances, default=[0.0, 0.3, 0.6, 0.8])
     both["load"].add_argument("-d", "--depth", type=int, default=600, help="tokens of the prompts")
     both["load"].add_argument("-n", "--tokens", type=int, default=256, help="tokens of a reply")
+    both["load"].add_argument("--rounds", type=int, default=3, help="times that plain and drafted replies take turns")
     maker = verbs.add_parser("make")
     maker.add_argument("target", type=Path)
     maker.add_argument("out", type=Path)
@@ -337,7 +340,8 @@ def main() -> int:
             report = acceptance(options.target, prompts, options.tokens, options.count, **fields)
         elif options.verb == "load":
             sizes = options.depth, options.tokens
-            report = load_table(options.target, options.sequences, options.acceptance, *sizes, **fields)
+            given = options.sequences, options.acceptance
+            report = load_table(options.target, *given, *sizes, rounds=options.rounds, **fields)
         else:
             report = step_times(options.target, options.rows, options.depth, options.steps, **fields)
     except (LuceError, OSError) as error:

@@ -44,8 +44,8 @@ from luce.ops.quantise import SECTION, quantise
 from luce.ops.sample import argmax
 from luce.ops.weight import Weight, WeightPart
 from luce.runtime.device import Array, Device
+from luce.runtime.found import found
 from luce.runtime.gpu import GpuDevice
-from luce.runtime.open import found
 from luce.runtime.step import PAGE, PageView, SpanArrays
 
 # Larger than any second-level cache so far (50 MB on H100, 126 MB on B200, 256 MB on MI300).
@@ -353,7 +353,7 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown:
         parser.error(f"no family {unknown[0]!r}: there are {', '.join(FAMILIES)}")
     gpus = found()
-    if not gpus or gpus[0].name.kind == "cpu":
+    if not gpus or gpus[0].name.kind == "cpu" or gpus[0].name.kind == "sim":
         print("bench_kernels: no CUDA or HIP device on this machine", file=sys.stderr)
         return 2
     device = GpuDevice(gpus[0].name.kind, gpus[0].name.index)

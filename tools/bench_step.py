@@ -276,6 +276,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--sequences", type=int, default=1, help="sequences with one row each (default: 1)")
     parser.add_argument("--prompt", type=int, default=0, metavar="N", help="instead N rows of a prompt, in one step")
+    parser.add_argument("--prompt-precision", choices=["fp16", "int8"], default="fp16", help="as for luce serve")
     parser.add_argument("--depth", type=int, help="tokens of context (default: 16; of a prompt 0)")
     parser.add_argument("--repeat", type=int, default=15, help="replays that count (default: 15)")
     parser.add_argument("--no-kinds", action="store_true", help="only the whole step")
@@ -284,7 +285,12 @@ def main() -> int:
     if given.prompt < 0 or (given.prompt and given.sequences > 1):
         parser.error("--prompt: a step has the rows of one prompt")
     depth = (0 if given.prompt else 16) if given.depth is None else given.depth
-    config = Config(target_devices=(given.device,), max_ctx=depth + given.prompt + 64, parallel=given.sequences)
+    config = Config(
+        target_devices=(given.device,),
+        max_ctx=depth + given.prompt + 64,
+        parallel=given.sequences,
+        prompt_precision=given.prompt_precision,
+    )
     with contextlib.ExitStack() as opened, open_gguf(given.model) as file:
         spec = read_spec(Source(str(file.paths[0]), file.metadata, file.tensors))
         device = GpuDevice("cuda", int(given.device.partition(":")[2]))

@@ -2,64 +2,79 @@
 """Checks predictions of the planner where they can be checked without a GPU.
 
     tools/check_predictions.py random --count 600 --seed 20261125    the search against a brute force
-    tools/check_predictions.py simulated                             pipelines of devices that sleep, with real threads
+    tools/check_predictions.py simulated MODEL                       pipelines of simulated devices, in real time
+    tools/check_predictions.py rivals MODEL [--cpu]                  what is chosen against placements by free memory
     tools/check_predictions.py links MODEL                           links to `luce shard`, slowed and delayed
 
-`simulated` runs random placements on 2, 3 and 4 devices that compute nothing and take the predicted time, through the
-pipeline that serves: its threads, links and pieces. It prints predicted and measured times of a decoding step and of a
-prompt, and whether the order of five placements by measured time is the predicted one, where they differ by 10 %.
+`simulated` runs random placements of a model on 2, 3 and 4 simulated devices, which take the time that is predicted
+for layers, through the backend that serves: its threads, links and pieces. Of the file it reads the header alone. It
+prints predicted and measured times of a decoding step and of a prompt, and which of five placements have another order
+than predicted although their values differ by 10 %.
+
+`rivals` runs the placement that each goal gets, and the one by free memory, on random machines of simulated devices.
+With `--cpu` it does so on two devices of this machine's CPU, in turn: the machine must be idle.
 
 `links` measures the link to a daemon on loopback behind a relay that delays each direction, and, as root, in a network
-namespace with 100 Mbit/s in each direction. It prints what the placement is with each delay.
+namespace with 100 Mbit/s in each direction. It prints what the placement is with each delay. A relay is later than it
+was asked to be: how late says an echo behind another one, before and after. Without a delay the link takes longer than
+the echo, for TLS and the daemon, and so it may with each delay.
 
-Exit code 1 if a figure is off by more than 10 % (a latency by 0.3 ms more), or if a placement or an order differs.
+Exit code 1 if a figure is off by more than 10 % (a latency by 0.3 ms more), if a placement or an order differs, or if a
+chosen placement takes more than 3 % longer than the one by free memory.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
-import itertools
+import logging
 import os
-import queue
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
-
-import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from luce import __version__
+from luce.backend.fastest_placement import Goal, fastest_placement, placement_problem
+from luce.backend.layersplit import LayerSplitBackend
+from luce.backend.measured_devices import ModelOnDevices, measured
+from luce.backend.placement import plan_shards
+from luce.backend.serving_options import ServingOptions
+from luce.gguf.reader import open_gguf
 from luce.ipc.lifecycle import Open
 from luce.ipc.supervisor import Supervisor, Timeouts
 from luce.ipc.tcp import Connection, open_key_file
+from luce.models.keys import Source
+from luce.models.registry import read_spec
 from luce.planner.figures import DeviceFigures, LinkFigures
-from luce.planner.prediction import PlacedShard, Prediction, predict
-from luce.planner.problem import HeadWork, LayerWork, Load, ModelWork, Problem
+from luce.planner.prediction import value_of
+from luce.planner.problem import HeadWork, LayerWork, Load, ModelWork, Objective, Problem
 from luce.planner.search import best_placement
 from luce.profiles.profile import LinkProfile
 from luce.remote.messages import Response
 from luce.remote.probe import probe_link
-from luce.runtime.device import CopyStream, DeviceName, Event
-from luce.runtime.host import HostDevice
-from luce.shard.pipeline import Pipeline
+from luce.runtime.device import DeviceName
+from luce.runtime.open import open_device
+from luce.runtime.step import PAGE
+from tools.delaying_relay import delayed, echo, ping
 from tools.listening_daemon import listener, make_key_file
 from tools.planner_cases import BruteForce, problem_of, random_case
+from tools.simulated_pipelines import TimedSteps, compare, random_layers, random_machine, ranked, rivals, scarce
+from tools.slow_cable import THERE, namespace
 
-_HIDDEN, _LAYERS = 1024, 24
-#: seconds below which a sleep is a busy wait: the system wakes a thread up to a millisecond late
-_BUSY = 1e-3
+# What placements are to make fast, and the share by which one may take longer than the one by free memory.
+_GOALS: tuple[Objective, ...] = ("decode", "prompt", "balanced")
+_WORSE = 0.03
+# Of the comparison on this CPU: tokens of the prompt, decoding steps behind it, and rounds.
+_CPU_PROMPT, _CPU_STEPS, _ROUNDS = 512, 32, 5
 #: bytes per second of 100 Mbit/s, less the headers of Ethernet, IP, TCP (1448 of 1514 bytes) and of TLS (22 of 16 KiB)
 _PAYLOAD = 1e8 / 8 * 1448 / 1514 * 16384 / 16406
 
@@ -81,257 +96,79 @@ def check_random(count: int, seed: int) -> bool:
     return not wrong
 
 
-def sleep(seconds: float) -> None:
-    """Wait exactly so long."""
-    end = time.perf_counter() + seconds
-    if seconds > _BUSY:
-        time.sleep(seconds - _BUSY)
-    while time.perf_counter() < end:
-        pass
-
-
-class SimulatedEvent(Event):
-    """An entry of a stream."""
-
-    def __init__(self) -> None:
-        self._done, self._at = threading.Event(), 0.0
-
-    def happen(self) -> None:
-        self._at = time.perf_counter()
-        self._done.set()
-
-    def done(self) -> bool:
-        return self._done.is_set()
-
-    def wait(self) -> None:
-        self._done.wait()
-
-    def seconds_since(self, start: Event) -> float:
-        assert isinstance(start, SimulatedEvent)
-        return self._at - start._at
-
-
-class SimulatedStream(CopyStream):
-    """Work of a device on a thread of its own. Copies take the time of `link`."""
-
-    def __init__(self, link: LinkFigures) -> None:
-        self._link = link
-        self._work: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def _run(self) -> None:
-        while True:
-            self._work.get()()
-
-    def put(self, work: Callable[[], object]) -> None:
-        self._work.put(work)
-
-    def wait_for(self, event: Event) -> None:
-        self.put(event.wait)
-
-    def copy(self, target: Any, source: Any) -> None:
-        self.put(partial(sleep, self._link.seconds(source.nbytes)))
-
-    def record(self, *, timing: bool = False) -> Event:
-        event = SimulatedEvent()
-        self.put(event.happen)
-        return event
-
-
-class SimulatedDevice(HostDevice):
-    """A device that computes nothing. `link`: to the next device."""
-
-    host = False
-
-    def __init__(self, index: int, link: LinkFigures) -> None:
-        super().__init__(index)
-        self.name, self._link, self.stream = DeviceName("cuda", index), link, SimulatedStream(link)
-
-    def record(self, *, timing: bool = False) -> Event:
-        return self.stream.record()
-
-    def wait_for(self, event: Event) -> None:
-        self.stream.wait_for(event)
-
-    def copy_stream(self) -> CopyStream:
-        return SimulatedStream(self._link)
-
-    def reaches(self, other: object) -> bool:
-        return isinstance(other, SimulatedDevice)
-
-    def synchronize(self) -> None:
-        self.record().wait()
-
-
-@dataclass
-class SimulatedShard:
-    """Layers that take their predicted time. `seconds`: by the number of rows."""
-
-    device: SimulatedDevice
-    seconds: Callable[[int], float]
-    last: bool
-    remote = False
-
-    def announce(self, step: Any, activation: Any) -> None:
-        pass
-
-    def forward(self, step: Any, activation: Any) -> Any:
-        self.device.stream.put(partial(sleep, self.seconds(step.rows)))
-        if not self.last:
-            return (np.empty((step.rows, _HIDDEN), np.float32),)
-        return self.device.record().wait
-
-    def close(self) -> None:
-        pass
-
-
-def simulated_problem(rng: random.Random, devices: int) -> Problem:
-    """Layers on devices whose pieces take 20 to 80 ms, on links that take a few."""
-    layer = LayerWork(bytes=50_000_000, macs=50_000_000, launches=0, kv=0, attention=0)
-    work = ModelWork(_HIDDEN, (0, *(4 * _HIDDEN,) * (_LAYERS - 1)), 0, HeadWork(0, 0, 0), (layer,) * _LAYERS)
-    figures = []
-    for number in range(devices):
-        speed = rng.uniform(0.7, 1.5)
-        # A layer takes 1 ms for a row, and 3 ms for 512.
-        rates = ((1, 1e11 * speed), (512, 17e12 * speed))
-        way = LinkFigures(0.0, 1e12)
-        figures.append(
-            DeviceFigures(f"cuda:{number}", "here", False, 1 << 40, 50e9 * speed, rates, 0.0, 5e-4, way, workspace=0)
-        )
-    link = LinkFigures(rng.uniform(1e-4, 1e-3), rng.uniform(2e8, 2e9))
-    links = {(a.name, b.name): link for a, b in itertools.permutations(figures, 2)}
-    return Problem(work, Load(1, 4096, 4096), tuple(figures), links, "balanced", pinned=True)
-
-
-def measure(problem: Problem, prediction: Prediction) -> tuple[float, float]:
-    """Seconds of a decoding step and of a prompt in a pipeline of simulated devices; medians."""
-    (link, *_) = problem.links.values()
-    pipeline = Pipeline(peer=True)
-    for number, stage in enumerate(prediction.shards):
-        times = {1: stage.decode.total, prediction.rows: stage.piece.total}
-        last = number == len(prediction.shards) - 1
-        shard: Any = SimulatedShard(SimulatedDevice(number, link), times.__getitem__, last)
-        pipeline.add(stage.shard.device, stage.shard.device, shard)
-        if number:
-            pipeline.link(prediction.rows * _HIDDEN)
-
-    def step(rows: int) -> Any:
-        return SimpleNamespace(rows=rows, output_rows=(0,), positions=(0,))
-
-    def decode() -> float:
-        began = time.perf_counter()
-        pipeline.run(step(1))[1].wait()
-        return time.perf_counter() - began
-
-    def prompt() -> float:
-        began = time.perf_counter()
-        futures = [pipeline.queue(step(prediction.rows)) for _ in range(prediction.pieces)]
-        futures[-1].result()[1].wait()
-        return time.perf_counter() - began
-
-    try:
-        decode()
-        return float(np.median([decode() for _ in range(9)])), float(np.median([prompt() for _ in range(3)]))
-    finally:
-        pipeline.close()
-
-
-def placements(rng: random.Random, problem: Problem, count: int) -> Iterator[tuple[PlacedShard, ...]]:
-    """Random boundaries."""
-    for _ in range(count):
-        cuts = [0, *sorted(rng.sample(range(3, _LAYERS - 2), len(problem.devices) - 1)), _LAYERS]
-        yield tuple(
-            PlacedShard(device.name, range(*ends))
-            for device, ends in zip(problem.devices, itertools.pairwise(cuts), strict=True)
-        )
-
-
-def check_simulated(seed: int) -> bool:
-    """Whether simulated pipelines take the predicted time, and rank as predicted."""
+def check_simulated(model: Path, seed: int) -> bool:
+    """Whether pipelines of simulated devices take the predicted time, and rank as predicted."""
     rng, good = random.Random(seed), True
+    # That the devices compute nothing, for each load.
+    logging.getLogger("luce.backend.simulated_shard").setLevel(logging.ERROR)
     print("devices  decode: predicted  measured      prompt: predicted  measured")
-    for devices in (2, 3, 4):
-        problem, values = simulated_problem(rng, devices), []
-        for placement in placements(rng, problem, 5):
-            prediction = predict(problem, placement)
-            assert prediction is not None
-            decode, prompt = measure(problem, prediction)
-            off = max(abs(decode / prediction.decode - 1), abs(prompt / prediction.prompt - 1))
-            good &= off <= 0.1
-            print(
-                f"{devices:7}  {prediction.decode * 1e3:15.1f} ms {decode * 1e3:6.1f} ms  "
-                f"{prediction.prompt * 1e3:15.0f} ms {prompt * 1e3:6.0f} ms  {off:6.1%} off"
-            )
-            weights = problem.weights
-            values.append((prediction.value, weights[0] * decode + weights[1] * prompt))
-        for (a, measured_a), (b, measured_b) in itertools.combinations(values, 2):
-            if abs(a / b - 1) > 0.1 and (a < b) != (measured_a < measured_b):
-                good = False
+    with open_gguf(model) as file:
+        spec = read_spec(Source(str(model), file.metadata, file.tensors))
+        for devices in (2, 3, 4):
+            machine = random_machine(rng, file, spec, devices)
+            found = []
+            for layers in random_layers(rng, file, spec, machine, 5):
+                found.append(compared := compare(file, spec, machine, layers))
+                prediction = compared.prediction
+                good &= compared.off <= 0.1
                 print(
-                    f"the order differs: predicted {a:.3f} and {b:.3f}, measured {measured_a:.3f} and {measured_b:.3f}"
+                    f"{devices:7}  {prediction.decode * 1e3:15.1f} ms {compared.decode * 1e3:6.1f} ms  "
+                    f"{prediction.prompt * 1e3:15.0f} ms {compared.prompt * 1e3:6.0f} ms  {compared.off:6.1%} off",
+                    flush=True,
                 )
+            wrong, pairs = ranked(found)
+            good &= not wrong
+            print(
+                f"{pairs} pairs differ by 10 %, {len(wrong)} of them in another order than predicted", *wrong, sep="\n"
+            )
     return good
 
 
-async def relay(target: tuple[str, int], delay: float, port: asyncio.Future[int]) -> None:
-    """Pass connections on to a target, each byte `delay` seconds later, in both directions."""
-
-    async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        late: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
-
-        async def write() -> None:
-            while True:
-                due, data = await late.get()
-                await asyncio.sleep(max(0.0, due - time.perf_counter()))
-                writer.write(data)
-                await writer.drain()
-
-        writing = asyncio.create_task(write())
-        with contextlib.suppress(ConnectionError):
-            while data := await reader.read(1 << 18):
-                late.put_nowait((time.perf_counter() + delay, data))
-        await asyncio.sleep(2 * delay)
-        writing.cancel()
-        writer.close()
-
-    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        far = await asyncio.open_connection(*target)
-        # The end of the relay cancels it, which is no error of the stream.
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.gather(pass_on(reader, far[1]), pass_on(far[0], writer))
-
-    server = await asyncio.start_server(accept, "127.0.0.1", 0)
-    port.set_result(server.sockets[0].getsockname()[1])
-    await server.serve_forever()
+def check_rivals(model: Path, seed: int) -> bool:
+    """Whether no goal's placement takes 3 % longer than the one by free memory, on simulated devices in real time."""
+    rng, good = random.Random(seed), True
+    logging.getLogger("luce.backend.simulated_shard").setLevel(logging.ERROR)
+    with open_gguf(model) as file:
+        spec = read_spec(Source(str(model), file.metadata, file.tensors))
+        for devices in (2, 3, 4):
+            whole = random_machine(rng, file, spec, devices)
+            for name, machine in (("ample", whole), ("scarce", scarce(rng, file, spec, whole))):
+                for goal in _GOALS:
+                    both = rivals(file, spec, machine, goal)
+                    good &= (worse_by := both.worse_by(goal)) <= _WORSE
+                    used = len(both.fastest.prediction.shards)
+                    print(f"{devices} devices, {name} memory, {goal:8}: {used} used, {worse_by:+.1%}", flush=True)
+    return good
 
 
-@contextlib.contextmanager
-def delayed(target: tuple[str, int], delay: float) -> Iterator[tuple[str, int]]:
-    """The address of a relay to a target."""
-    loop = asyncio.new_event_loop()
-    port: asyncio.Future[int] = loop.create_future()
-    known: queue.SimpleQueue[int] = queue.SimpleQueue()
-    port.add_done_callback(lambda done: known.put(done.result()))
-    task = loop.create_task(relay(target, delay, port))
-
-    def run() -> None:
-        with contextlib.suppress(asyncio.CancelledError):
-            loop.run_until_complete(task)
-        # Those of open connections.
-        rest = asyncio.all_tasks(loop)
-        for each in rest:
-            each.cancel()
-        if rest:
-            loop.run_until_complete(asyncio.gather(*rest, return_exceptions=True))
-        loop.close()
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    try:
-        yield "127.0.0.1", known.get(timeout=10)
-    finally:
-        loop.call_soon_threadsafe(task.cancel)
-        thread.join()
+def check_cpu_rivals(model: Path) -> bool:
+    """The same on two devices of this CPU, in turn."""
+    good = True
+    with open_gguf(model) as file, contextlib.ExitStack() as opened:
+        spec = read_spec(Source(str(model), file.metadata, file.tensors))
+        devices = [open_device(DeviceName("cpu", number), "packed") for number in range(2)]
+        options = ServingOptions(context=_CPU_PROMPT + _CPU_STEPS + PAGE)
+        on_devices = ModelOnDevices(file, spec, devices, options)
+        known = measured(on_devices)
+        placements: dict[str, tuple[range, ...]] = {}
+        by_memory = tuple(shard.layers for shard in plan_shards(file, spec, devices, options))
+        problems = {goal: placement_problem(on_devices, known, Goal(goal, prompt=_CPU_PROMPT)) for goal in _GOALS}
+        timed: dict[tuple[range, ...], TimedSteps] = {}
+        for goal, problem in problems.items():
+            fastest = fastest_placement(on_devices, problem, known)
+            assert fastest is not None
+            placements[goal] = fastest.layers
+        for layers in {by_memory, *placements.values()}:
+            backend = LayerSplitBackend(file, spec, devices[: len(layers)], replace(options, layers=layers))
+            timed[layers] = TimedSteps(opened.enter_context(contextlib.closing(backend)), _CPU_PROMPT)
+            timed[layers].prompt()
+        rounds = [{at: (own.decode(_CPU_STEPS), own.prompt()) for at, own in timed.items()} for _ in range(_ROUNDS)]
+        for goal, problem in problems.items():
+            values = [[value_of(problem, *each[at]) for at in (placements[goal], by_memory)] for each in rounds]
+            worse_by = statistics.median(own / other for own, other in values) - 1
+            good &= worse_by <= _WORSE
+            print(f"this CPU, {goal:8}: {len(placements[goal])} of {len(devices)} devices used, {worse_by:+.1%}")
+    return good
 
 
 def link_to(address: tuple[str, int], key: Path) -> LinkProfile:
@@ -347,12 +184,12 @@ def link_to(address: tuple[str, int], key: Path) -> LinkProfile:
         supervisor.close()
 
 
-def machines_used(link: LinkProfile) -> int:
+def machines_used(latency: float, bandwidth: float) -> int:
     """Machines that decode: a slow one here holds the model, a fast one behind the link holds half of it."""
     layer = LayerWork(bytes=10**9, macs=0, launches=0, kv=0, attention=0)
     work = ModelWork(5120, (20_480,) * 10, 0, HeadWork(0, 0, 0), (layer,) * 10)
     here = DeviceFigures("cuda:0", "here", False, 1 << 40, 2e11, ((1, 1e15),), 0.0, 0.0, LinkFigures(0.0, 1e12))
-    way = LinkFigures(link.latency, link.bandwidth)
+    way = LinkFigures(latency, bandwidth)
     far = replace(here, name="far", machine="far", free=6 * 10**9, read=2e12, way=way, daemon="far")
     found = best_placement(Problem(work, Load(1, 64, 64), (here, far), {}, "decode"))
     assert found is not None
@@ -360,39 +197,14 @@ def machines_used(link: LinkProfile) -> int:
 
 
 @contextlib.contextmanager
-def namespace(rate: str) -> Iterator[str]:
-    """A network namespace with a link of so many bits per second in each direction, and its address there."""
-    name, near, far = "luce-check", "lucenear", "lucefar"
-    inside = ["ip", "netns", "exec", name]
-    shape = ["root", "tbf", "rate", rate, "burst", "16kb", "latency", "200ms"]
-    commands = [
-        ["ip", "netns", "add", name],
-        ["ip", "link", "add", near, "type", "veth", "peer", "name", far, "netns", name],
-        ["ip", "addr", "add", "10.97.0.1/24", "dev", near],
-        ["ip", "link", "set", near, "up"],
-        [*inside, "ip", "addr", "add", "10.97.0.2/24", "dev", far],
-        [*inside, "ip", "link", "set", far, "up"],
-        ["tc", "qdisc", "add", "dev", near, *shape],
-        [*inside, "tc", "qdisc", "add", "dev", far, *shape],
-    ]
-    try:
-        for command in commands:
-            subprocess.run(command, check=True)
-        yield name
-    finally:
-        subprocess.run(["ip", "link", "del", near], check=False)
-        subprocess.run(["ip", "netns", "del", name], check=False)
-
-
-@contextlib.contextmanager
 def daemon_in(name: str, model: Path, key: Path) -> Iterator[tuple[str, int]]:
     """The address of a `luce shard` in a network namespace."""
     inside = ["ip", "netns", "exec", name, sys.executable, "-m", "luce"]
-    command = [*inside, "shard", str(model), "--listen", "10.97.0.2:0", "--key-file", str(key)]
+    command = [*inside, "shard", str(model), "--listen", f"{THERE}:0", "--key-file", str(key)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
-            yield "10.97.0.2", int(process.stdout.readline().rpartition(":")[2])
+            yield THERE, int(process.stdout.readline().rpartition(":")[2])
         finally:
             process.kill()
 
@@ -402,19 +214,25 @@ def check_links(model: Path) -> bool:
     good = True
     with tempfile.TemporaryDirectory() as folder:
         key = make_key_file(Path(folder) / "key.pem")
-        with listener(model, key) as (port, _):
+        with listener(model, key) as (port, _), echo() as plain:
             bare = None
             for delay in (0.0, 0.005, 0.02, 0.005, 0.0):
-                with delayed(("127.0.0.1", port), delay) as address:
+                with delayed(("127.0.0.1", port), delay) as address, delayed(plain, delay) as beside:
+                    before = ping(beside)
                     link = link_to(address, key)
-                bare = link.latency if bare is None else bare
-                off = abs(link.latency - delay - bare)
-                right = off <= 0.1 * delay + 3e-4
-                used = machines_used(link)
-                right &= used == (1 if delay == 0.02 else 2)
+                    truth = (before + ping(beside)) / 2
+                bare = link.latency - truth if bare is None else bare
+                off = link.latency - truth - bare
+                used = machines_used(link.latency, link.bandwidth)
+                right = abs(off) <= 0.1 * truth + 3e-4 and used == machines_used(truth + bare, link.bandwidth)
+                right &= delay == 0.005 or used == (1 if delay else 2)
                 good &= right
-                latency, wrong = 1e3 * link.latency, "" if right else ": wrong"
-                print(f"delay {delay * 1e3:4.0f} ms: latency {latency:7.3f} ms, {used} machines{wrong}")
+                print(
+                    f"delay {delay * 1e3:4.0f} ms: the relay takes {truth * 1e3:6.3f} ms, latency "
+                    f"{link.latency * 1e3:6.3f} ms, {off * 1e3:+.3f} ms beside both; {used} machines"
+                    f"{'' if right else ': wrong'}",
+                    flush=True,
+                )
         if os.geteuid():
             print("the limit of 100 Mbit/s needs root: not checked")
             return good
@@ -434,13 +252,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cases = verbs.add_parser("random")
     cases.add_argument("--count", type=int, default=600)
     cases.add_argument("--seed", type=int, default=int(time.strftime("%Y%m%d")))
-    verbs.add_parser("simulated").add_argument("--seed", type=int, default=1)
+    simulated = verbs.add_parser("simulated")
+    simulated.add_argument("model", type=Path)
+    simulated.add_argument("--seed", type=int, default=1)
+    both = verbs.add_parser("rivals")
+    both.add_argument("model", type=Path)
+    both.add_argument("--seed", type=int, default=1)
+    both.add_argument("--cpu", action="store_true")
     verbs.add_parser("links").add_argument("model", type=Path)
     chosen = parser.parse_args(arguments)
     if chosen.verb == "random":
         good = check_random(chosen.count, chosen.seed)
+    elif chosen.verb == "simulated":
+        good = check_simulated(chosen.model, chosen.seed)
+    elif chosen.verb == "rivals":
+        good = check_cpu_rivals(chosen.model) if chosen.cpu else check_rivals(chosen.model, chosen.seed)
     else:
-        good = check_simulated(chosen.seed) if chosen.verb == "simulated" else check_links(chosen.model)
+        good = check_links(chosen.model)
     return 0 if good else 1
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,6 @@ from luce.backend.layersplit import LayerSplitBackend
 from luce.cli import progress
 from luce.config.sampling import SamplingParams
 from luce.draft.drafter import Draftable, Drafter, PendingProposals, Proposal
-from luce.engine.drafted import DraftStats
 from luce.engine.engine_options import EngineOptions
 from luce.engine.events import Event, Failed, Tokens
 from luce.engine.loop import Engine
@@ -59,9 +61,20 @@ class GivenDrafter:
         return Proposal([token ^ 1 if bad else token for token, bad in zip(right, wrong, strict=True)])
 
 
-def together(engine: Engine, prompts: Sequence[NDArray[np.int32]], tokens: int) -> tuple[float, list[list[int]]]:
-    """Tokens a second of greedy replies at once, from where the last of them begins to where the first one ends, and
-    their tokens."""
+@dataclass(frozen=True)
+class Measured:
+    """Greedy replies at once, from where the last of them begins to where the first one ends."""
+
+    #: tokens a second
+    speed: float
+    #: median seconds of the steps that gave each reply one token
+    plain_step: float
+    #: tokens of each reply, whole
+    replies: list[list[int]]
+
+
+def together(engine: Engine, prompts: Sequence[NDArray[np.int32]], tokens: int) -> Measured:
+    """Replies to all prompts at once."""
     events: list[list[tuple[float, Event]]] = [[] for _ in prompts]
 
     def sink(own: list[tuple[float, Event]]) -> Callable[[Event], None]:
@@ -81,16 +94,35 @@ def together(engine: Engine, prompts: Sequence[NDArray[np.int32]], tokens: int) 
             raise own[-1][1].error
     found = [[(at, [t.id for t in e.tokens]) for at, e in own if isinstance(e, Tokens)] for own in events]
     begin, end = max(own[0][0] for own in found), min(own[-1][0] for own in found)
-    count = sum(len(ids) for own in found for at, ids in own if begin < at <= end)
+    within = [[(at, len(ids)) for at, ids in own if begin < at <= end] for own in found]
+    count = sum(ids for own in within for _, ids in own)
     if not count:
         raise LuceError(f"replies of {tokens} tokens are too short to run at once")
-    return count / (end - begin), [[token for _, ids in own for token in ids] for own in found]
+    replies = [[token for _, ids in own for token in ids] for own in found]
+    return Measured(count / (end - begin), _plain_step(within), replies)
+
+
+def _plain_step(within: Sequence[Sequence[tuple[float, int]]]) -> float:
+    """The median time of steps of one token each, in the reply that has the most of them; nan without any."""
+    gaps = [
+        [at - before for (before, _), (at, count) in itertools.pairwise(own) if count == 1] for own in within if own
+    ]
+    longest = max(gaps, key=len, default=[])
+    return float(np.median(longest)) if longest else float("nan")
 
 
 def load_table(
-    target: str, sequences: Sequence[int], chances: Sequence[float], depth: int, tokens: int, **fields: Any
+    target: str,
+    sequences: Sequence[int],
+    chances: Sequence[float],
+    depth: int,
+    tokens: int,
+    *,
+    rounds: int = 3,
+    **fields: Any,
 ) -> dict[str, Any]:
-    """Load a target with its drafter, and report tokens a second by sequences at once and by acceptance."""
+    """Load a target with its drafter, and report tokens a second by sequences at once and by acceptance: the medians of
+    `rounds` rounds. Plain and drafted replies take turns, so that a device which slows down slows both."""
     fields = {"max_ctx": depth + tokens + 64, "parallel": max(sequences), **fields}
     report: dict[str, Any] = {"target": Path(target).name, "draft": fields["draft"], "depth": depth, "load": []}
     with (
@@ -102,37 +134,75 @@ def load_table(
         random = np.random.default_rng(0)
         for count in sequences:
             prompts = [random.integers(0, backend.capacity.vocab, depth, np.int32) for _ in range(count)]
-            wait.step(f"{count} sequences, plain")
-            first, replies, _ = loaded(backend, None, prompts, tokens)
-            texts = {p.tobytes(): [*p.tolist(), *own] for p, own in zip(prompts, replies, strict=True)}
-            rows: list[dict[str, Any]] = []
-            for chance in chances:
-                wait.step(f"{count} sequences, acceptance {chance:g}")
-                given = GivenDrafter(drafter, texts, depth, chance)
-                speed, drafted, stats = loaded(backend, given, prompts, tokens)
-                assert stats is not None
-                row = {"sequences": count, "acceptance": chance, "drafted": speed, "equal": drafted == replies}
-                rows.append(row | {"tokens_per_step": stats.tokens_per_step, "state": stats.state})
-            wait.step(f"{count} sequences, plain again")
-            second, _, _ = loaded(backend, None, prompts, tokens)
-            plain = (first + second) / 2
-            both = {"plain": plain, "plain_spread": abs(first - second) / plain}
-            report["load"] += [row | both | {"gain": row["drafted"] / plain} for row in rows]
+            report["load"] += _rows(backend, drafter, prompts, chances, tokens, rounds, wait.step)
     return report
 
 
-def loaded(
-    backend: LayerSplitBackend, drafter: Drafter | None, prompts: Sequence[NDArray[np.int32]], tokens: int
-) -> tuple[float, list[list[int]], DraftStats | None]:
-    """`together` by a new engine, after what `luce serve` measures first and two times, which build kernels, capture
-    graphs and measure for the engine; and what the drafter did."""
+def _rows(
+    backend: LayerSplitBackend,
+    drafter: Drafter,
+    prompts: Sequence[NDArray[np.int32]],
+    chances: Sequence[float],
+    tokens: int,
+    rounds: int,
+    say: Callable[[str], None],
+) -> list[dict[str, Any]]:
+    """The report of replies to these prompts, one row for each acceptance."""
+    count = len(prompts)
+    with ExitStack() as stack:
+        say(f"{count} sequences, plain")
+        plain, replies = _engine(stack, backend, None, prompts, tokens)
+        texts = {p.tobytes(): [*p.tolist(), *own] for p, own in zip(prompts, replies, strict=True)}
+        engines = []
+        for chance in chances:
+            say(f"{count} sequences, acceptance {chance:g}")
+            given = GivenDrafter(drafter, texts, len(prompts[0]), chance)
+            engines.append(_engine(stack, backend, given, prompts, tokens)[0])
+        before = [together(plain, prompts, tokens)]
+        drafted: list[list[Measured]] = []
+        for turn in range(rounds):
+            say(f"{count} sequences, round {turn + 1} of {rounds}")
+            drafted.append([together(engine, prompts, tokens) for engine in engines])
+            before.append(together(plain, prompts, tokens))
+        speeds = [one.speed for one in before]
+        both = {
+            "plain": float(np.median(speeds)),
+            "plain_spread": (max(speeds) - min(speeds)) / float(np.median(speeds)),
+            "plain_step": float(np.median([one.plain_step for one in before])),
+        }
+        rows = []
+        for chance, engine, own in zip(chances, engines, zip(*drafted, strict=True), strict=True):
+            around = [(a.speed + b.speed) / 2 for a, b in itertools.pairwise(before)]
+            gains = [one.speed / plain for one, plain in zip(own, around, strict=True)]
+            stats = engine.stats().draft
+            assert stats is not None
+            row = {
+                "sequences": count,
+                "acceptance": chance,
+                "drafted": float(np.median([one.speed for one in own])),
+                "gain": float(np.median(gains)),
+                "gain_spread": max(gains) - min(gains),
+                "drafted_plain_step": float(np.median([one.plain_step for one in own])),
+                "equal": all(one.replies == replies for one in own),
+                "tokens_per_step": stats.tokens_per_step,
+                "state": stats.state,
+            }
+            rows.append(row | both)
+        return rows
+
+
+def _engine(
+    stack: ExitStack,
+    backend: LayerSplitBackend,
+    drafter: Drafter | None,
+    prompts: Sequence[NDArray[np.int32]],
+    tokens: int,
+) -> tuple[Engine, list[list[int]]]:
+    """An engine after what `luce serve` measures first and two times all replies, which build kernels, capture graphs
+    and measure for the engine; and the replies."""
     options = EngineOptions(eos=frozenset(), max_queue=len(prompts), chunk=backend.options.chunk)
     engine = Engine(backend, options, drafter=drafter)
-    try:
-        engine.measure_drafting(MEASURED_SECONDS)
-        for _ in range(2):
-            together(engine, prompts, tokens)
-        speed, replies = together(engine, prompts, tokens)
-        return speed, replies, engine.stats().draft
-    finally:
-        engine.close()
+    stack.callback(engine.close)
+    engine.measure_drafting(MEASURED_SECONDS)
+    together(engine, prompts, tokens)
+    return engine, together(engine, prompts, tokens).replies

@@ -1,42 +1,50 @@
-"""Kernel builds and tests on the emulated device that need no second run while their sources are unchanged.
+"""Kernel builds and tests that need no second run while their sources are unchanged.
 
 They take most of the suite's time and have one result for one state of the sources. `tools/proved.json` holds, for each
-kernel source and each test file, the digest of the sources with which its builds or its emulated tests last passed.
+kernel source and each test file, the digest of the sources with which its builds or its provable tests last passed.
 `tools/check` and `tools/build_kernels --ci` leave out those whose digest is still the same; `tools/check --prove` and
 `tools/build_kernels --ci --prove` run the others and write the new digests, to be committed with the change.
 `tools/check --nightly` and the builds without `--ci` run everything.
 
-A test file's digest covers the modules of this repository that it imports, directly or through others, the conftest
-files above it, all kernels, the emulator and the reference files. Of a module it covers the code, not comments and
-docstrings. A kernel source's digest covers the source, all headers, its builds and their targets. Compilers and
-packages from elsewhere are not covered, nor is UNCOVERED: that is what the nightly run is for.
+Provable are tests on the emulated device, all in FOLDERS, and those with that mark. A test file's digest covers what it
+depends on as its sources say (tools/dependencies.py), modules and data, the conftest files above it, and PLUGINS. Of a
+module it covers the code, not comments and docstrings. A kernel source's digest covers the source, all headers, its
+builds and their targets. Compilers and packages from elsewhere are not covered, but for PYTHON, nor is UNCOVERED: that
+is what the nightly run is for. While a file is proved, tests/support/observed.py looks whether its digest covers what
+it reads.
 """
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Iterable
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-ROOT = Path(__file__).resolve().parent.parent
+from tools import dependencies
+
+ROOT = dependencies.ROOT
 RECORD = ROOT / "tools" / "proved.json"
-#: the top-level packages of this repository
-PACKAGES = ("luce", "tests", "tools")
-#: modules that most tests import and that compute nothing of a kernel's result: each new status of the server, setting,
-#: format of tool calls or allowed skip would take all proofs away
+#: folders all of whose tests have results that follow from the sources alone
+FOLDERS = ("tests/golden", "tests/ops", "tests/contracts")
+#: what chooses tests and has no part in their results: each new skip that is allowed would take all proofs away
 UNCOVERED = (
-    "luce/errors.py",
-    "luce/config/settings.py",
-    "luce/models/calls.py",
-    "luce/models/channels.py",
-    "luce/models/tool_formats.py",
     "tests/support/selection.py",
+    "tests/support/observed.py",
+    "tests/support/spread.py",
+    "tools/dependencies.py",
     "tools/proofs.py",
 )
+#: plugins that selection.py loads, by what they change: `""` is every test
+PLUGINS = {"tests/support/unsynced.py": "", "tests/support/kept_templates.py": "luce/text/open.py"}
+#: modules of classes and functions that have nothing to do with one another, where most have one to add
+PARTS = ("luce/errors.py",)
+#: packages whose minor versions results depend on, where they are imported
+PYTHON = ("numpy", "numba", "torch", "transformers")
 
 Kind = Literal["builds", "tests"]
 
@@ -68,83 +76,57 @@ def digest(paths: Iterable[Path], *texts: str) -> str:
 
 
 def test_digest(module: Path) -> str:
-    """The digest of all that the emulated tests of a file depend on."""
+    """The digest of all that the provable tests of a file depend on."""
+    found = covered(module)
+    # Of these the code that is used: a new error of the server would take all proofs away.
+    used = {ROOT / name: dependencies.parts(ROOT / name, found) for name in PARTS if ROOT / name in found}
+    texts = {path: text for path, text in used.items() if text is not None}
+    return digest(found - texts.keys(), *texts.values(), *_versions(found))
+
+
+def covered(module: Path) -> set[Path]:
+    """The files of this repository that the digest of a test file covers."""
     conftests = (folder / "conftest.py" for folder in module.parents if folder.is_relative_to(ROOT / "tests"))
     starts = [module, *(path for path in conftests if path.is_file())]
-    return digest((*dependencies(starts), *_data()))
+    uncovered = {ROOT / name for name in UNCOVERED}
+    found = dependencies.dependencies(starts, uncovered)
+    plugins = [ROOT / name for name, changed in PLUGINS.items() if not changed or ROOT / changed in found]
+    return dependencies.dependencies([*starts, *filter(Path.is_file, plugins)], uncovered)
 
 
-def dependencies(modules: Iterable[Path]) -> set[Path]:
-    """The modules and what they import of this repository, directly or through others, without UNCOVERED."""
-    found, waiting, uncovered = set[Path](), [*modules], {ROOT / name for name in UNCOVERED}
-    while waiting:
-        path = waiting.pop()
-        if path not in found | uncovered:
-            found.add(path)
-            waiting += _module(path)[0]
-    return found
+def provable(name: str) -> bool:
+    """Whether all tests of a file, named from the repository's root, are provable."""
+    return name.startswith(tuple(f"{folder}/" for folder in FOLDERS))
 
 
-@cache
-def _module(path: Path) -> tuple[tuple[Path, ...], str]:
-    """The files of this repository that a module imports, and the SHA-256 of its code."""
-    tree = ast.parse(path.read_bytes())
-    names = {name for node in _statements(tree, _is_executed) for name in _names(node)}
-    parts = (name.split(".") for name in sorted(names))
-    places = {ROOT.joinpath(*part[:end]) for part in parts if part[0] in PACKAGES for end in range(1, len(part) + 1)}
-    files = (file for place in places for file in (place.with_suffix(".py"), place / "__init__.py"))
-    code = ast.dump(_undocumented(tree)).encode()
-    return tuple(file for file in sorted(files) if file.is_file()), hashlib.sha256(code).hexdigest()
-
-
-def _statements(tree: ast.AST, entered: Callable[[ast.AST], bool]) -> Iterator[ast.AST]:
-    """A tree's statements, at any depth, without those that are not to be entered and what is within these."""
-    waiting = [tree]
-    while waiting:
-        for node in ast.iter_child_nodes(waiting.pop()):
-            # No expression has a statement within.
-            if isinstance(node, ast.stmt | ast.excepthandler | ast.match_case) and entered(node):
-                yield node
-                waiting.append(node)
-
-
-def _is_executed(node: ast.AST) -> bool:
-    """Whether `import` executes a statement: what is under `if TYPE_CHECKING` and in a module's `__getattr__` not."""
-    typing = isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
-    return not typing and not (isinstance(node, ast.FunctionDef) and node.name == "__getattr__")
-
-
-def _names(node: ast.AST) -> list[str]:
-    if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names]
-    if isinstance(node, ast.ImportFrom) and node.module:
-        return [f"{node.module}.{alias.name}" for alias in node.names]
-    return []
+def _versions(files: Iterable[Path]) -> list[str]:
+    """The minor versions of Python and of those of PYTHON that files import."""
+    said = [dependencies.source(path) for path in files if path.suffix == ".py"]
+    imported = {name.partition(".")[0] for source in said for name in source.names} | {
+        word for source in said for word in source.words
+    }
+    return [f"python {sys.version_info[:2]}", *(_version(name) for name in PYTHON if name in imported)]
 
 
 @cache
-def _data() -> tuple[Path, ...]:
-    places = ((ROOT / "kernels", "*.cu"), (ROOT / "kernels", "*.h"), (ROOT / "tests" / "support", "*.c*"))
-    reference = (path for path in (ROOT / "tests" / "reference").rglob("*") if path.is_file())
-    return (*(path for folder, pattern in places for path in folder.glob(pattern)), *reference)
+def _version(name: str) -> str:
+    try:
+        return f"{name} {'.'.join(metadata.version(name).split('.')[:2])}"
+    except metadata.PackageNotFoundError:
+        return f"no {name}"
 
 
-@cache
 def _content(path: Path) -> str:
-    return _module(path)[1] if path.suffix == ".py" else hashlib.sha256(path.read_bytes()).hexdigest()
+    return dependencies.source(path).code if path.suffix == ".py" else _contents(path)
 
 
-def _undocumented(tree: ast.Module) -> ast.Module:
-    """The tree without docstrings. Comments and white space are in no tree."""
-    for node in (tree, *_statements(tree, lambda _: True)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(
-            node
-        ):
-            del node.body[0]
-    return tree
+@cache
+def _contents(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def forget() -> None:
     """Read files again that have changed since their digest was taken."""
-    for cached in (_module, _data, _content):
+    dependencies.forget()
+    for cached in (_contents, _version):
         cached.cache_clear()

@@ -2,32 +2,40 @@
 
 Agents hold conversations: a system prompt with tools, which all agents of a kind share, then turns that each add a
 message or a tool's result and get a reply. Prompts repeat everything before. Sizes are drawn as sessions of coding
-agents have them: log-normal, with a median of 900 tokens a turn and 220 a reply, 20 turns, 4 s between two turns. A
-replica reads its queue in order, has `--parallel` slots and a prefix cache that gives up what was used longest ago; it
-reports to the router each half second, as luce.ray does. The router is the one that runs: luce.ray.routing_state.
+agents have them: log-normal, with a median of 900 tokens a turn and 220 a reply, 20 turns, 4 s between two turns; or
+all comes from a recording (tools.router_traffic), whose traffic is that of `--recorded-replicas` replicas: fewer get a
+part of its conversations, more get them several times.
+
+A replica reads its queue in order, has 8 slots and a prefix cache that gives up what was used longest ago; it reports
+to the router each half second, as luce.ray does. The router is the one that runs: luce.ray.routing_state.
 
     python -m tools.simulate_router --replicas 2,8,32 --seconds 600
+    python -m tools.simulate_router --replicas 2,8,32 --seconds 600 --trace conversation_trace.jsonl
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import heapq
 import itertools
 import random
 import statistics
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 from luce.kvcache.block_keys import TOKENS
-from luce.ray.routing_state import RoutingState
+from luce.ray.routing_state import SPREAD_KEY, RoutingState
+from tools.router_traffic import Arrival, Recording, Request, drawn
 
 REPORT_SECONDS = 0.5
-KINDS, SYSTEM_TOKENS = 4, 12_000
-TURNS, TURN_MEDIAN, REPLY_MEDIAN, PAUSE = 20, 900, 220, 4.0
+PAUSE = 4.0
+#: replicas of a cell, which has a router of its own
+CELL = 32
 
 
 @dataclass(frozen=True)
@@ -38,51 +46,6 @@ class Speeds:
     decode: float = 1 / 40
     parallel: int = 8
     cache: int = 400_000
-
-
-@dataclass
-class Request:
-    """One turn: the blocks of its prompt, and the tokens of its reply."""
-
-    session: int
-    keys: list[bytes]
-    #: keys of the prompt with its reply, which the replica has cached behind it
-    after: list[bytes]
-    reply: int
-    #: blocks that some replica has computed before
-    repeated: int
-    #: the requests of the conversation behind this one
-    turns: Iterator[Request]
-    arrived: float = 0.0
-    cached: int = 0
-
-
-class Session:
-    """One agent's conversation, as requests."""
-
-    def __init__(self, number: int, draw: random.Random) -> None:
-        self.number, self._draw, self._turns = number, draw, max(1, round(draw.expovariate(1 / TURNS)))
-        self._system = draw.randrange(KINDS)
-        self._length = SYSTEM_TOKENS
-        self._known = SYSTEM_TOKENS // TOKENS
-
-    def turns(self) -> Iterator[Request]:
-        """The requests, each to be sent behind the reply of the one before."""
-        requests = self._requests(lambda: requests)
-        return requests
-
-    def _requests(self, rest: Callable[[], Iterator[Request]]) -> Iterator[Request]:
-        for _ in range(self._turns):
-            self._length += round(self._draw.lognormvariate(0, 0.9) * TURN_MEDIAN)
-            keys, reply = self._keys(), max(1, round(self._draw.lognormvariate(0, 0.8) * REPLY_MEDIAN))
-            self._length += reply
-            yield Request(self.number, keys, self._keys(), reply, self._known, rest())
-            self._known = self._length // TOKENS
-
-    def _keys(self) -> list[bytes]:
-        shared = SYSTEM_TOKENS // TOKENS
-        own = range(shared, self._length // TOKENS)
-        return [b"%d-%d" % (self._system, n) for n in range(shared)] + [b"s%d-%d" % (self.number, n) for n in own]
 
 
 class Replica:
@@ -168,35 +131,48 @@ class Outcome:
 
 
 class Simulation:
-    """Replicas under the traffic of `rate` new sessions a second, routed by the policy `policy`."""
+    """Replicas, whose requests are routed by the policy `policy`."""
 
-    def __init__(self, policy: str, replicas: int, rate: float, speeds: Speeds, seed: int) -> None:
+    def __init__(self, policy: str, replicas: int, speeds: Speeds, seed: int) -> None:
         self._draw = random.Random(seed)
         self._replicas = {f"r{number}": Replica(f"r{number}", speeds) for number in range(replicas)}
         self._names = list(self._replicas)
-        self._state = RoutingState()
-        self._state.keep(self._names)
-        self._policy = policy
+        self._cell_names = [self._names]
+        if policy == "cells":
+            self._cell_names = [self._names[begin : begin + CELL] for begin in range(0, replicas, CELL)]
+        self._states = [RoutingState() for _ in self._cell_names]
+        #: by replica, the state of its router
+        self._state_of: dict[str, RoutingState] = {}
+        for state, names in zip(self._states, self._cell_names, strict=True):
+            state.keep(names)
+            self._state_of.update(dict.fromkeys(names, state))
+        self._by_prefix = policy in ("prefix", "cells")
         self._choose: Policy = getattr(self, f"_{policy}")
         self._choices = random.Random(seed + 1)
         self._round = itertools.cycle(self._names)
-        self._rate = rate
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._numbers = itertools.count()
         self.outcome = Outcome()
 
-    def run(self, seconds: float) -> Outcome:
-        """Let sessions begin for so many seconds, and end after as many again at most."""
-        begin, number = 0.0, 0
-        while (begin := begin + self._draw.expovariate(self._rate)) < seconds:
-            turns = Session(number, random.Random(self._draw.random())).turns()
-            self._at(begin, lambda now, turns=turns: self._next(turns, now))  # type: ignore[misc]
-            number += 1
+    def run(self, traffic: Iterable[Arrival], seconds: float) -> Outcome:
+        """Let the traffic of so many seconds arrive, and end after as many again at most."""
+        self._arrive(iter(traffic))
         self._at(REPORT_SECONDS, self._report)
         while self._events and self._events[0][0] < 2 * seconds:
             now, _, event = heapq.heappop(self._events)
             event(now)
         return self.outcome
+
+    def _arrive(self, traffic: Iterator[Arrival]) -> None:
+        """Wait for the next arrival, and for the one behind it then."""
+        if (arrival := next(traffic, None)) is not None:
+            when, turns = arrival
+
+            def arrive(now: float) -> None:
+                self._next(turns, now)
+                self._arrive(traffic)
+
+            self._at(when, arrive)
 
     def _at(self, when: float, event: Callable[[float], None]) -> None:
         heapq.heappush(self._events, (when, next(self._numbers), event))
@@ -209,7 +185,7 @@ class Simulation:
         began = time.perf_counter()
         replica = self._replicas[self._choose(request, now)]
         self.outcome.decisions.append(time.perf_counter() - began)
-        self._state.began(replica.name, request.keys if self._policy == "prefix" else ())
+        self._state_of[replica.name].began(replica.name, request.keys if self._by_prefix else ())
         replica.waiting.append(request)
         self._start(replica, now)
 
@@ -223,7 +199,7 @@ class Simulation:
 
     def _finish(self, replica: Replica, request: Request, now: float) -> None:
         replica.finish(request)
-        self._state.ended(replica.name, request.keys if self._policy == "prefix" else (), now)
+        self._state_of[replica.name].ended(replica.name, request.keys if self._by_prefix else (), now)
         self._at(now + self._draw.expovariate(1 / PAUSE), lambda now: self._next(request.turns, now))
         self._start(replica, now)
 
@@ -233,8 +209,8 @@ class Simulation:
             self.outcome.skew.append(max(loads) / statistics.fmean(loads))
             self.outcome.waiting.append(statistics.fmean(len(each.waiting) for each in self._replicas.values()))
         for replica in self._replicas.values():
-            if self._policy == "prefix":
-                self._state.apply(replica.name, replica.report(), now)
+            if self._by_prefix:
+                self._state_of[replica.name].apply(replica.name, replica.report(), now)
         if self._events:
             self._at(now + REPORT_SECONDS, self._report)
 
@@ -251,8 +227,15 @@ class Simulation:
     def _session(self, request: Request, now: float) -> str:
         return self._names[random.Random(request.session).randrange(len(self._names))]
 
+    def _rendezvous(self, request: Request, now: float) -> str:
+        key = request.keys[min(SPREAD_KEY, len(request.keys)) - 1] if request.keys else b""
+        return max(self._names, key=lambda name: hashlib.sha256(key + name.encode()).digest())
+
     def _prefix(self, request: Request, now: float) -> str:
-        return self._state.ranked(request.keys, now)[0]
+        return self._states[0].ranked(request.keys, now)[0]
+
+    def _cells(self, request: Request, now: float) -> str:
+        return random.Random(request.session).choice(self._states).ranked(request.keys, now)[0]
 
 
 POLICIES = {
@@ -260,7 +243,9 @@ POLICIES = {
     "round_robin": "one after the other",
     "two_choices": "the less loaded of two (Ray Serve's default)",
     "session": "by the hash of the conversation",
+    "rendezvous": "by the hash of the prompt's first 256 tokens",
     "prefix": "by cached prefix and waiting time (luce.ray)",
+    "cells": f"by the hash of the conversation to {CELL} replicas, among these as luce.ray",
 }
 
 
@@ -308,14 +293,24 @@ def main() -> None:
     parser.add_argument("--policies", default=",".join(POLICIES), help=f"of {', '.join(POLICIES)}")
     parser.add_argument("--seconds", type=float, default=600.0, help="time in which sessions begin")
     parser.add_argument("--rate", type=float, default=0.055, help="new sessions a second for each replica")
+    parser.add_argument("--trace", type=Path, help="recorded requests instead of drawn ones: a file of JSON lines")
+    parser.add_argument("--trace-block", type=int, default=512, help="tokens of a block of the recording")
+    parser.add_argument("--recorded-replicas", type=int, default=8, help="how many replicas the recording is for")
+    parser.add_argument("--cache", type=int, default=Speeds().cache, help="tokens that a replica's prefix cache holds")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
+    recording = Recording(options.trace, options.trace_block) if options.trace else None
     print(" | ".join(["", *COLUMNS, ""]).strip())
     print("|".join(["", *["---"] * len(COLUMNS), ""]))
     for replicas in map(int, options.replicas.split(",")):
         for policy in options.policies.split(","):
-            simulation = Simulation(policy, replicas, options.rate * replicas, Speeds(), options.seed)
-            row = Row(replicas, policy, simulation.run(options.seconds))
+            simulation = Simulation(policy, replicas, Speeds(cache=options.cache), options.seed)
+            if recording is None:
+                draw = random.Random(options.seed)
+                traffic = drawn(options.rate * replicas, options.seconds, draw)
+            else:
+                traffic = recording.arrivals(replicas / options.recorded_replicas, options.seconds)
+            row = Row(replicas, policy, simulation.run(traffic, options.seconds))
             print(" | ".join(["", *row.cells(), ""]).strip(), flush=True)
 
 

@@ -22,4 +22,5 @@ one), placement and memory plans. Not here: what one shard does (luce.shard) and
     device_figures    what a measured device does for a file's types of weights, for predictions
     serving_options   ServingOptions: the settings of a whole model
     loading           loads the shards of a plan
+    simulated_shard   shards of simulated devices, which take the predicted time
 """

@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from luce.ops.matmul import FEW_ROWS
 from luce.runtime.step import Int32, Output, Step
 from luce.shard.saved_state import SavedState, StatePiece
 
@@ -43,6 +44,8 @@ class Capacity:
     layers: tuple[range, ...]
     #: bytes of host memory for the statistics of a page; 0: pages are not ranked
     ranking_bytes: int
+    #: most rows of replies and drafts in a step in which a row has the bits that it has alone, on every device
+    invariant_rows: int = FEW_ROWS
 
 
 class BackendState(Protocol):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from luce.gguf.reader import TensorInfo
 from luce.ops.weight import KERNEL_TYPES
 from luce.planner.figures import HERE, DeviceFigures, LinkFigures
-from luce.profiles.profile import DeviceProfile, LinkProfile
+from luce.profiles.profile import DeviceProfile, LinkProfile, Observed
 from luce.remote.device import MEMBER, is_remote
 from luce.runtime.device import Device
 
@@ -57,48 +58,60 @@ def device_figures(
     free: int,
     expand: float,
     way: LinkProfile | None = None,
+    int8: bool = False,
 ) -> DeviceFigures:
     """The figures of a device for a model with so many bytes of each type.
 
     `free`: bytes for the model; `expand`: bytes that the device holds for each byte that the model counts; `way`:
-    between the device and this process, the profile's by default. Where servers have taken longer than predicted, or
-    shorter, all times are longer or shorter by that ratio.
+    between the device and this process, the profile's by default. `int8`: many rows are multiplied in int8, where the
+    device has figures of that. What servers observed of prompts was in fp16, and does not correct these.
     """
+    int8 = int8 and has_int8(profile)
     found = {type: profile.formats[type.name] for type in sizes}
+    if int8:
+        found = {type: replace(own, rates=own.rates | own.int8) for type, own in found.items()}
     elements = {type: size / _bits(type) for type, size in sizes.items()}
-    slower = correction(profile)
-    read = _harmonic({type: found[type].read for type in sizes}, sizes)
     rates = tuple(
-        (rows, _harmonic({type: found[type].rates[rows] for type in sizes}, elements) / slower)
+        (rows, _harmonic({type: found[type].rates[rows] for type in sizes}, elements))
         for rows in _common(figures.rates for figures in found.values())
     )
     gather = tuple(
         (rows, _harmonic({type: found[type].gather[rows] for type in sizes}, sizes))
         for rows in _common(figures.gather for figures in found.values())
     )
-    unpacked = {type: figures.unpack for type, figures in found.items() if figures.unpack is not None}
+    unpacking = {type: own.int8_unpack if int8 and own.int8 else own.unpack for type, own in found.items()}
+    unpacked = {type: rate for type, rate in unpacking.items() if rate is not None}
     own = LinkFigures(profile.way.latency, profile.way.bandwidth)
     return DeviceFigures(
         name=str(device.name),
         machine=machine(device),
         host=device.host,
         free=free,
-        read=read / slower,
+        read=_harmonic({type: found[type].read for type in sizes}, sizes),
         rates=rates,
-        launch=profile.launch * slower,
-        step=profile.step * slower,
+        launch=profile.launch,
+        step=profile.step,
         way=own if way is None else LinkFigures(way.latency, way.bandwidth),
         daemon=device.daemon.name if is_remote(device) else "",
-        unpack=_harmonic(unpacked, elements) / slower if unpacked else None,
+        unpack=_harmonic(unpacked, elements) if unpacked else None,
         bus=None if device.host else own,
         expand=expand,
-        state_read=_slowed(profile.state_read, slower),
-        attention=_slowed(profile.attention, slower),
-        elementwise=_slowed(profile.elementwise, slower),
-        recurrence=_slowed(profile.recurrence, slower),
+        state_read=profile.state_read,
+        attention=profile.attention,
+        elementwise=profile.elementwise,
+        recurrence=profile.recurrence,
+        recurrence_row=profile.recurrence_row,
+        layer=sum(size * found[type].layer for type, size in sizes.items()) / sum(sizes.values()),
         gather=gather,
-        routing=profile.routing * slower,
+        routing=profile.routing,
+        decode_ratio=_correction(profile.observed.get("decode")),
+        prompt_ratio=1.0 if int8 else _correction(profile.observed.get("prompt")),
     )
+
+
+def has_int8(profile: DeviceProfile) -> bool:
+    """Whether a device has figures of products in int8."""
+    return any(figures.int8 for figures in profile.formats.values())
 
 
 def machine(device: Device) -> str:
@@ -110,14 +123,10 @@ def machine(device: Device) -> str:
     return host or HERE
 
 
-def correction(profile: DeviceProfile) -> float:
+def _correction(observed: Observed | None) -> float:
     """The ratio by which predictions of a device are corrected, as servers observed it, within limits."""
     low, high = _CORRECTIONS
-    return 1.0 if profile.observed is None else min(high, max(low, profile.observed.ratio))
-
-
-def _slowed(rate: float | None, slower: float) -> float | None:
-    return None if rate is None else rate / slower
+    return 1.0 if observed is None else min(high, max(low, observed.ratio))
 
 
 def _common(tables: Iterable[Mapping[int, float]]) -> list[int]:

@@ -12,8 +12,8 @@ from typing import cast
 
 from luce.backend.device_figures import device_figures, machine, nearest_types
 from luce.backend.measured_devices import MeasuredDevices, ModelOnDevices, known_figures, measured
-from luce.backend.model_work import model_work
-from luce.backend.placement import RESERVE, plan_shards
+from luce.backend.model_work import model_work, state_expand
+from luce.backend.placement import RESERVE, free_bytes, plan_shards
 from luce.backend.prediction_facts import PredictedPlan
 from luce.config.settings import Config
 from luce.errors import OutOfMemoryError
@@ -114,12 +114,19 @@ def placement_problem(model: ModelOnDevices, known: MeasuredDevices, goal: Goal)
         # Devices that share a machine's memory get equal parts of it, and a claim on one is a claim on all.
         sharing = max(1, sum(_share(device, other) for other in devices))
         claims = sum(claim.bytes for claim in options.claims if _share(device, claim.device))
-        free = max(0, device.memory().free - claims) // sharing
+        free = max(0, free_bytes(device, options.weights) - claims) // sharing
         expand = tensor_bytes(file, spec, layers, device, layers_only=True) / size
         own = device_figures(
-            device, known.profiles[name], model.types, free=free, expand=expand, way=known.ways.get(name)
+            device,
+            known.profiles[name],
+            model.types,
+            free=free,
+            expand=expand,
+            way=known.ways.get(name),
+            int8=known.int8,
         )
-        figures.append(replace(own, margin=device.margin))
+        kv = state_expand(spec, device, first, options)
+        figures.append(replace(own, margin=device.margin, state_expand=kv))
     load = Load(options.slots, options.context, min(goal.prompt, options.context), goal.reply, chunk=options.chunk)
     if model.draft is not None:
         load = replace(load, rows=model.draft.rows)
@@ -238,6 +245,20 @@ def nothing_fits(problem: Problem) -> str:
     which one would fit."""
     free = ", ".join(f"{device.free} on {device.name}" for device in problem.devices)
     text = f"no placement fits: {free} are free"
+    size, name = least_missing(problem)
+    text += f"; with {size} MiB more on {name} one would fit"
+    if problem.offload == "off" and best_placement(replace(problem, offload="auto")) is not None:
+        text += "; --experts-on auto would fit"
+    load = problem.load
+    pages = _least(lambda less: _fits_context(problem, load.context - less * PAGE), load.context // PAGE)
+    context = load.context - pages * PAGE
+    return text + (f"; --max-ctx {context} would fit" if context > 0 else "; not even one page of context would fit")
+
+
+def least_missing(problem: Problem) -> tuple[int, str]:
+    """The fewest mebibytes that one of the devices lacks for a placement, and which one."""
+    # Which placements fit does not depend on the goal, and decoding is searched the fastest.
+    problem = replace(problem, objective="decode")
     most = 2 * sum(device.free for device in problem.devices) + _bytes(problem)
     lacking = []
     for device in problem.devices:
@@ -248,14 +269,7 @@ def nothing_fits(problem: Problem) -> str:
             return best_placement(replace(problem, devices=devices)) is not None
 
         lacking.append((_least(fits, (most >> 20) + 1), device.name))
-    size, name = min(lacking)
-    text += f"; with {size} MiB more on {name} one would fit"
-    if problem.offload == "off" and best_placement(replace(problem, offload="auto")) is not None:
-        text += "; --experts-on auto would fit"
-    load = problem.load
-    pages = _least(lambda less: _fits_context(problem, load.context - less * PAGE), load.context // PAGE)
-    context = load.context - pages * PAGE
-    return text + (f"; --max-ctx {context} would fit" if context > 0 else "; not even one page of context would fit")
+    return min(lacking)
 
 
 def _fits_context(problem: Problem, context: int) -> bool:

@@ -26,8 +26,10 @@ from luce.backend.serving_options import ServingOptions
 from luce.errors import BackendError
 from luce.gguf.reader import GGUFFile
 from luce.layers.features import FeatureRing
+from luce.layers.kept_weights import LoadedBytes
+from luce.log import event
 from luce.models.spec import ModelSpec
-from luce.profiles.profile import Observed
+from luce.profiles.profile import Observed, Phase
 from luce.remote.device import is_remote
 from luce.remote.shard import RemoteShard
 from luce.runtime.device import Array, Device, Memory
@@ -37,7 +39,7 @@ from luce.shard.memory_watch import MemoryWatch
 from luce.shard.page_ranking import ranking_bytes
 from luce.shard.pipeline import Pipeline
 from luce.shard.shard import DaemonState, DeviceInfo, Shard
-from luce.shard.timing import ShardTimes
+from luce.shard.timing import SequenceRows, ShardTimes
 
 _log = logging.getLogger(__name__)
 
@@ -74,6 +76,8 @@ class LayerSplitBackend:
         self._unwaited = False
         #: why the states of all sequences were lost, until `lost` reports it
         self._lost = ""
+        #: what the last load took, where `options.weights` are
+        self.loaded = LoadedBytes(0, 0)
         #: why there are no shards, if nobody loads any
         self._absent = ""
         self._load(devices, options, on_progress)
@@ -113,14 +117,18 @@ class LayerSplitBackend:
             loader.load(self._pipeline)
             self._memory.update()
         except BaseException:
-            self._pipeline.close()
+            self._close_shards(keeps=before is not None)
             raise
+        if options.weights is not None:
+            self.loaded = options.weights.release()
+        rows = min(shard.info.invariant_rows for shard in self._pipeline.shards)
+        self.capacity = replace(capacity, invariant_rows=rows)
 
     def unload(self, reason: str = "") -> None:
         """Release the shards and close their devices. Steps fail until `relocate` loads the model again; with a reason
-        `down` returns it."""
+        `down` returns it. Without one, `options.weights` holds their weights until then."""
         self._absent = reason
-        self.close()
+        self._close_shards(keeps=not reason)
         for device in self._devices:
             device.close()
 
@@ -132,6 +140,8 @@ class LayerSplitBackend:
         """
         self._load(devices, options, lambda fraction: None, self.capacity)
         self._absent, self._lost, self._unwaited = "", "", False
+        if self.options.weights is not None:
+            event(_log, "weights loaded", read=self.loaded.read, kept=self.loaded.kept)
 
     @property
     def shards(self) -> tuple[Shard, ...]:
@@ -185,22 +195,22 @@ class LayerSplitBackend:
         """Seconds that the shards' work and the copies between them took since the start. Any thread may call it."""
         return self._pipeline.times()
 
-    def watch_decoding(self, device: str, on_decoded: Callable[[int, float], None]) -> None:
-        """Let a function get the position and the seconds of each decoding step of one row on a device, on the thread
-        that drives its shard."""
+    def watch_rows(self, device: str, on_rows: Callable[[SequenceRows, float], None]) -> None:
+        """Let a function get the rows and the seconds of each step of one sequence on a device, on the thread that
+        drives its shard."""
         shard, number = self._place(device)
         remote = self._pipeline.shards[shard]
         if isinstance(remote, RemoteShard):
-            remote.watch_decoding(number, on_decoded)
+            remote.watch_rows(number, on_rows)
         else:
-            self._pipeline.watch_decoding(shard, on_decoded)
+            self._pipeline.watch_rows(shard, on_rows)
 
-    def keep_observed(self, device: str, observed: Observed) -> None:
+    def keep_observed(self, device: str, phase: Phase, observed: Observed) -> None:
         """Let a device's daemon keep what was observed of it. On the thread that drives its shard."""
         shard, number = self._place(device)
         remote = self._pipeline.shards[shard]
         assert isinstance(remote, RemoteShard)
-        remote.keep_observed(number, observed)
+        remote.keep_observed(number, phase, observed)
 
     def _place(self, device: str) -> tuple[int, int]:
         """The shard with the layers of a device, and which of its devices it is."""
@@ -213,7 +223,7 @@ class LayerSplitBackend:
     def forward(self, step: Step, queued: Callable[[], None] = lambda: None) -> Output:
         if not self._pipeline.shards:
             raise BackendError(self._absent or "the backend is closed")
-        parts = separate_prompts(step)
+        parts = separate_prompts(step, self.capacity.invariant_rows)
         runs = [[part] for part in parts]
         if self._pipeline.links:
             # Prompts follow each other through the shards. Replies run before them, so they do not wait for prompts.
@@ -277,7 +287,17 @@ class LayerSplitBackend:
             self._ring.move(slot, position, path)
 
     def close(self) -> None:
-        self._pipeline.close()
+        self._close_shards(keeps=False)
+
+    def _close_shards(self, *, keeps: bool) -> None:
+        """Release the shards, and their weights unless they are kept for the next load."""
+        weights = self.options.weights
+        if weights is None:
+            self._pipeline.close()
+            return
+        weights.keep(self._pipeline.close)
+        if not keeps:
+            weights.release()
 
     def _join(self, outputs: Sequence[Output]) -> Output:
         """Join the outputs of microbatches."""

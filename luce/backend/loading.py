@@ -12,6 +12,7 @@ from luce.backend.placement import ModelPlan, ShardPlan, shard_name
 from luce.backend.serving_options import ServingOptions
 from luce.errors import OutOfMemoryError
 from luce.gguf.reader import GGUFFile
+from luce.layers.kept_weights import wanted_tensors
 from luce.layers.routed_experts import ExpertOffload
 from luce.models.spec import ModelSpec
 from luce.remote.device import RemoteDevice, is_remote, same_daemon
@@ -19,6 +20,7 @@ from luce.remote.shard import RemoteShard
 from luce.runtime.device import Device
 from luce.shard.local import LocalShard
 from luce.shard.pipeline import Pipeline
+from luce.shard.shard import Shard
 from luce.shard.shard_options import DeviceLayers, OnCaptured, ShardHooks
 from luce.shard.sizes import activation_bytes
 
@@ -53,6 +55,7 @@ class ShardLoader:
 
     def load(self, pipeline: Pipeline) -> None:
         """Load all shards. Raises LuceError; then the caller closes the pipeline, and nothing stays allocated."""
+        self._let_go()
         try:
             for number, group in self._groups:
                 if _all_remote(group):
@@ -73,6 +76,16 @@ class ShardLoader:
                 remote.close()
             raise
 
+    def _let_go(self) -> None:
+        """Free what is on this process's devices from an earlier load and is not needed there."""
+        if self._options.weights is None:
+            return
+        wanted = {
+            str(device.name): wanted_tensors(self._file, self._spec, shard.layers, shard.offloaded)
+            for device, shard in zip(self._plan.devices, self._plan.shards, strict=True)
+        }
+        self._options.weights.retain(self._file, wanted)
+
     def _load_remote(self, number: int, group: list[RemoteDevice]) -> RemoteShard:
         """Begin to load the shard of a daemon."""
         return RemoteShard(
@@ -92,8 +105,14 @@ class ShardLoader:
         shard.pin([*devices[max(0, number - 1) : number], *devices[number + len(group) :][:1]])
         return shard
 
-    def _load_local(self, number: int) -> LocalShard:
+    def _load_local(self, number: int) -> Shard:
         own = self._layers(number)
+        hooks = ShardHooks(lambda: self._report(next(self._read)), self._on_captured(own.device))
+        if own.device.name.kind == "sim":
+            from luce.backend.simulated_shard import load_simulated
+
+            devices = self._plan.devices
+            return load_simulated(self._file, self._spec, own, self._options, self._pages, hooks, devices)
         # Several GPUs of this process replay long steps, unless a device occurs twice: two graphs that run at a time
         # would share its memory.
         gpus = [group[0].name for _, group in self._groups if not (group[0].remote or group[0].host)]
@@ -103,7 +122,7 @@ class ShardLoader:
             own,
             self._options,
             self._pages,
-            ShardHooks(lambda: self._report(next(self._read)), self._on_captured(own.device)),
+            hooks,
             long_graphs=(len(gpus) > 1 or self._options.long_graphs) and len(set(gpus)) == len(gpus),
         )
 
@@ -111,8 +130,9 @@ class ShardLoader:
         shard, experts = self._plan.shards[number], self._options.experts
         unpack_bytes = shard.unpack_bytes if self._options.unpack else 0
         offload = ExpertOffload(experts.device, frozenset(shard.offloaded)) if experts and shard.offloaded else None
-        planned = shard.weights + shard.state
-        return DeviceLayers(self._plan.devices[number], shard.layers, unpack_bytes, offload, planned_bytes=planned)
+        device, pool = self._plan.devices[number], self._options.weights
+        planned = shard.weights + shard.state - (0 if pool is None else pool.free_bytes(device))
+        return DeviceLayers(device, shard.layers, unpack_bytes, offload, pool, max(0, planned))
 
     def _report(self, own: int) -> None:
         done = own + sum(shard.progress * len(shard.layers) for shard in self._remote.values())

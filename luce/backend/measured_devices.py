@@ -20,7 +20,7 @@ from luce.errors import DeviceError
 from luce.gguf.reader import GGUFFile
 from luce.log import event
 from luce.models.spec import GatedDeltaNet, ModelSpec
-from luce.profiles.link_cache import link_path, read_link, write_link
+from luce.profiles.link_cache import LINKS, link_path
 from luce.profiles.measuring import peer_links
 from luce.profiles.profile import DeviceProfile, LinkProfile
 from luce.profiles.profile_cache import default_measuring, profile_of, profile_path, stored_profile
@@ -61,6 +61,11 @@ class ModelOnDevices:
         return any(isinstance(layer.mixer, GatedDeltaNet) for layer in self.spec.layers)
 
     @property
+    def int8(self) -> bool:
+        """Whether prompts are multiplied in int8."""
+        return self.options.prompt_precision == "int8"
+
+    @property
     def measurable(self) -> list[Device]:
         """The devices whose figures a plan needs: those of the layers, a CPU for experts where they have none, and the
         drafter's where it is one of this process."""
@@ -88,6 +93,10 @@ class MeasuredDevices:
     links: Mapping[tuple[str, str], LinkProfile] = field(default_factory=dict)
     #: the files of the profiles of this process's devices
     paths: Mapping[str, Path] = field(default_factory=dict)
+    #: whether prompts are multiplied in int8 where the figures have that
+    int8: bool = False
+    #: what identifies the devices as they are (luce.profiles.profile_cache.profile_key)
+    keys: Mapping[str, str] = field(default_factory=dict)
 
 
 def measured(
@@ -126,11 +135,12 @@ class _Measurement:
         anew: bool = False,
     ) -> None:
         self._devices, self._types = model.measurable, model.types
-        self._experts, self._recurrent = model.experts, model.recurrent
+        self._experts, self._recurrent, self._int8 = model.experts, model.recurrent, model.int8
         self._peer = model.options.peer
         self._seconds, self._end = seconds, time.monotonic() + seconds
         self._on_figure, self._anew = on_figure, anew
         self._profiles: dict[str, DeviceProfile] = {}
+        self._keys: dict[str, str] = {}
         self._ways: dict[str, LinkProfile] = {}
         self._links: dict[tuple[str, str], LinkProfile] = {}
 
@@ -155,26 +165,34 @@ class _Measurement:
             if group not in of_gpus:
                 self._take(group, self._begin(group))
         if self._peer:
-            names = [str(device.name) for device in own]
-            self._links |= {(names[before], names[behind]): link for (before, behind), link in peer_links(own).items()}
+            self._links |= _simulated_links(own)
+            real = [device for device in own if device.name.kind != "sim"]
+            names = [str(device.name) for device in real]
+            self._links |= {(names[before], names[behind]): link for (before, behind), link in peer_links(real).items()}
         names = [str(device.name) for device in self._devices]
         paths = {str(device.name): profile_path(device) for device in own}
-        return MeasuredDevices({name: self._profiles[name] for name in names}, self._ways, self._links, paths)
+        keys = self._keys | {name: path.stem for name, path in paths.items()}
+        profiles = {name: self._profiles[name] for name in names}
+        return MeasuredDevices(profiles, self._ways, self._links, paths, self._int8, keys)
 
     def _left(self) -> float:
         return max(0.0, self._end - time.monotonic())
 
     def _own(self, device: Device) -> DeviceProfile:
-        experts, recurrent = self._experts, self._recurrent
+        if device.name.kind == "sim":
+            from luce.profiles.simulated_profile import simulated_profile
+
+            return simulated_profile(device, self._types)
+        experts, recurrent, int8 = self._experts, self._recurrent, self._int8
         known = None
         if not self._anew:
-            known = stored_profile(device, self._types, experts=experts, recurrent=recurrent)
+            known = stored_profile(device, self._types, experts=experts, recurrent=recurrent, int8=int8)
         if known is not None:
             return known
         if not self._left():
             raise self._late(str(device.name))
         how = default_measuring(device)
-        how = replace(how, experts=experts, recurrent=recurrent, end=self._end, on_figure=self._on_figure)
+        how = replace(how, experts=experts, recurrent=recurrent, int8=int8, end=self._end, on_figure=self._on_figure)
         return profile_of(device, self._types, anew=self._anew, how=how)
 
     def _late(self, name: str) -> DeviceError:
@@ -186,7 +204,7 @@ class _Measurement:
         # A daemon takes no infinite number of seconds.
         seconds = min(self._left(), 86400.0)
         types = tuple(type.name for type in self._types)
-        message = Measure(types, self._experts, self._recurrent, seconds, self._anew)
+        message = Measure(types, self._experts, self._recurrent, seconds, self._anew, self._int8)
         count = len(group[0].daemon.hello().devices)
         return group[0].daemon.before_load(lambda ask: ask_figures(ask, message, count))
 
@@ -199,6 +217,7 @@ class _Measurement:
             if own.profile is None:
                 raise DeviceError(f"{name}: {own.error}") if own.error else self._late(name)
             self._profiles[name] = replace(own.profile, device=name)
+            self._keys[name] = own.key
         link = self._link(group[0], [device.key for device in found.devices])
         for device, name in zip(group, names, strict=True):
             self._ways[name] = _way(device, link, self._profiles[name].way)
@@ -213,17 +232,27 @@ class _Measurement:
         """The link to a daemon, stored or measured."""
         transport = "shared" if device.transport.shared else "messages"
         path = link_path(keys, transport, device.name.place)
-        link = None if self._anew else read_link(path)
+        link = None if self._anew else LINKS.read(path)
         if link is None:
             if not self._left():
                 raise self._late(f"the link to {device.daemon.name}")
             self._on_figure(f"{device.daemon.name}: the link")
             link = device.daemon.before_load(probe_link).result()
-            write_link(path, link)
+            LINKS.write(path, link)
         if is_slow(link):
             figures = {"milliseconds": 1e3 * link.latency, "bytes_per_second": link.bandwidth}
             event(_log, "link_slow", logging.WARNING, daemon=device.daemon.name, **figures)
         return link
+
+
+def _simulated_links(devices: Sequence[Device]) -> Mapping[tuple[str, str], LinkProfile]:
+    """The links between the simulated ones of some devices."""
+    simulated = [device for device in devices if device.name.kind == "sim"]
+    if not simulated:
+        return {}
+    from luce.profiles.simulated_profile import simulated_links
+
+    return simulated_links(simulated)
 
 
 def is_slow(link: LinkProfile) -> bool:

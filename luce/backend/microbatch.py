@@ -17,8 +17,10 @@ from luce.runtime.step import PAGE, PageView, Span, Step
 _MIN_SPAN_ROWS = FEW_ROWS + 1
 
 
-def separate_prompts(step: Step) -> list[Step]:
+def separate_prompts(step: Step, invariant_rows: int = FEW_ROWS) -> list[Step]:
     """The step as several steps: the rows that continue replies, and then each prompt in a step of its own.
+
+    Up to `invariant_rows` rows of replies and drafts have the bits of one and share a step.
 
     Short prompts share a step of at most FEW_ROWS rows. Products of more than FEW_ROWS rows round in another way, and a
     BLAS library's rounding depends on their number. So a reply, drafted or not, and a prompt have the same bits
@@ -33,7 +35,7 @@ def separate_prompts(step: Step) -> list[Step]:
     for number, (_, group) in enumerate(itertools.groupby(step.spans, lambda span: span.slot)):
         spans = list(group)
         begin, end = spans[0].start, spans[-1].start + spans[-1].rows
-        most = max(FEW_ROWS, replies) if number < replies else FEW_ROWS
+        most = max(FEW_ROWS, invariant_rows, replies) if number < replies else FEW_ROWS
         if end - edges[-1] > most and begin > edges[-1]:
             edges.append(begin)
     return [step] if len(edges) == 1 else [_part(step, a, b) for a, b in itertools.pairwise([*edges, step.rows])]

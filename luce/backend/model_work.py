@@ -31,6 +31,13 @@ def model_work(file: GGUFFile, spec: ModelSpec, device: Device, options: Serving
     return ModelWork(spec.hidden, boundaries, embedding, head_work(file, spec, device), layers)
 
 
+def state_expand(spec: ModelSpec, device: Device, counted: Device, options: ServingOptions) -> float:
+    """Bytes of keys and values on a device for each byte on the one that `model_work` counts."""
+    layers = range(len(spec.layers))
+    own, others = (sum(state_bytes(on, spec, layers, options).page) for on in (device, counted))
+    return own / others if others else 1.0
+
+
 def head_work(file: GGUFFile, spec: ModelSpec, device: Device) -> HeadWork:
     """The head of a file on `device`."""
     count, head = len(spec.layers), file.tensors[head_name(spec)]
@@ -76,7 +83,7 @@ def layer_work(file: GGUFFile, spec: ModelSpec, device: Device, options: ShardOp
         # A row reads the whole state, and writes it.
         slot_moved=2 * DeltaState.slot_bytes(mixer) if isinstance(mixer, GatedDeltaNet) else 0,
         activations=4 * between,
-        unpacked=2 * dense,
+        unpacked=dense * (1 if options.prompt_precision == "int8" else 2),
         window=None if isinstance(mixer, GatedDeltaNet) else mixer.window,
         experts=experts,
     )

@@ -7,23 +7,25 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from luce.backend.device_figures import correction
 from luce.backend.layersplit import LayerSplitBackend
 from luce.backend.prediction_facts import PredictedPlan
+from luce.planner.layer_time import Pass, head_time
 from luce.planner.prediction import PlacedShard
 from luce.planner.problem import Problem
-from luce.planner.shard_tables import shard_seconds
+from luce.planner.shard_tables import pass_seconds, shard_tables
 from luce.profiles.cached_file import in_background
-from luce.profiles.profile import Observed
+from luce.profiles.profile import Observed, Phase
 from luce.profiles.profile_cache import note_observed
+from luce.shard.timing import SequenceRows
 
 _log = logging.getLogger("luce.profiles")
-#: steps after which a device's ratio counts, and as many whose median it is
-STEPS = 1000
+#: decoding steps, and pieces of prompts, after which a device's ratio counts, and as many whose median it is
+STEPS, PIECES = 1000, 16
+#: fewest rows of a piece that is compared: what a shorter one takes beside its products is not measured
+_LEAST_ROWS = 256
 # Steps between two looks at whether a device is slow, by which ratio, and for how many seconds before the log says so.
 _LOOK, _SLOW, _LONG = 100, 1.5, 300.0
 # Positions between which a prediction is made anew.
@@ -31,56 +33,73 @@ _POSITIONS = 256
 
 
 class ShardObservation:
-    """Compares one shard's decoding steps with their prediction. For the thread of the backend's `forward`.
+    """Compares one shard's decoding steps, and its pieces of prompts, with their prediction. For the thread of the
+    backend's `forward`.
 
-    `store` gets the ratio of measured and predicted seconds after 1000 steps, and each time that their number has
-    doubled since. Ratios are those to a prediction without an earlier ratio.
+    `store` gets the ratio of measured and predicted seconds after 1000 steps, or 16 pieces, and each time that their
+    number has doubled since. Ratios are those to a prediction without an earlier ratio. `prompts`: whether pieces of
+    prompts are compared.
     """
 
     def __init__(
         self,
         problem: Problem,
         shard: PlacedShard,
-        before: float,
-        store: Callable[[Observed], None],
+        store: Callable[[Phase, Observed], None],
         clock: Callable[[], float] = time.monotonic,
+        *,
+        prompts: bool = True,
     ) -> None:
         self._problem, self._shard = problem, shard
         (self._device,) = (device for device in problem.devices if device.name == shard.device)
-        self._before = before
-        self._store = store
         self._clock = clock
-        self._ratios: deque[float] = deque(maxlen=STEPS)
+        self._prompts = prompts
+        self._seen: dict[Phase, _Ratios] = {
+            "decode": _Ratios(STEPS, self._device.decode_ratio, partial(store, "decode")),
+            "prompt": _Ratios(PIECES, self._device.prompt_ratio, partial(store, "prompt")),
+        }
         self._predicted: dict[int, float] = {}
-        #: steps so far, and those after which the ratio is stored next
-        self._steps, self._next = 0, STEPS
+        tables = shard_tables(problem, self._device, _LEAST_ROWS, offloaded=shard.offloaded)
+        self._unpacked = float(tables.unpacked[shard.layers.start, shard.layers.stop])
         #: since when the device has been slow, and whether the log has said so
         self._slow_since: float | None = None
         self._told = False
 
-    def add(self, position: int, seconds: float) -> None:
-        """Count a decoding step of one row at a position."""
-        self._ratios.append(seconds / self.expected(position))
-        self._steps += 1
-        if self._steps % _LOOK == 0:
-            self._look()
-        if self._steps == self._next:
-            self._next *= 2
-            self._store(Observed(statistics.median(self._ratios) * self._before, self._steps))
+    def add(self, rows: SequenceRows, seconds: float) -> None:
+        """Count what a step of one sequence took."""
+        if rows.rows == rows.outputs == 1:
+            phase: Phase = "decode"
+        elif self._prompts and rows.rows >= _LEAST_ROWS:
+            phase = "prompt"
+        else:
+            return
+        seen = self._seen[phase]
+        seen.add(seconds / self.expected(rows))
+        if phase == "decode" and seen.count % _LOOK == 0:
+            self._look(seen)
 
-    def expected(self, position: int) -> float:
-        """Predicted seconds of the device's work on a row at a position."""
-        part = position // _POSITIONS
+    def expected(self, rows: SequenceRows) -> float:
+        """Predicted seconds of the device's work on a step."""
+        if rows.rows > 1:
+            # A row sees what is before the piece, and half of the piece.
+            seconds = self._seconds(Pass("prompt", rows.rows, rows.position + rows.rows / 2))
+            model = self._problem.model
+            if rows.outputs and self._shard.layers.stop == len(model.layers):
+                seconds += head_time(self._device, model.head, rows.outputs).total
+            return seconds
+        part = rows.position // _POSITIONS
         if part not in self._predicted:
-            load = replace(self._problem.load, rows=1, depth=part * _POSITIONS + _POSITIONS // 2)
-            problem, layers = replace(self._problem, load=load), self._shard.layers
-            decode, _ = shard_seconds(problem, self._device, layers, self._shard.offloaded, 0.0, 1)
-            # Events of the device do not contain what the host takes to see them.
-            self._predicted[part] = decode.total - decode.step
+            self._predicted[part] = self._seconds(Pass("decode", 1, part * _POSITIONS + _POSITIONS // 2))
         return self._predicted[part]
 
-    def _look(self) -> None:
-        ratio, now = statistics.median(list(self._ratios)[-_LOOK:]), self._clock()
+    def _seconds(self, work: Pass) -> float:
+        shard = self._shard
+        seconds = pass_seconds(self._problem, self._device, shard.layers, shard.offloaded, work, self._unpacked)
+        # Events of the device do not contain what the host takes to see them.
+        return seconds.total - seconds.step
+
+    def _look(self, seen: _Ratios) -> None:
+        ratio, now = seen.median(_LOOK), self._clock()
         if ratio <= _SLOW:
             self._slow_since = None
             return
@@ -94,15 +113,36 @@ class ShardObservation:
             )
 
 
+class _Ratios:
+    """The last ratios of a phase, whose median is stored when `kept` of them are there and when they have doubled."""
+
+    def __init__(self, kept: int, before: float, store: Callable[[Observed], None]) -> None:
+        self._ratios: deque[float] = deque(maxlen=kept)
+        self._before, self._store = before, store
+        self.count, self._next = 0, kept
+
+    def add(self, ratio: float) -> None:
+        self._ratios.append(ratio)
+        self.count += 1
+        if self.count == self._next:
+            self._next *= 2
+            self._store(Observed(self.median(self.count) * self._before, self.count))
+
+    def median(self, last: int) -> float:
+        return statistics.median(list(self._ratios)[-last:])
+
+
 def observe(backend: LayerSplitBackend, plan: PredictedPlan) -> None:
-    """Compare the decoding steps of a backend with its plan, and keep what was observed beside the profiles of the
-    devices, for later plans; daemons keep that of theirs."""
+    """Compare the steps of a backend with its plan, and keep what was observed beside the profiles of the devices, for
+    later plans; daemons keep that of theirs."""
     for stage in plan.prediction.shards:
         name = stage.shard.device
-        path, before = plan.known.paths.get(name), correction(plan.known.profiles[name])
+        path = plan.known.paths.get(name)
         store = partial(backend.keep_observed, name) if path is None else partial(_store, path)
-        backend.watch_decoding(name, ShardObservation(plan.problem, stage.shard, before, store).add)
+        # What is stored of prompts is in fp16.
+        prompts = not plan.known.int8
+        backend.watch_rows(name, ShardObservation(plan.problem, stage.shard, store, prompts=prompts).add)
 
 
-def _store(path: Path, observed: Observed) -> None:
-    in_background(partial(note_observed, path, observed))
+def _store(path: Path, phase: Phase, observed: Observed) -> None:
+    in_background(partial(note_observed, path, phase, observed))

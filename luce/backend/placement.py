@@ -21,8 +21,10 @@ from luce.backend.microbatch import default_microbatch_rows, max_microbatch_rows
 from luce.backend.serving_options import Claim, ServingOptions
 from luce.errors import OutOfMemoryError, UsageError
 from luce.gguf.reader import GGUFFile
+from luce.layers.kept_weights import KeptWeights
 from luce.layers.tensors import tensor_bytes
 from luce.models.spec import ModelSpec
+from luce.remote.device import is_remote
 from luce.runtime.device import Device
 from luce.runtime.step import PAGE
 from luce.runtime.transfer import DEPTH
@@ -109,9 +111,19 @@ def group_pages(spec: ModelSpec, options: ServingOptions, max_resident_pages: in
     return tuple(counts)
 
 
-def usable_bytes(device: Device) -> int:
-    """Bytes of a device that weights and states may take now: without the device's margin, or without 6 %."""
+def free_bytes(device: Device, kept: KeptWeights | None = None) -> int:
+    """Free bytes of a device, and those of weights that stay on it until the next load, which uses them or lets go of
+    them first. `kept`: those of this process."""
     free = device.memory().free
+    if is_remote(device):
+        return free + device.kept
+    return free + (0 if kept is None else kept.free_bytes(device))
+
+
+def usable_bytes(device: Device, kept: KeptWeights | None = None) -> int:
+    """Bytes of a device that weights and states may take now: without the device's margin, or without 6 %. `kept`: as
+    for free_bytes."""
+    free = free_bytes(device, kept)
     return max(0, free - device.margin) if device.margin is not None else int(free * (1 - RESERVE))
 
 
@@ -295,13 +307,13 @@ class _Sizes:
         self._experts = ExpertBytes(file, spec, options.experts)
         # The host's memory is read once for all its devices, as other programs change it meanwhile.
         hosts = [device for device in devices if device.host] + ([options.experts.device] if options.experts else [])
-        self._host = host = usable_bytes(hosts[0]) if hosts else 0
+        self._host = host = usable_bytes(hosts[0], options.weights) if hosts else 0
         self._claimed = [
             sum(c.bytes for c in options.claims if (c.device.host if device.host else c.device.name == device.name))
             for device in devices
         ]
         self._host_claims = sum(claim.bytes for claim in options.claims if claim.device.host)
-        free = [host if device.host else usable_bytes(device) for device in devices]
+        free = [host if device.host else usable_bytes(device, options.weights) for device in devices]
         self._free = [max(0, own - claimed) for own, claimed in zip(free, self._claimed, strict=True)]
 
     def shards(self, ranges: Sequence[range]) -> tuple[ShardPlan, ...]:

@@ -6,10 +6,11 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from luce.backend.device_figures import has_int8
 from luce.backend.measured_devices import MeasuredDevices, is_slow
 from luce.planner.prediction import Prediction, limit
 from luce.planner.problem import Problem
-from luce.profiles.profile import DeviceProfile, LinkProfile
+from luce.profiles.profile import DeviceProfile, LinkProfile, Phase
 
 
 @dataclass(frozen=True)
@@ -84,8 +85,8 @@ def prediction_facts(prediction: Prediction) -> dict[str, Any]:
     """Times are in seconds, sizes in bytes.
 
     stages   device, layers (first, last), offloaded (how many layers leave their experts to the CPU), bytes, of these
-             the state of all sequences, free bytes of the device, decode_s of a decoding step, piece_s of a piece of a
-             prompt, and what limits each (limit, piece_limit)
+             weights, the state of all sequences and buffers of activations, free bytes of the device, decode_s of a
+             decoding step, piece_s of a piece of a prompt, and what limits each (limit, piece_limit)
     links    between them, with bytes per token, decode_s and piece_s
     value (what the search makes small), decode_tok_s, prompt_tok_s, prompt_s until the first token, the pieces of a
     prompt with their rows, and what they wait for (slowest): a device, a link, or the CPU of a machine
@@ -96,7 +97,9 @@ def prediction_facts(prediction: Prediction) -> dict[str, Any]:
             "layers": [stage.shard.layers.start, stage.shard.layers.stop - 1],
             "offloaded": stage.shard.offloaded,
             "bytes": stage.bytes,
+            "weights": stage.bytes - stage.state - stage.buffers,
             "state": stage.state,
+            "buffers": stage.buffers,
             "free": stage.free,
             "decode_s": stage.decode.total,
             "limit": limit(stage.decode),
@@ -122,16 +125,25 @@ def prediction_facts(prediction: Prediction) -> dict[str, Any]:
 
 
 def profile_facts(known: MeasuredDevices) -> dict[str, Any]:
-    """By device: seconds since the measurement (age_s), types of weights whose figures are noisy, the ratio by which
-    servers' own times correct it (observed, None without), and of a daemon's device the way of activations to it:
+    """By device: what identifies it as it is (key), seconds since the measurement (age_s), types of weights whose
+    figures are noisy, the ratios by which servers' own times correct decoding (observed, None without) and prompts
+    (observed_prompts), what its figures of prompts are of (prompts: fp16 or int8), and whether it has none of int8
+    although prompts are multiplied in it (without_int8), and of a daemon's device the way of activations to it:
     latency_s and bytes_per_second, and whether it is slow."""
-    return {name: _profile(profile, known.ways.get(name)) for name, profile in known.profiles.items()}
+    return {
+        name: {"key": known.keys.get(name), **_profile(profile, known.ways.get(name), known)}
+        for name, profile in known.profiles.items()
+    }
 
 
-def _profile(profile: DeviceProfile, way: LinkProfile | None) -> dict[str, Any]:
+def _profile(profile: DeviceProfile, way: LinkProfile | None, known: MeasuredDevices) -> dict[str, Any]:
     noisy = [name for name, figures in profile.formats.items() if figures.noisy]
-    observed = None if profile.observed is None else profile.observed.ratio
-    facts = {"age_s": max(0.0, time.time() - profile.measured), "noisy": noisy, "observed": observed, "way": None}
+    facts = {"age_s": max(0.0, time.time() - profile.measured), "noisy": noisy, "way": None}
+    phases: dict[str, Phase] = {"observed": "decode", "observed_prompts": "prompt"}
+    for name, phase in phases.items():
+        facts[name] = profile.observed[phase].ratio if phase in profile.observed else None
+    facts["prompts"] = "int8" if known.int8 and has_int8(profile) else "fp16"
+    facts["without_int8"] = known.int8 and facts["prompts"] == "fp16"
     if way is not None:
         facts["way"] = {"latency_s": way.latency, "bytes_per_second": way.bandwidth, "slow": is_slow(way)}
     return facts

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from luce.backend.expert_placement import ExpertRequest
 from luce.backend.kvflash_size import KVFlashRequest
+from luce.layers.kept_weights import KeptWeights
 from luce.runtime.device import Device
 from luce.shard.shard_options import ShardOptions
 
@@ -42,5 +43,7 @@ class ServingOptions(ShardOptions):
     unpack: bool = False
     #: rows of a microbatch, for long steps on several shards; 0: the default
     microbatch: int = 0
+    #: the matrices of this process's devices, which may stay from one load to the next one; None: they do not
+    weights: KeptWeights | None = None
     #: whether one GPU replays long steps of one span too, as several GPUs of a process do
     long_graphs: bool = False

@@ -76,9 +76,10 @@ def run(arguments: argparse.Namespace) -> int:
         with contextlib.ExitStack() as opened:
             devices = [opened.enter_context(contextlib.closing(d)) for d in open_placement(config)]
             report = _facts(file, spec, devices)
-            # The wire protocol has no request for a measurement.
+            # The wire protocol has no request for a measurement, and simulated devices have nothing to measure.
             rows = _prompt_rows(single, default_chunk(devices, config.chunk))
-            reached = {str(device.name): None if device.remote else limits(device, rows) for device in devices}
+            unknown = {device.name for device in devices if device.remote or device.name.kind == "sim"}
+            reached = {str(d.name): None if d.name in unknown else limits(d, rows) for d in devices}
         for device in report["devices"]:
             limit = reached[device["device"]]
             device["limits"] = None if limit is None else dataclasses.asdict(limit)
@@ -285,7 +286,8 @@ def show(console: Console, report: dict[str, Any]) -> None:
     for device in report["devices"]:
         limit = device["limits"]
         if limit is None:
-            console.print(f"{device['device']} ({device['name']}): in a daemon, not measured")
+            where = "simulated" if device["device"].startswith("sim:") else "in a daemon, not measured"
+            console.print(f"{device['device']} ({device['name']}): {where}")
             continue
         rates = [f"reads {limit['read'] / 1e9:.0f} GB/s", f"copies {limit['copy'] / 1e9:.0f} GB/s"]
         rates += [f"multiplies {rate / 1e12:.2f} TFLOP/s with {rows} rows" for rows, rate in limit["products"].items()]

@@ -17,7 +17,7 @@ from luce.cli.arguments import add_json, add_settings, settings
 from luce.cli.console import output
 from luce.cli.options import raise_together
 from luce.cli.plain_writer import printable
-from luce.config.directories import cache_directory
+from luce.config.cache_directory import cache_directory
 from luce.errors import UsageError
 from luce.kvcache.disk.files import open_directory
 from luce.kvcache.disk.fingerprint import Fingerprint, read_about

@@ -147,7 +147,7 @@ def page(status: wire.Status) -> RenderableType:
     line = f"cluster {status.cluster} at {where}: epoch {status.epoch}, {status.open_tokens} open tokens"
     parts: list[RenderableType] = [_members(status), Text(printable(line), no_wrap=True, overflow="ignore")]
     if status.plan is not None:
-        parts += ["", _stages(status.plan), *map(Text, _speeds(status.plan))]
+        parts += ["", _stages(status.plan), *map(Text, [*_speeds(status.plan), *_gains(status.members)])]
     return Group(*parts)
 
 
@@ -178,6 +178,14 @@ def _speeds(plan: wire.PlanStatus) -> Iterator[str]:
         yield f"{name}: decode {_rate(decode)}, prompts {_rate(prompts)}"
     if plan.direct_links_ms:
         yield f"connections between members would save {plan.direct_links_ms:.2f} ms of a token"
+
+
+def _gains(members: Sequence[wire.MemberStatus]) -> Iterator[str]:
+    """What a new placement would bring."""
+    for member in members:
+        if member.gain_decode is not None and member.gain_prompt is not None:
+            gains = f"decode {member.gain_decode:+.0%}, prompts {member.gain_prompt:+.0%}"
+            yield f"{printable(member.name)} has no layers; `luce cluster replan` would bring: {gains}"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

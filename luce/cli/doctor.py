@@ -38,8 +38,8 @@ from luce.profiles.profile_cache import default_measuring, profile_of
 from luce.runtime import compiler, driver, kernels
 from luce.runtime.cpu import CpuDevice
 from luce.runtime.device import Device
+from luce.runtime.found import VENDORS, Found, found
 from luce.runtime.gpu import GpuDevice
-from luce.runtime.open import VENDORS, Found, found
 
 _GIB = 1 << 30
 #: seconds of --measure; a GPU takes 3 to 5, a CPU 5 to 10
@@ -111,6 +111,7 @@ class Examination:
             default_measuring(device),
             experts=True,
             recurrent=True,
+            int8=True,
             end=began + self._left,
             on_figure=lambda text: self.wait.step(text),
         )
@@ -171,7 +172,7 @@ def _gpu(gpu: Found, examination: Examination) -> dict[str, Any]:
         "works": False,
         "problems": [],
     }
-    assert gpu.name.kind != "cpu"
+    assert gpu.name.kind != "cpu" and gpu.name.kind != "sim"
     try:
         device = GpuDevice(gpu.name.kind, gpu.name.index)
     except DeviceError as error:
@@ -345,7 +346,8 @@ def _profiles(devices: Sequence[Mapping[str, Any]]) -> Table:
                 ", ".join(f"{rows}: {rate / 1e12:.3g}" for rows, rate in figures["rates"].items()),
                 ", ".join(f"{rows}: {share:.0%}" for rows, share in figures["gather"].items()),
                 "" if figures["unpack"] is None else f"{figures['unpack'] / 1e9:,.0f} GB/s",
-                f"{profile['launch'] * 1e6:.1f} us",
+                f"{profile['launch'] * 1e6:.1f} us"
+                + (f", {figures['layer'] * 1e6:.0f} us a layer" if figures["layer"] else ""),
                 f"{profile['step'] * 1e6:.0f} us",
                 f"{profile['way']['latency'] * 1e6:.0f} us, {profile['way']['bandwidth'] / 1e9:.1f} GB/s",
                 f"{profile['state_read'] / 1e9:,.1f} GB/s, {profile['attention'] / 1e12:.3g} TFLOP/s",

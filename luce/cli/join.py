@@ -13,7 +13,9 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from luce import log
 from luce.cluster.cluster_files import ClusterFiles
@@ -23,8 +25,10 @@ from luce.cluster.member_weights import Storage
 from luce.config.values import devices, number
 from luce.errors import UsageError
 from luce.ipc.tcp import SERVER_TIMEOUT
+from luce.layers.kept_weights import KeptWeights
 from luce.log import event
 from luce.remote.daemon import Locate, serve
+from luce.runtime.host import give_back_memory
 from luce.runtime.open import named
 
 _log = logging.getLogger("luce.cluster")
@@ -100,7 +104,10 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         known = arguments.token is None
         files = ClusterFiles(arguments.cluster, make=False) if known else _joined(arguments.token)
-        host = MemberHost(files, tuple(map(str, lent)), storage, _serve, float(leave))
+        weights = KeptWeights()
+        host = MemberHost(
+            files, tuple(map(str, lent)), storage, partial(_serve, weights), float(leave), partial(_release, weights)
+        )
         with _ended_by_signals(host):
             host.run()
         event(_log, "left", cluster=files.name)
@@ -136,5 +143,17 @@ def _ended_by_signals(host: MemberHost) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _serve(requests: socket.socket, heartbeat: socket.socket, locate: Locate, on_loaded: Callable[[], None]) -> None:
-    serve(requests, heartbeat, can_share=False, server_timeout=SERVER_TIMEOUT, locate=locate, on_loaded=on_loaded)
+def _serve(
+    weights: KeptWeights,
+    requests: socket.socket,
+    heartbeat: socket.socket,
+    locate: Locate,
+    on_loaded: Callable[[], None],
+) -> None:
+    hooks: dict[str, Any] = {"locate": locate, "on_loaded": on_loaded, "weights": weights}
+    serve(requests, heartbeat, can_share=False, server_timeout=SERVER_TIMEOUT, **hooks)
+
+
+def _release(weights: KeptWeights) -> None:
+    weights.release()
+    give_back_memory()

@@ -13,6 +13,7 @@ from rich.table import Table
 from luce.backend.fastest_placement import (
     Goal,
     fastest_placement,
+    least_missing,
     nothing_fits,
     placement_problem,
     predicted_placement,
@@ -23,6 +24,7 @@ from luce.backend.prediction_facts import draft_facts, load_facts, prediction_fa
 from luce.cli.what_if import StandIn, card_for, with_devices
 from luce.errors import OutOfMemoryError, UsageError
 from luce.planner.figures import DeviceFigures
+from luce.planner.known_cards import CARDS
 from luce.planner.layer_time import ExpertPlace, layer_time
 from luce.planner.problem import Objective, Problem
 from luce.planner.search import best_placement
@@ -31,6 +33,9 @@ from luce.planner.shard_tables import expert_place, passes
 _GIB = 1 << 30
 # Rates that change by a smaller share count as the same.
 _NOTHING = 0.01
+# Of more devices it takes too long to find out how many bytes are missing.
+_FEW = 4
+_SAME = "changes nothing"
 
 
 @dataclass(frozen=True)
@@ -60,12 +65,16 @@ def predicted(
     optimize   what is to be fast; load: sequences, context, prompt, reply; draft: see draft_facts
     placement  the placement by free memory, or by shares where they are given, None if it does not fit: see
                prediction_facts
-    fastest    the fastest placement of the devices, which may leave out some; near: it was searched coarsely
+    stages, links, value, decode_tok_s, prompt_tok_s, prompt_s, pieces, rows, slowest
+               of the fastest placement of the devices, which may leave out some: see prediction_facts; near: it was
+               searched coarsely
     left_out   the devices that it leaves out, with the share by which a placement with them is worse, None if none fits
     split      the value of --layer-split for it, None if a split by weights cannot say it
-    without    decode_tok_s and prompt_tok_s of the fastest placement without each of its devices, None if nothing fits
+    without    decode_tok_s and prompt_tok_s of the fastest placement without each of its devices, None if nothing fits;
+               lacks: bytes that one of the others lacks then, None where not known
     with       the same with one more device like each of them
-    what_if    devices that are not there; alone: no others are planned with
+    what_if    devices that are not there; data_sheets: those of them whose figures nobody has measured; alone: no
+               others are planned with
     compare    with --compare, by goal the devices and layers of its placement, decode_tok_s and prompt_tok_s
     layer      with --explain-layer, by device and phase the seconds of each term
     profiles   by device: see profile_facts
@@ -91,12 +100,13 @@ def predicted(
     split = tuple(len(shard.layers) for shard in found.placement)
     says_it = plan_layers(model.spec, len(split), split) == tuple(shard.layers for shard in found.placement)
     return {
-        "format": 2,
+        "format": 3,
         "optimize": problem.objective,
         "load": load_facts(problem),
         "draft": draft_facts(problem),
         "placement": None if current is None else prediction_facts(current),
-        "fastest": {**prediction_facts(found.prediction), "near": found.near},
+        **prediction_facts(found.prediction),
+        "near": found.near,
         "left_out": [
             {"device": device.name, "worse_by": _worse_by(problem, device.name, found.prediction.value)}
             for device in problem.devices
@@ -106,6 +116,7 @@ def predicted(
         "without": [_without(problem, name) for name in used],
         "with": [_with(problem, name) for name in used],
         "what_if": list(asked.what_if),
+        "data_sheets": [text for text in asked.what_if if text.partition("@")[0] in CARDS],
         "alone": asked.alone,
         **({"compare": _compare(model, own, problem)} if asked.compare else {}),
         **({} if asked.layer is None else {"layer": _layer(problem, asked.layer)}),
@@ -135,7 +146,10 @@ def _rates(problem: Problem, name: str) -> dict[str, Any]:
 
 
 def _without(problem: Problem, name: str) -> dict[str, Any]:
-    return _rates(replace(problem, devices=tuple(d for d in problem.devices if d.name != name)), name)
+    others = replace(problem, devices=tuple(d for d in problem.devices if d.name != name))
+    rates = _rates(others, name)
+    known = rates["decode_tok_s"] is None and 0 < len(others.devices) <= _FEW
+    return {**rates, "lacks": least_missing(others)[0] << 20 if known else None}
 
 
 def _with(problem: Problem, name: str) -> dict[str, Any]:
@@ -181,13 +195,13 @@ def _layer(problem: Problem, number: int) -> dict[str, Any]:
 
 def show(console: Console, facts: Mapping[str, Any]) -> None:
     """Print the predictions as tables."""
-    load, fastest, placement = facts["load"], facts["fastest"], facts["placement"]
+    load, placement = facts["load"], facts["placement"]
     basis = ", ".join(map(_basis, facts["profiles"].items()))
     console.print(
         f"{load['sequences']} sequence{'s' if load['sequences'] > 1 else ''} of {load['context']:,} tokens; "
         f"prompt {load['prompt']:,}, reply {load['reply']:,}"
         + (f"; figures: {basis}" if basis else "")
-        + "".join(f"; {text} is not there" for text in facts["what_if"])
+        + "".join(f"; {_absent(text, facts)}" for text in facts["what_if"])
     )
     if facts["draft"] is not None:
         console.print(draft_text(facts["draft"]))
@@ -195,21 +209,29 @@ def show(console: Console, facts: Mapping[str, Any]) -> None:
         console.print("the placement by free memory does not fit")
     elif placement is not None:
         _show(console, "the placement by free memory", placement)
-    near = ", nearly" if fastest["near"] else ""
-    if placement is not None and placement["stages"] == fastest["stages"]:
+    near = ", nearly" if facts["near"] else ""
+    if placement is not None and placement["stages"] == facts["stages"]:
         console.print(f"it is the fastest one for {facts['optimize']}{near}")
     else:
-        _show(console, f"the fastest one for {facts['optimize']}{near}", fastest)
-        names = ",".join(stage["device"] for stage in fastest["stages"])
+        _show(console, f"the fastest one for {facts['optimize']}{near}", facts)
+        names = ",".join(stage["device"] for stage in facts["stages"])
         if facts["split"] is not None:
-            split = f" --layer-split {facts['split']}" if len(fastest["stages"]) > 1 else ""
+            split = f" --layer-split {facts['split']}" if len(facts["stages"]) > 1 else ""
             console.print(f"luce serve has it with --optimize {facts['optimize']}, or with --devices {names}{split}")
     if facts["left_out"]:
         console.print(f"left out: {', '.join(map(_left_out, facts['left_out']))}")
     changes = Table("device", "without it", "with one more like it")
+    idle = []
     for less, more in zip(facts["without"], facts["with"], strict=True):
-        changes.add_row(less["device"], _change(less, fastest), _change(more, fastest))
-    console.print(changes)
+        both = _change(less, facts), _change(more, facts)
+        if set(both) == {_SAME}:
+            idle.append(less["device"])
+        else:
+            changes.add_row(less["device"], *both)
+    if changes.rows:
+        console.print(changes)
+    if idle:
+        console.print(f"without it, or with one more like it, nothing changes: {', '.join(idle)}")
     if "compare" in facts:
         _show_comparison(console, facts["compare"])
     if "layer" in facts:
@@ -226,6 +248,11 @@ def draft_text(draft: Mapping[str, Any]) -> str:
         time = "its time is not counted" if seconds is None else f"{seconds * 1e3:,.2f} ms a step"
         where = f" on {draft['device']}: {draft['bytes'] / _GIB:,.2f} GiB, {time}"
     return f"draft{where}; verifies {draft['rows']} rows, {tokens}"
+
+
+def _absent(text: str, facts: Mapping[str, Any]) -> str:
+    """A device of --what-if, and what its figures rest on."""
+    return f"{text} is not there" + (", not measured" if text in facts["data_sheets"] else "")
 
 
 def _left_out(device: Mapping[str, Any]) -> str:
@@ -261,10 +288,16 @@ def _show_layer(console: Console, devices: Mapping[str, Any]) -> None:
 
 def _basis(item: tuple[str, Mapping[str, Any]]) -> str:
     name, profile = item
+    if name.startswith("sim:"):
+        return f"{name} simulated"
     days = int(profile["age_s"] // 86400)
     age = "today" if not days else f"{days} day{'s' if days > 1 else ''} ago"
-    observed = "" if profile["observed"] is None else f", times {profile['observed']:.2f} as observed"
-    return f"{name} measured {age}{observed}" + (" (noisy)" if profile["noisy"] else "") + _way(profile["way"])
+    ratios = {"decoding": profile["observed"], "prompts": profile["observed_prompts"]}
+    told = [f"{ratio:.2f} for {phase}" for phase, ratio in ratios.items() if ratio is not None]
+    observed = f", times {' and '.join(told)} as observed" if told else ""
+    noisy = " (noisy)" if profile["noisy"] else ""
+    fp16 = ", prompts predicted in fp16 as it has no figures of int8" if profile["without_int8"] else ""
+    return f"{name} measured {age}{observed}{noisy}{fp16}{_way(profile['way'])}"
 
 
 def _way(way: Mapping[str, Any] | None) -> str:
@@ -276,16 +309,17 @@ def _way(way: Mapping[str, Any] | None) -> str:
 
 def _show(console: Console, title: str, facts: Mapping[str, Any]) -> None:
     away = any(stage["offloaded"] for stage in facts["stages"])
-    columns = "device", "layers", *(["experts on CPU"] if away else []), "memory"
+    columns = "device", "layers", *(["experts on CPU"] if away else []), "weights", "context", "free"
     shown = Table(*columns, "decode", "limited by", "piece", "limited by")
     shown.title, shown.title_justify = title, "left"
     for stage in facts["stages"]:
         first, last = stage["layers"]
         times = f"{stage['decode_s'] * 1e3:,.2f} ms", f"{stage['piece_s'] * 1e3:,.1f} ms"
-        memory = f"{stage['bytes'] / _GIB:,.2f} of {stage['free'] / _GIB:,.2f} GiB"
+        # Activations are the rest of a shard's bytes, and little.
+        memory = [f"{stage[name] / _GIB:,.2f} GiB" for name in ("weights", "state", "free")]
         experts = [f"of {stage['offloaded']} layers" if stage["offloaded"] else ""] if away else []
         limits = times[0], stage["limit"], times[1], stage["piece_limit"]
-        shown.add_row(stage["device"], f"{first}..{last}", *experts, memory, *limits)
+        shown.add_row(stage["device"], f"{first}..{last}", *experts, *memory, *limits)
     console.print(shown)
     for link in facts["links"]:
         console.print(
@@ -301,8 +335,11 @@ def _show(console: Console, title: str, facts: Mapping[str, Any]) -> None:
 
 def _change(rates: Mapping[str, Any], fastest: Mapping[str, Any]) -> str:
     if rates["decode_tok_s"] is None:
-        return "does not fit"
+        lacks = rates.get("lacks")
+        if not lacks:
+            return "does not fit"
+        return "does not fit by " + (f"{lacks / _GIB:,.2f} GiB" if lacks >= _GIB else f"{lacks >> 20} MiB")
     decode, prompt = (rates[name] / fastest[name] - 1 for name in ("decode_tok_s", "prompt_tok_s"))
     if max(abs(decode), abs(prompt)) < _NOTHING:
-        return "changes nothing"
+        return _SAME
     return f"decode {decode:+.0%}, prompts {prompt:+.0%}"

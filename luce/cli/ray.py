@@ -16,8 +16,9 @@ from luce.ray.cluster_config import read_config
 
 _ACTIONS = {
     "up": "start Ray on this machine, and on the head the model; again on the head: deploy what has changed",
-    "status": "show nodes and replicas",
+    "status": "show nodes, replicas, and those that wait for a place",
     "down": "end what `up` has started on this machine",
+    "keys": "make keys of TLS for the head, or with --node for another machine",
     "resources": "show the devices of this machine as Ray gets them",
 }
 
@@ -28,7 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", metavar="ACTION", choices=_ACTIONS, help=actions)
     parser.add_argument("file", metavar="FILE", help="TOML file that describes the whole, the same on all machines")
     parser.add_argument(
-        "--node", metavar="ADDRESS", help="up: join the head of FILE as the machine with this IP address"
+        "--node",
+        metavar="ADDRESS",
+        help="up: join the head of FILE as the machine with this IP address; keys: make those of that machine",
     )
     parser.add_argument(
         "--resources", metavar="JSON", help="up: devices that Ray gets, instead of what `luce ray resources` shows"
@@ -46,6 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
             ray_actions.up(config, _resources(arguments.resources), arguments.node, print)
         case "down":
             ray_actions.down(config, print)
+        case "keys":
+            ray_actions.keys(config, arguments.node, print)
         case "resources":
             print(json.dumps(ray_actions.resources(config)))
         case _:
@@ -53,14 +58,14 @@ def run(arguments: argparse.Namespace) -> int:
             if arguments.json:
                 print(json.dumps(found, indent=2))
             else:
-                print("\n".join(_lines(found)))
+                print("\n".join(report_lines(found)))
     return 0
 
 
 def _misused(arguments: argparse.Namespace) -> Iterator[UsageError]:
-    for name in ("node", "resources"):
-        if getattr(arguments, name) is not None and arguments.action != "up":
-            yield UsageError(f"luce ray {arguments.action}: --{name} is for up", param=name)
+    for name, actions in (("node", ("up", "keys")), ("resources", ("up",))):
+        if getattr(arguments, name) is not None and arguments.action not in actions:
+            yield UsageError(f"luce ray {arguments.action}: --{name} is for {' and '.join(actions)}", param=name)
     if arguments.json and arguments.action != "status":
         yield UsageError(f"luce ray {arguments.action}: --json is for status", param="json")
 
@@ -77,8 +82,9 @@ def _resources(text: str | None) -> dict[str, float] | None:
     raise UsageError(f'--resources {text}: expected JSON such as {{"luce_cuda": 2}}', param="resources")
 
 
-def _lines(found: dict[str, Any]) -> Iterator[str]:
+def report_lines(found: dict[str, Any]) -> Iterator[str]:
     """The report for people."""
+    yield f"Ray {found['ray']}, Python {found['python']}"
     for node in found["nodes"]:
         devices = ", ".join(f"{count:g} {name}" for name, count in sorted(node["resources"].items()))
         yield f"node {node['address']}: {'alive' if node['alive'] else 'dead'}; {devices or 'no devices'}"
@@ -91,6 +97,15 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
         if app["message"]:
             yield app["message"].strip().splitlines()[-1]
     for each in found["replicas"]:
-        busy = f"{each['requests']} of {each['parallel']} requests, {each['blocks']} blocks cached"
-        yield f"replica {each['replica']}: {busy if each['answers'] else 'silent'}"
+        yield f"replica {each['replica']}: {_replica(each)}"
+    for each in found["pending"]:
+        yield f"a replica finds no place since {each['seconds']:.0f} s; it lacks {each['lacks']}"
     yield from found["differences"]
+
+
+def _replica(each: dict[str, Any]) -> str:
+    """A replica's place, versions and load."""
+    if not each["answers"]:
+        return "silent"
+    where = f"node {each['node']}; {', '.join(each['devices'])}; Luce {each['luce']}; life {each['life'][:8]}"
+    return f"{where}; {each['requests']} of {each['parallel']} requests, {each['blocks']} blocks cached"

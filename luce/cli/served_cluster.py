@@ -9,13 +9,15 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from luce import log
 from luce.api import Model
 from luce.assembly import open_model, relocate
+from luce.backend.fastest_placement import Goal
+from luce.backend.placement_gains import Gain, KnownFigures, present_prediction
 from luce.backend.prediction_facts import PredictedPlan
 from luce.cluster.admin import answering, join_command
 from luce.cluster.auto_replan import AutoReplan, gains_enough
@@ -43,12 +45,23 @@ _POLL_INTERVAL = 0.2
 class ServedCluster:
     """Loads the server's model on its own devices and those of the members, and moves it to others.
 
-    `replans`: --cluster-replan; `parallel`: --parallel.
+    `replans`: --cluster-replan; `parallel`: --parallel; `drain`: --cluster-drain; `loss_context`:
+    --cluster-on-loss-context.
     """
 
-    def __init__(self, coordinator: Coordinator, *, replans: str = "manual", parallel: int = 1) -> None:
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        *,
+        replans: str = "manual",
+        parallel: int = 1,
+        drain: float = 0.0,
+        loss_context: int = 0,
+    ) -> None:
         self.coordinator = coordinator
-        self._replans = replans
+        self._replans, self._drain, self._loss_context = replans, drain, loss_context
+        #: whether the loaded model has the smaller context
+        self._shrunk = False
         self._auto = AutoReplan(parallel, time.monotonic())
         #: lets the server load its model anew, without waiting for it; None before it is loaded for the first time
         self.reload: Callable[[], None] | None = None
@@ -56,6 +69,9 @@ class ServedCluster:
         self._why = "start"
         #: the loaded model, which this does not keep from being freed
         self._model: Callable[[], Model | None] = lambda: None
+        #: of all devices so far; and of members without layers, what they would bring to the placement that there is
+        self._known = KnownFigures()
+        self._gains: tuple[Mapping[str, tuple[str, ...]], Mapping[str, Gain]] | None = None
         #: its file and the settings with which it was opened
         self._opened: tuple[Path, Config] | None = None
         coordinator.model_facts = self._facts
@@ -84,21 +100,27 @@ class ServedCluster:
         if self._replans != "auto" or model is None or model.immovable or model.down():
             return ""
         stats = model.engine.stats()
-        idle = self.coordinator.idle
+        idle = frozenset(self.coordinator.idle)
         return "auto" if self._auto.due(time.monotonic(), idle, running=stats.running, waiting=stats.waiting) else ""
 
     def _replace(self, why: str, reload: Callable[[], None]) -> None:
         model = self._model()
-        if model is None or model.immovable:
+        if model is None or model.immovable or self._shrunk:
             why_not = "it is not loaded" if model is None else f"{model.immovable} keeps it from moving"
+            if self._shrunk:
+                why_not = "it has a smaller context, and may get back its own"
             log.event(_log, "the model is loaded anew behind its requests", reason=why_not)
             self._why = why
             reload()
             return
         try:
-            model.engine.relocate(lambda: self._move(model, why))
+            model.engine.relocate(lambda: self._move(model, why), self._drain)
         except LuceError as error:
             log.event(_log, "no placement", logging.ERROR, reason=str(error))
+            if why == "loss" and self._loss_context and not self.coordinator.placed:
+                # Behind the replies, which go on if the member is back before --cluster-resume is over.
+                self._why = why
+                reload()
         except Exception:
             # Later placements may succeed.
             _log.exception("the model could not be placed")
@@ -109,7 +131,13 @@ class ServedCluster:
         before, without, only = self.coordinator.placed, frozenset[str](), None
 
         def worth(plan: PredictedPlan | None) -> bool:
-            return why != "auto" or only is not None or gains_enough(_decode_rate(model.plan), _decode_rate(plan))
+            if why != "auto" or only is not None:
+                return True
+            if model.plan is None or plan is None:
+                return False
+            # Both by the figures of now: those of the present placement may have changed since.
+            present = present_prediction(model.plan, plan.problem)
+            return gains_enough(present.decode_rate, plan.prediction.decode_rate)
 
         def moved(path: Path, config: Config, connects: Connects) -> Model:
             relocate(model, config, connects, worth)
@@ -158,6 +186,7 @@ class ServedCluster:
             )
         without: frozenset[str] = frozenset()
         self._opened, why, self._why = (path, config), self._why, "command"
+        may_shrink, self._shrunk = self._shrunk or why == "loss", False
         while True:
             try:
                 return self._load(progress, without, why)
@@ -166,10 +195,25 @@ class ServedCluster:
                 without |= unfit
                 why = "loss" if lost else "unfit"
                 if not unfit and not lost:
-                    raise
+                    if self._shrunk or not may_shrink or not self._has_smaller(config):
+                        self.coordinator.unplaced()
+                        raise
+                    self._shrink(path, config, error)
+                    continue
                 _log.warning("the load failed, and begins again without what is not there: %s", error)
                 self.coordinator.wait_for_members(wanted, config.cluster_wait, waiting)
                 on_wait("")
+
+    def _has_smaller(self, config: Config) -> bool:
+        """Whether a loss may cost context."""
+        return bool(self._loss_context) and not 0 < config.max_ctx <= self._loss_context
+
+    def _shrink(self, path: Path, config: Config, error: LuceError) -> None:
+        """Let the next load have the smaller context."""
+        self._shrunk, smaller = True, self._loss_context
+        self._opened = path, dataclasses.replace(config, max_ctx=smaller)
+        facts = flag("cluster_on_loss_context"), smaller
+        _log.warning("%s: the model gets a context of %d, until it is placed anew: %s", *facts, error)
 
     def _load(self, progress: Callable[[float], None], without: Collection[str], why: str) -> Model:
         """The model on the members that are there now, but not on those of `without`."""
@@ -194,8 +238,10 @@ class ServedCluster:
         model = place(path, dataclasses.replace(config, target_devices=(*own, *devices)), connects)
         placed = {str(shard["device"]): shard["layers"] for shard in model.placement}
         self.coordinator.keep({device: range(at[0], at[1] + 1) for device, at in placed.items()}, why)
-        self._model = weakref.ref(model)
-        self._auto.placed(time.monotonic(), self.coordinator.idle)
+        self._model, self._gains = weakref.ref(model), None
+        if model.plan is not None:
+            self._known.note(model.plan.problem)
+        self._auto.placed(time.monotonic(), frozenset(self.coordinator.idle))
         for device, rate in _bandwidths(model).items():
             log.event(_log, "member measured", device=device, bytes_per_second=rate)
         return model
@@ -205,11 +251,18 @@ class ServedCluster:
         if model is None:
             return None
         memory = {name: DeviceMemory(found.free, found.total) for name, found in model.memory().items()}
-        return ModelFacts(plan_status(model), memory, _bandwidths(model))
+        return ModelFacts(plan_status(model), memory, _bandwidths(model), self._gains_of(model))
 
-
-def _decode_rate(plan: PredictedPlan | None) -> float | None:
-    return None if plan is None else plan.prediction.decode_rate
+    def _gains_of(self, model: Model) -> Mapping[str, Gain]:
+        """What members without layers would bring, where the planner places the model and has figures of them."""
+        assert self._opened is not None
+        if model.plan is None or Goal.of(self._opened[1]) is None:
+            return {}
+        idle = self.coordinator.idle
+        # A search takes up to a second, and `luce cluster status --watch` asks each second.
+        if self._gains is None or self._gains[0] != idle:
+            self._gains = idle, self._known.gains(model.plan, idle)
+        return self._gains[1]
 
 
 def _bandwidths(model: Model) -> dict[str, float]:
@@ -261,7 +314,13 @@ def served_cluster(config: Config) -> Iterator[ServedCluster | None]:
         Coordinator(config.cluster, config.cluster_listen, flag("cluster_listen"), **options)
     ) as coordinator:
         log.event(_log, "cluster", cluster=config.cluster, address=",".join(coordinator.addresses))
-        cluster = ServedCluster(coordinator, replans=replans, parallel=config.parallel)
+        cluster = ServedCluster(
+            coordinator,
+            replans=replans,
+            parallel=config.parallel,
+            drain=config.cluster_drain,
+            loss_context=config.cluster_on_loss_context,
+        )
         with answering(coordinator, cluster.replan), _following(cluster):
             _print_command(coordinator)
             yield cluster

@@ -21,6 +21,7 @@ from luce.ipc.lease import hold
 from luce.ipc.parent import die_with_parent
 from luce.ipc.tcp import SERVER_TIMEOUT, format_address, listen, open_key_file
 from luce.remote.daemon import serve
+from luce.runtime.host import give_back_memory
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,3 +102,4 @@ def _serve_network(arguments: argparse.Namespace) -> None:
                     locate=lambda load, note: path,
                     loaders=loaders,
                 )
+                give_back_memory()

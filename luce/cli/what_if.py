@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from luce.backend.measured_devices import ModelOnDevices
-from luce.backend.model_work import weight_tensors
+from luce.backend.model_work import state_expand, weight_tensors
 from luce.config.values import mebibytes
 from luce.errors import UsageError
 from luce.planner.figures import DeviceFigures, LinkFigures
@@ -69,6 +69,7 @@ def card_for(model: ModelOnDevices, problem: Problem) -> Callable[[str, int], De
     weights = sum(tensor.rows * tensor.cols for tensor in tensors)
 
     def figures(name: str, free: int) -> DeviceFigures:
-        return card_figures(name, free, bytes_per_weight=size / weights, expand=size / counted)
+        card = card_figures(name, free, bytes_per_weight=size / weights, expand=size / counted)
+        return replace(card, state_expand=state_expand(model.spec, StandIn(), model.devices[0], model.options))
 
     return figures

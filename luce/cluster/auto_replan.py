@@ -34,7 +34,6 @@ class AutoReplan:
         self._placed, self._passed_over = now, idle
 
 
-def gains_enough(before: float | None, now: float | None) -> bool:
-    """Whether a placement is worth it, by its predicted tokens per second and those of the one before; None: no devices
-    have been measured for it."""
-    return before is not None and now is not None and now >= LEAST_GAIN * before
+def gains_enough(before: float, now: float) -> bool:
+    """Whether a placement is worth it, by its predicted tokens per second and those of the one before."""
+    return now >= LEAST_GAIN * before

@@ -21,6 +21,7 @@ import msgspec
 
 from luce.cluster.identity import Identity, new_key_pair, read_identity
 from luce.config.directories import user_data_directory
+from luce.decoders import json_decoder
 from luce.errors import UsageError
 
 Value = TypeVar("Value")
@@ -74,7 +75,7 @@ class ClusterFiles:
         """The JSON value of a file; None if there is none. Raises UsageError if it is not of the type."""
         path = self.path / name
         try:
-            return msgspec.json.decode(path.read_bytes(), type=type)
+            return json_decoder(type).decode(path.read_bytes())
         except FileNotFoundError:
             return None
         except (OSError, msgspec.MsgspecError) as error:

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from luce.cluster.link import Link
 from luce.cluster.membership import Member
 from luce.cluster.wire import DeviceMemory, MemberStatus, PlanStatus
 from luce.remote.device import MEMBER
+
+
+class Gain(Protocol):
+    """How much faster a placement with a member's devices would be, each 0.15 for 15 %."""
+
+    @property
+    def decode(self) -> float:
+        """By tokens per second of a reply."""
+
+    @property
+    def prompt(self) -> float:
+        """By tokens per second of a prompt."""
 
 
 @dataclass(frozen=True)
@@ -20,11 +33,18 @@ class ModelFacts:
     memory: Mapping[str, DeviceMemory] = field(default_factory=dict)
     #: bytes per second of an activation's way to a device of a member, where it was measured
     bandwidths: Mapping[str, float] = field(default_factory=dict)
+    #: what members without layers would bring, where that is known
+    gains: Mapping[str, Gain] = field(default_factory=dict)
 
 
 def place_of(member: str) -> str:
     """The place of a member's devices, as in luce.runtime.device.DeviceName."""
     return f"{MEMBER}{member}/"
+
+
+def full_names(member: Member) -> tuple[str, ...]:
+    """The names of a member's devices for the server, as member://box/cuda:0."""
+    return tuple(f"{place_of(member.name)}{device}" for device in member.devices)
 
 
 def span_text(layers: range) -> str:
@@ -52,11 +72,12 @@ def member_status(
 ) -> MemberStatus:
     """A member at the monotonic time `now`. `layers`: as in wire.MemberStatus; `share`: of streamed weights that are
     there."""
-    names = [f"{place_of(member.name)}{device}" for device in member.devices]
+    names = full_names(member)
     seen = () if link is None or len(link.memory) != len(names) else link.memory
     memory = seen or tuple(DeviceMemory(None, None) for _ in names)
     if facts is not None and member.state in ("serving", "draining"):
         memory = tuple(facts.memory.get(name, own) for name, own in zip(names, memory, strict=True))
+    gain = None if facts is None or member.state != "idle" else facts.gains.get(member.name)
     rates = [] if facts is None else [facts.bandwidths[name] for name in names if name in facts.bandwidths]
     return MemberStatus(
         name=member.name,
@@ -73,4 +94,6 @@ def member_status(
         file=member.file if share is None else f"{member.file} {share:.0%}",
         losses=member.losses,
         reason=member.reason,
+        gain_decode=None if gain is None else round(gain.decode, 3),
+        gain_prompt=None if gain is None else round(gain.prompt, 3),
     )

@@ -17,8 +17,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 
-from luce.cluster import membership, wire
+from luce.cluster import cluster_status, membership, wire
 from luce.cluster.addresses import reachable
 from luce.cluster.cluster_files import ClusterFiles
 from luce.cluster.cluster_status import ModelFacts, broken_members, member_status, place_of, placement_text, span_text
@@ -120,11 +121,10 @@ class Coordinator:
         """End all connections, and stop listening."""
         self._closing.set()
         with self._lock:
-            links = list(self.links.values())
             for name in self._calls.members:
                 self._close_devices(name, "the coordinator ends")
-        for link in links:
-            link.close()
+            for link in self.links.values():
+                link.close()
         if self._source is not None:
             # First: who waits for a piece's turn would wait on.
             self._source.close()
@@ -252,10 +252,10 @@ class Coordinator:
             return frozenset(member.name for member in self._membership.usable(leaving=True))
 
     @property
-    def idle(self) -> frozenset[str]:
-        """The members that can be used and have no layers."""
+    def idle(self) -> dict[str, tuple[str, ...]]:
+        """The members that can be used and have no layers, with the full names of their devices."""
         with self._lock:
-            return frozenset(member.name for member in self._membership.usable() if member.state == "idle")
+            return {m.name: cluster_status.full_names(m) for m in self._membership.usable() if m.state == "idle"}
 
     def plan(
         self,
@@ -286,8 +286,8 @@ class Coordinator:
             self._replans[why] += 1
             self._apply(membership.Planned(tuple(member.name for member in usable)))
             event(_log, "cluster placement", epoch=self._membership.epoch, members=",".join(m.name for m in usable))
-            devices = [f"{place_of(member.name)}{device}" for member in usable for device in member.devices]
-            return devices, {place_of(member.name): self._dialler(member.name) for member in usable}
+            devices = [device for member in usable for device in cluster_status.full_names(member)]
+            return devices, {place_of(member.name): partial(self._dial, member.name) for member in usable}
 
     def keep(self, placement: Mapping[str, range], why: str = "start") -> None:
         """The placement has these devices alone, each with its layers: of members, and of the server itself."""
@@ -332,17 +332,19 @@ class Coordinator:
                 why = f"it did not say within {_SEARCH_SECONDS:g} s whether it has the model file"
                 self._apply(membership.Searched(member.session, why))
 
-    def _dialler(self, name: str) -> Callable[[str], Peer]:
-        return lambda label: self._dial(name, label)
-
     def _dial(self, name: str, label: str) -> Peer:
         """Connect to the devices of a member. Raises DeviceError."""
         token = secrets.token_bytes(tcp.TOKEN_BYTES)
         with self._lock:
             call = self._calls.expect(token, name)
             self._apply(membership.Dialled(name, token))
+            session = member.session if (member := self._membership.members.get(name)) is not None else None
         call.done.wait(tcp.HANDSHAKE_TIMEOUT)
         with self._lock:
+            if not call.done.is_set() and session in self.links:
+                # It counts as lost at once, so that the load that has failed begins again without it.
+                self._apply(membership.Disconnected(session, "it does not connect"))
+                self.links[session].close()
             return self._calls.take(token, label)
 
     # What the gate asks.
@@ -400,9 +402,8 @@ class Coordinator:
 
     def _serve(self, sock: ssl.SSLSocket) -> None:
         """One member's control connection, from its first message to its end."""
-        session, certificate = next(self._sessions), sock.getpeercert(binary_form=True) or b""
-        link = Link(sock, wire.FromMember)
-        reason = ""
+        session, link, reason = next(self._sessions), Link(sock, wire.FromMember), ""
+        certificate = sock.getpeercert(binary_form=True) or b""
         with self._lock:
             self.links[session] = link
             if self._closing.is_set():
@@ -457,10 +458,12 @@ class Coordinator:
                     self._save()
                 case membership.Journal(name, member, reason):
                     level = logging.WARNING if name in ("lost", "removed") else logging.INFO
-                    facts = {"member": member, "epoch": self._membership.epoch, "reason": reason or None}
-                    event(_log, f"member {name}", level, **facts)
+                    epoch = self._membership.epoch
+                    event(_log, f"member {name}", level, member=member, epoch=epoch, reason=reason or None)
                 case membership.Assign(session, epoch, token):
                     self.links[session].post(wire.Assign(epoch, token, self._fingerprint, self._streams))
+                case membership.Release(session):
+                    self.links[session].post(wire.Release())
                 case membership.Replan(why, member):
                     event(_log, "replan", member=member, epoch=self._membership.epoch, reason=why)
                     self.wanted = self.wanted or why
@@ -475,17 +478,14 @@ class Coordinator:
                 case membership.CloseDevices(member, reason, beside):
                     self._close_devices(member, reason, beside)
                 case membership.Close(session, reason, final):
-                    self._dismiss(session, reason, final)
+                    if (link := self.links.get(session)) is not None:
+                        link.dismiss(wire.Dismissed(reason, final))
         self._lock.notify_all()
         return accepted
 
     def _close_devices(self, name: str, reason: str, beside: bytes = b"") -> None:
         self.streams.end(name)
         self._calls.end(name, reason, beside)
-
-    def _dismiss(self, session: int, reason: str, final: bool) -> None:
-        if (link := self.links.get(session)) is not None:
-            link.dismiss(wire.Dismissed(reason, final))
 
     def _status_of(self, member: Member, now: float, facts: ModelFacts | None) -> wire.MemberStatus:
         link = None if member.session is None else self.links.get(member.session)

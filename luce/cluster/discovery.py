@@ -10,8 +10,9 @@ import contextlib
 import importlib
 import ipaddress
 import queue
+import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -25,6 +26,10 @@ ID_BYTES = 8
 LOOKUP_SECONDS = 5.0
 #: seconds that the addresses of a coordinator that was found have to arrive
 _ADDRESS_SECONDS = 2.0
+#: least of them, for an answer that comes last
+_LEAST_SECONDS = 0.5
+#: most answers to one lookup, and most addresses of one
+_MOST_ANSWERS, _MOST_ADDRESSES = 16, 8
 
 
 def library_module() -> ModuleType:
@@ -37,6 +42,7 @@ def library_module() -> ModuleType:
 
 
 def _instance(pin: bytes) -> str:
+    """What the names of a coordinator's announcements begin with."""
     return f"luce-{pin[:ID_BYTES].hex()}"
 
 
@@ -71,29 +77,30 @@ class Announcement:
         self._responder.unregister_service(before)
 
     def _register(self, pin: bytes) -> Any:
+        # Somebody else may announce this pin, and two announcements of one name hide each other.
+        name = f"{_instance(pin)}-{secrets.token_hex(4)}"
         info = library_module().ServiceInfo(
             _SERVICE,
-            f"{_instance(pin)}.{_SERVICE}",
+            f"{name}.{_SERVICE}",
             port=self._port,
             properties={b"v": _VERSION, b"id": pin[:ID_BYTES].hex().encode()},
-            server=f"{_instance(pin)}.local.",
+            server=f"{name}.local.",
             parsed_addresses=self._hosts,
         )
-        # Somebody else may have taken the name.
-        self._responder.register_service(info, allow_name_change=True)
+        self._responder.register_service(info)
         return info
 
 
-def find(pin: bytes, seconds: float = LOOKUP_SECONDS) -> tuple[str, ...]:
-    """HOST:PORT of a coordinator by its pin, as the first one that claims it says. Raises DeviceError if none answers,
-    and UsageError without the library."""
+def find(pin: bytes, seconds: float = LOOKUP_SECONDS) -> Iterator[tuple[str, ...]]:
+    """HOST:PORT of each server that claims to have a pin, as soon as its answer is there, the last one after so many
+    seconds: anybody may claim it. Raises DeviceError if none answers, and UsageError without the library."""
     library, names, end = library_module(), queue.SimpleQueue[str](), time.monotonic() + seconds
 
     def changed(zeroconf: object, service_type: str, name: str, state_change: object) -> None:
         if state_change is not library.ServiceStateChange.Removed and name.startswith(_instance(pin)):
             names.put(name)
 
-    why = f"no server with this token's key has answered by mDNS within {seconds:g} s"
+    answered, why = set[tuple[str, ...]](), f"no server with this token's key has answered by mDNS within {seconds:g} s"
     try:
         with contextlib.ExitStack() as opened:
             asker = opened.enter_context(contextlib.closing(library.Zeroconf()))
@@ -101,16 +108,23 @@ def find(pin: bytes, seconds: float = LOOKUP_SECONDS) -> tuple[str, ...]:
             # Its thread ends only if it is told to.
             opened.callback(browser.cancel)
             opened.enter_context(contextlib.suppress(queue.Empty))
-            while (left := end - time.monotonic()) > 0:
-                name = names.get(timeout=left)
-                patience = min(_ADDRESS_SECONDS, max(0.0, end - time.monotonic()))
+            while len(answered) < _MOST_ANSWERS:
+                # Whoever tries an address of an answer may take long: those that have come meanwhile count.
+                name = names.get(timeout=max(0.0, end - time.monotonic()))
+                patience = max(_LEAST_SECONDS, min(_ADDRESS_SECONDS, end - time.monotonic()))
                 answer = asker.get_service_info(_SERVICE, name, 1000 * patience)
-                if answer is not None and (addresses := announced_addresses(answer, pin)):
-                    return addresses
+                if answer is None and time.monotonic() < end:
+                    # The packet with its addresses was lost, and the browser names it once.
+                    names.put(name)
+                addresses = () if answer is None else announced_addresses(answer, pin)
+                if addresses and addresses not in answered:
+                    answered.add(addresses)
+                    yield addresses
     except (OSError, library.Error) as error:
         why = f"cannot ask by mDNS: {error or type(error).__name__}"
-    hint = "such traffic may not pass this network, or the server runs without --cluster-announce"
-    raise DeviceError(f"{why}: {hint}; join with a token that has an address: `luce cluster token` without --lan")
+    if not answered:
+        hint = "such traffic may not pass this network, or the server runs without --cluster-announce"
+        raise DeviceError(f"{why}: {hint}; join with a token that has an address: `luce cluster token` without --lan")
 
 
 def announced_addresses(answer: Any, pin: bytes) -> tuple[str, ...]:
@@ -118,4 +132,4 @@ def announced_addresses(answer: Any, pin: bytes) -> tuple[str, ...]:
     properties = answer.properties
     if properties.get(b"v") != _VERSION or properties.get(b"id") != pin[:ID_BYTES].hex().encode() or not answer.port:
         return ()
-    return tuple(format_address(host, answer.port) for host in answer.parsed_addresses())
+    return tuple(format_address(host, answer.port) for host in answer.parsed_addresses()[:_MOST_ADDRESSES])

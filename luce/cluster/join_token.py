@@ -11,6 +11,7 @@ from collections import deque
 
 import msgspec
 
+from luce.decoders import msgpack_decoder
 from luce.errors import LuceError, UsageError
 
 _PREFIX, _VERSION = "luce1.", 1
@@ -57,7 +58,7 @@ def decode_token(text: str) -> JoinToken:
             raise ValueError("it does not begin with luce1.")
         body = body.removeprefix(_PREFIX)
         data = base64.b64decode(body + "=" * (-len(body) % 4), altchars=b"-_", validate=True)
-        token = msgspec.msgpack.decode(data, type=JoinToken)
+        token: JoinToken = msgpack_decoder(JoinToken).decode(data)
         sizes = len(token.id), len(token.pin), len(token.secret)
         if token.version != _VERSION or sizes != (ID_BYTES, PIN_BYTES, SECRET_BYTES):
             raise ValueError("its content is not that of a token")

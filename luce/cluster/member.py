@@ -40,8 +40,13 @@ from luce.remote.daemon import Locate
 from luce.remote.messages import Load
 
 _log = logging.getLogger("luce.cluster")
-#: longest seconds between two attempts to connect, and the share by which they vary
-_LONGEST_DELAY, _JITTER = 30.0, 0.2
+#: longest seconds between two attempts to connect, and the share by which they vary: members are back within 5 s once
+#: their coordinator has started again
+_LONGEST_DELAY, _JITTER = 4.0, 0.2
+#: seconds that whoever was found on the local network has to show its certificate: anybody may keep a host waiting
+_LAN_SECONDS = 2.0
+#: members of a process that has seeded the global generator would come back in step
+_SYSTEM = random.SystemRandom()
 #: seconds that a member serves its layers when it leaves, unless its user says otherwise
 LEAVE_SECONDS = 60.0
 #: seconds that its control connection has to end
@@ -89,37 +94,47 @@ class PinnedCoordinator:
 def join(token: JoinToken, files: ClusterFiles, hostname: str) -> None:
     """Make this host a member, and keep the coordinator's certificate. Raises DeviceError and UsageError."""
     identity = files.identity("member.pem")
-    addresses = token.addresses or _found(token.pin)
-    problems = []
-    for address in addresses:
-        try:
-            certificate = _ask(address, token, identity, hostname)
-        except (OSError, ValueError, ChannelError) as error:
-            problems.append(f"{address}: {error}")
-            continue
-        files.write("server.json", _Server(addresses, [certificate]))
-        return
+    problems, seconds = list[str](), tcp.HANDSHAKE_TIMEOUT if token.addresses else _LAN_SECONDS
+    for addresses in [token.addresses] if token.addresses else _found(token.pin):
+        for address in addresses:
+            try:
+                certificate = _ask(address, token, identity, hostname, seconds)
+            except (OSError, ValueError, ChannelError) as error:
+                problems.append(f"{address}: {error}")
+            except _ImpostorError as error:
+                # It keeps the right server, which may answer by mDNS behind it, from nothing.
+                problems.append(str(error))
+            else:
+                others = tuple(other for other in addresses if other != address)
+                files.write("server.json", _Server((address, *others), [certificate]))
+                return
     raise DeviceError(f"cannot join cluster {token.cluster}: {'; '.join(problems)}")
 
 
-def _found(pin: bytes) -> tuple[str, ...]:
+class _ImpostorError(Exception):
+    """Somebody with another key answers at an address."""
+
+
+def _found(pin: bytes) -> Iterator[tuple[str, ...]]:
     """As luce.cluster.discovery.find."""
     _log.info("looking for the server on the local network")
-    addresses = find(pin)
-    event(_log, "server found", address=",".join(addresses))
-    return addresses
+    for addresses in find(pin):
+        event(_log, "server found", address=",".join(addresses))
+        yield addresses
 
 
-def _ask(address: str, token: JoinToken, identity: Identity, hostname: str) -> bytes:
-    """The certificate of the coordinator, which has let this host in. Raises DeviceError, OSError and ChannelError."""
-    plain = socket.create_connection(tcp.parse_address(address), timeout=tcp.HANDSHAKE_TIMEOUT)
+def _ask(address: str, token: JoinToken, identity: Identity, hostname: str, seconds: float) -> bytes:
+    """The certificate of the coordinator, which has let this host in. `seconds`: longest until it shows that.
+
+    Raises DeviceError if the token is refused, _ImpostorError, OSError and ChannelError."""
+    plain = socket.create_connection(tcp.parse_address(address), timeout=seconds)
     with contextlib.ExitStack() as opened:
         opened.enter_context(plain)
         sock = opened.enter_context(join_context().wrap_socket(plain))
         certificate = sock.getpeercert(binary_form=True) or b""
         if pin(certificate) != token.pin:
             theirs, expected = pin(certificate).hex()[:8], token.pin.hex()[:8]
-            raise DeviceError(f"{address}: somebody else answers there: key {theirs}, the token says {expected}")
+            raise _ImpostorError(f"{address}: somebody else answers there: key {theirs}, the token says {expected}")
         channel: Channel[wire.Joined | wire.Refused] = Channel(sock, wire.Joined | wire.Refused)
         request = wire.Join(token.id, token.secret, identity.certificate, __version__, hostname)
         channel.send(0, request, timeout=tcp.HANDSHAKE_TIMEOUT)
@@ -129,8 +144,8 @@ def _ask(address: str, token: JoinToken, identity: Identity, hostname: str) -> b
     return certificate
 
 
-def delays(vary: Callable[[float, float], float] = random.uniform) -> Iterator[float]:
-    """Seconds before each attempt to connect: 0, 1, 2, 4 ... 30, each varied by 20 %."""
+def delays(vary: Callable[[float, float], float] = _SYSTEM.uniform) -> Iterator[float]:
+    """Seconds before each attempt to connect: 0, 1, 2, 4, 4 ..., each varied by 20 %."""
     yield 0.0
     delay = 1.0
     while True:
@@ -141,8 +156,9 @@ def delays(vary: Callable[[float, float], float] = random.uniform) -> Iterator[f
 class MemberHost:
     """A member that stays connected and serves layers of models, which `storage` has or gets.
 
-    `leave_seconds`: how long it serves its layers when it leaves, until others have them. Raises UsageError if this
-    host has not joined the cluster of `files`.
+    `leave_seconds`: how long it serves its layers when it leaves, until others have them. `release` frees the weights
+    that stay on its devices from one placement to the next one. Raises UsageError if this host has not joined the
+    cluster of `files`.
     """
 
     def __init__(
@@ -152,6 +168,7 @@ class MemberHost:
         storage: Storage,
         serve: Serve,
         leave_seconds: float = LEAVE_SECONDS,
+        release: Callable[[], object] = lambda: None,
     ) -> None:
         server = files.read("server.json", _Server)
         if server is None or not server.certificates:
@@ -163,6 +180,7 @@ class MemberHost:
         self._memory = lent_memory(devices)
         self._storage = storage
         self._serve = serve
+        self._release = release
         self._link: Link | None = None
         self._address = server.addresses[0]
         #: whether it leaves, once it is dismissed, and whether it ends
@@ -174,7 +192,7 @@ class MemberHost:
         #: those to the devices that the main thread serves
         self._connections: tuple[ssl.SSLSocket, ...] = ()
         #: what the main thread has to do, or the error with which it ends; None: to end
-        self._work: queue.SimpleQueue[wire.Find | wire.Assign | DeviceError | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[wire.Find | wire.Assign | wire.Release | DeviceError | None] = queue.SimpleQueue()
 
     def run(self) -> None:
         """Serve until `leave` or `stop`.
@@ -194,7 +212,9 @@ class MemberHost:
                     return
                 if isinstance(work, DeviceError):
                     raise work
-                if isinstance(work, wire.Find):
+                if isinstance(work, wire.Release):
+                    self._release()
+                elif isinstance(work, wire.Find):
                     path, problem = self._storage.find(work.fingerprint, work.streams)
                     if problem:
                         _log.warning("%s", problem)
@@ -318,6 +338,8 @@ class MemberHost:
                     event(_log, "coordinator lost", logging.WARNING, address=self._address, reason=said)
             if self._link is not None:
                 self._link = None
+                # Whoever it may be by then that has a placement for this host: the devices are free meanwhile.
+                self._work.put(wire.Release())
                 if time.monotonic() - begun > _LONGEST_DELAY:
                     attempts, said = delays(), ""
 
@@ -357,6 +379,8 @@ class MemberHost:
                 self._epoch = message.epoch
             # The placement so far is over, also if the end of its connections is still on its way.
             self._end_connections()
+            self._work.put(message)
+        elif isinstance(message, wire.Release):
             self._work.put(message)
         elif isinstance(message, wire.NewPin):
             if reason := flaw(message.certificate):

@@ -166,23 +166,9 @@ class Tick:
     """Time has passed."""
 
 
-Event = (
-    Admitted
-    | Connected
-    | Disconnected
-    | Left
-    | Ended
-    | Planned
-    | Kept
-    | Unplaced
-    | Dialled
-    | Arrived
-    | Searched
-    | Loaded
-    | Removed
-    | Rotated
-    | Tick
-)
+#: those of a member's control connection
+Heard = Disconnected | Left | Searched | Loaded
+Event = Admitted | Connected | Ended | Planned | Kept | Unplaced | Dialled | Arrived | Removed | Rotated | Tick | Heard
 
 
 # Instructions.
@@ -229,6 +215,13 @@ class Assign:
 
 
 @dataclass(frozen=True)
+class Release:
+    """Let a member free the weights that it holds for the next placement."""
+
+    session: int
+
+
+@dataclass(frozen=True)
 class Accept:
     """Use the connection that a token names. Without this instruction an arriving connection is closed."""
 
@@ -267,7 +260,7 @@ class Journal:
     reason: str = ""
 
 
-Instruction = Save | Close | Tell | CloseDevices | Assign | Accept | Refuse | Replan | Withdraw | Journal
+Instruction = Save | Close | Tell | CloseDevices | Assign | Release | Accept | Refuse | Replan | Withdraw | Journal
 
 
 @dataclass
@@ -309,7 +302,7 @@ class Membership:
 
     def handle(self, event: Event, now: float) -> list[Instruction]:
         """What follows from an event."""
-        if isinstance(event, Disconnected | Left | Searched | Loaded):
+        if isinstance(event, Heard):
             member = self.by_session(event.session)
             return [] if member is None else self._hear(member, event, now)
         match event:
@@ -339,12 +332,12 @@ class Membership:
             case Tick():
                 return self._tick(now)
 
-    def _hear(self, member: Member, event: Disconnected | Left | Searched | Loaded, now: float) -> list[Instruction]:
+    def _hear(self, member: Member, event: Heard, now: float) -> list[Instruction]:
         """What follows from an event of a member's control connection."""
         match event:
             case Disconnected(_, reason):
-                leaves = member.state == "draining"
-                return self._lose(member, "gone" if leaves else "lost", reason, now)
+                left: State = "gone" if member.state == "draining" else "lost"
+                return [*self._lose(member, left, reason, now), *self._miss(now)]
             case Left():
                 return self._leave(member, now)
             case Searched(_, problem, streamed):
@@ -415,12 +408,13 @@ class Membership:
 
     def _tick(self, now: float) -> list[Instruction]:
         late = [m.name for m in self.members.values() if not m.proven and now - m.since >= PROOF_SECONDS]
-        done = self._remove(late, f"it did not connect within {PROOF_SECONDS:g} s of joining")
-        for name in sorted(self.placed):
-            member = self.members.get(name)
-            if member is not None and member.session is None and now - member.since >= self.patience:
-                done += self._ask("loss", name)
-        return done
+        return [*self._remove(late, f"it did not connect within {PROOF_SECONDS:g} s of joining"), *self._miss(now)]
+
+    def _miss(self, now: float) -> list[Instruction]:
+        """Ask for a placement without a member that stays away."""
+        away = [m for name in sorted(self.placed) if (m := self.members.get(name)) is not None and m.session is None]
+        late = [member.name for member in away if now - member.since >= self.patience]
+        return self._ask("loss", late[0]) if late else []
 
     def _plan(self, names: tuple[str, ...], now: float) -> list[Instruction]:
         self.epoch += 1
@@ -442,6 +436,8 @@ class Membership:
         for member in self.members.values():
             if member.state == "draining" and member.name not in names:
                 done += self._leave(member, now)
+            elif member.session is not None and member.name not in names and member.luce == self.luce:
+                done.append(Release(member.session))
         return done
 
     def _narrow(self, names: frozenset[str], now: float) -> list[Instruction]:

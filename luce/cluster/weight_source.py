@@ -1,10 +1,12 @@
 """The coordinator's side of weights that members lack: reads the model file for them.
 
-Members that ask at the same time get their pieces in turn. Layers lie on one member each, so no piece is sent twice.
+Members that ask at the same time get their pieces in turn. A tensor that several need, such as a head that is the
+embedding too, goes to one after the other.
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import hashlib
 import logging
@@ -28,6 +30,9 @@ _log = logging.getLogger("luce.cluster")
 _SEND_TIMEOUT = 60.0
 #: bytes of a tensor that are hashed at a time
 _PIECE = 4 << 20
+#: seconds without a request behind which a member's turn to read a tensor is over, as it may stand still; and most
+#: seconds that another one waits for its end, which are less than a member waits for a piece
+TURN_SECONDS, LONGEST_WAIT = 2.0, 30.0
 #: most connections of a member: it uses one at a time, and makes another where that is cut
 MOST_STREAMS = 8
 
@@ -49,9 +54,18 @@ class WeightSource:
         self._closed = threading.Event()
         self._sums: dict[str, bytes] = {}
 
+        self._turns = threading.Condition()
+        #: by part and offset of a tensor, which member reads it, and when it last asked
+        self._readers: dict[tuple[int, int], tuple[str, float]] = {}
+        infos = sorted((info.part, info.offset, info.nbytes) for info in self._file.tensors.values())
+        self._places = [(part, offset) for part, offset, _ in infos]
+        self._ends = [offset + size for _, offset, size in infos]
+
     def close(self) -> None:
         """Close the file. Whoever waits for its turn gets a ChannelError."""
         self._closed.set()
+        with self._turns:
+            self._turns.notify_all()
         self._file.close()
 
     def answer(self, request: wire.AskLayout | wire.AskBytes | wire.AskSum) -> wire.Weights:
@@ -64,6 +78,33 @@ class WeightSource:
                 return wire.TensorSum(self._sum(name))
             case wire.AskBytes(part, offset, size):
                 return wire.FileBytes(self.read(part, offset, size))
+
+    def wait_turn(self, member: str, part: int, offset: int) -> None:
+        """Wait until no other member reads the tensor at an offset, or for as long as a member can wait; this one
+        reads no other any more. Raises ChannelError if the file is closed meanwhile."""
+        at = bisect.bisect_right(self._places, (part, offset)) - 1
+        found = at >= 0 and self._places[at][0] == part and offset < self._ends[at]
+        place = self._places[at] if found else None
+        self.end_turn(member, beside=place)
+        if place is None:
+            return
+        end = time.monotonic() + LONGEST_WAIT
+        with self._turns:
+            while not self._closed.is_set():
+                reader, asked = self._readers.get(place, (member, 0.0))
+                left = min(asked + TURN_SECONDS, end) - time.monotonic()
+                if reader == member or left <= 0:
+                    self._readers[place] = member, time.monotonic()
+                    return
+                self._turns.wait(left)
+        raise ChannelError("the model file is read no more")
+
+    def end_turn(self, member: str, beside: tuple[int, int] | None = None) -> None:
+        """A member reads no tensor any more, but the one at the place `beside`."""
+        with self._turns:
+            for place in [at for at, (reader, _) in self._readers.items() if reader == member and at != beside]:
+                del self._readers[place]
+            self._turns.notify_all()
 
     def read(self, part: int, offset: int, size: int) -> NDArray[np.uint8]:
         """Bytes of a part, once it is their turn. Raises ChannelError for what no member asks for, and ModelError."""
@@ -160,8 +201,13 @@ class WeightStreams:
                     with self._lock:
                         self._shares[member] = request.size, request.there
                     continue
+                if isinstance(request, wire.AskBytes):
+                    source.wait_turn(member, request.part, request.offset)
                 answer = source.answer(request)
                 channel.send(number, answer, timeout=_SEND_TIMEOUT)
+                if isinstance(request, wire.AskSum):
+                    # Sums are asked for behind the last piece.
+                    source.end_turn(member)
                 if isinstance(answer, wire.FileBytes):
                     with self._lock:
                         size, there = self._shares.get(member, (0, 0))
@@ -172,6 +218,7 @@ class WeightStreams:
             _log.debug("weights for %s: %s", member, error)
         finally:
             channel.close()
+            source.end_turn(member)
             with self._lock:
                 self._open[member].discard(sock)
                 self._threads.discard(threading.current_thread())

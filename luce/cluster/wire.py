@@ -133,6 +133,10 @@ class Notice(msgspec.Struct, tag=True):
     text: str
 
 
+class Release(msgspec.Struct, tag=True):
+    """The member has no layers: it frees the weights that it holds for the next placement."""
+
+
 class Leave(msgspec.Struct, tag=True):
     """The member is to leave, as behind SIGTERM."""
 
@@ -149,7 +153,7 @@ class Leaving(msgspec.Struct, tag=True):
 
 
 FromMember = Hello | Pong | Found | Loaded | Unable | Unfit | Pinned | Leaving
-FromCoordinator = Ping | Find | Assign | NewPin | Notice | Leave | Dismissed
+FromCoordinator = Ping | Find | Assign | Release | NewPin | Notice | Leave | Dismissed
 
 
 class AskLayout(msgspec.Struct, tag=True):
@@ -254,6 +258,9 @@ class MemberStatus(msgspec.Struct):
     file: str
     losses: int
     reason: str
+    #: without layers: how much faster `luce cluster replan` would make the model, 0.15 for 15 %; None: not known
+    gain_decode: float | None = None
+    gain_prompt: float | None = None
 
 
 class StageStatus(msgspec.Struct):

@@ -15,4 +15,5 @@ device or a file. Called by every package that reads a setting; imports only err
     environment  the environment of this process; no other module reads it
     suggest      what a misspelt name may mean
     directories  directories for files that outlive the process
+    cache_directory  the one for prompts that are cached on disk
 """

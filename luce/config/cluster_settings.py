@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from luce.config.field import setting
-from luce.config.values import choice, integer, number, text
+from luce.config.values import choice, integer, number, text, tokens
 
 
 @dataclass(frozen=True)
@@ -75,5 +75,21 @@ class ClusterSettings:
         choice("wait", "replan"),
         "a lost machine has 20 s to come back (wait), or none (replan); then the others get its layers, if they have "
         "room for them",
+        group="cluster",
+    )
+    cluster_on_loss_context: int = setting(
+        0,
+        tokens(0),
+        "context that the model may be loaded with when a machine stays away and its own context does not fit on the "
+        "others (0: none, requests are refused until the machine is back)",
+        metavar="TOKENS",
+        group="cluster",
+    )
+    cluster_drain: float = setting(
+        30.0,
+        number(0, 86400),
+        "seconds that running replies have to end before the model moves; those that run on are put aside, and go on "
+        "behind it",
+        metavar="SECONDS",
         group="cluster",
     )

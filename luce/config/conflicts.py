@@ -46,7 +46,8 @@ def _planning_problems(values: Mapping[str, Any], spelled: Mapping[str, str]) ->
     if values.get("pin_devices", False) and not (planned or automatic):
         goals = "decode, prompt or balanced"
         yield "pin_devices", f"{spelled['pin_devices']}: requires {flag('optimize')} with {goals}"
-    elif values.get("pin_devices", False) and len(devices) < 2 and devices != ("auto",):
+    elif values.get("pin_devices", False) and len(devices) < 2 and devices != ("auto",) and not values.get("cluster"):
+        # Those of members come on top.
         yield "pin_devices", f"{spelled['pin_devices']}: requires {flag('target_devices')} with two or more devices"
 
 
@@ -205,6 +206,8 @@ def _cluster_problems(values: Mapping[str, Any], spelled: Mapping[str, str]) -> 
         "cluster_resume",
         "cluster_replan",
         "cluster_on_loss",
+        "cluster_on_loss_context",
+        "cluster_drain",
     ):
         if values.get(name, FIELDS[name].default) != FIELDS[name].default:
             yield name, f"{spelled[name]}: requires {flag('cluster')}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import stat
 from pathlib import Path
@@ -10,8 +9,6 @@ from pathlib import Path
 import platformdirs
 
 from luce.config.environment import environment
-from luce.config.settings import Config, flag
-from luce.errors import UsageError
 
 
 def user_cache_directory() -> Path:
@@ -50,21 +47,3 @@ def refusal(status: os.stat_result) -> str:
     if status.st_mode & stat.S_IWOTH:
         return f"everybody may write to it (mode {stat.S_IMODE(status.st_mode):04o}); `chmod o-w` mends that"
     return ""
-
-
-def cache_directory(config: Config) -> Path | None:
-    """The directory of --kv-cache-dir, None if it is off. Raises UsageError if the path is not a directory, or not a
-    safe one."""
-    if config.kv_cache_dir == "off":
-        return None
-    if config.kv_cache_dir == "auto":
-        return user_cache_directory() / "prefixes"
-    directory = Path(config.kv_cache_dir).expanduser()
-    # A path that cannot be read now may exist later, such as a disk that is not plugged in yet.
-    with contextlib.suppress(OSError):
-        existing = next(path for path in (directory, *directory.parents) if path.exists())
-        if not existing.is_dir():
-            raise UsageError(f"{flag('kv_cache_dir')} {directory}: {existing} is not a directory", param="kv_cache_dir")
-        if existing == directory and (reason := refusal(existing.stat())):
-            raise UsageError(f"{flag('kv_cache_dir')} {directory}: {reason}", param="kv_cache_dir")
-    return directory

@@ -5,6 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+#: the file of simulated devices (luce.runtime.simulated)
+SIMULATED_DEVICES = "LUCE_SIM_DEVICES"
+#: variables of Luce that are no settings; LUCE_CONFIG names the file of settings
+NO_SETTINGS = ("LUCE_CONFIG", SIMULATED_DEVICES)
+
 
 def child_environment(variables: Mapping[str, str]) -> dict[str, str]:
     """The environment for a child process: this one's without Luce's settings, and these variables."""
@@ -12,7 +17,8 @@ def child_environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def environment(name: str) -> str | None:
-    """A variable of the operating system or of systemd (NOTIFY_SOCKET, EDITOR, ...), no Luce setting; None if empty."""
+    """A variable of the operating system or of systemd (NOTIFY_SOCKET, EDITOR, ...), or one of NO_SETTINGS; None if
+    empty."""
     return os.environ.get(name) or None
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from luce.config import conflicts
-from luce.config.environment import variables
+from luce.config.environment import NO_SETTINGS, variables
 from luce.config.file import read_file
 from luce.config.settings import FIELDS, Config, flag, is_bool
 from luce.config.suggest import nearest
@@ -86,7 +86,7 @@ def resolve(
             {
                 n.removeprefix("LUCE_").lower(): v
                 for n, v in env.items()
-                if n.startswith("LUCE_") and n != "LUCE_CONFIG"
+                if n.startswith("LUCE_") and n not in NO_SETTINGS
             },
             lambda n: f"LUCE_{n.upper()}",
         )

@@ -198,33 +198,36 @@ def efforts(text: str) -> tuple[tuple[str, int], ...]:
 
 
 _DEVICE = re.compile(
-    r"(?:auto|(?:tcp://[^/,\s]+:(?P<port>[1-9][0-9]*)/)?(?:cuda|hip|cpu)):(?P<index>0|[1-9][0-9]*)", re.ASCII
+    r"(?:auto|sim|(?:tcp://[^/,\s]+:(?P<port>[1-9][0-9]*)/)?(?:cuda|hip|cpu))(?::(?P<index>0|[1-9][0-9]*))?", re.ASCII
 )
 _LAST_INDEX, _LAST_PORT = 2**31 - 1, 2**16 - 1
 
 
-def _is_device(text: str) -> bool:
+def _device(text: str) -> str | None:
+    """A device with its index, which is 0 where none is given; None if the text names no device."""
     match = _DEVICE.fullmatch(text)
-    if match is None:
-        return text == "auto"
-    return int(match["index"]) <= _LAST_INDEX and int(match["port"] or 1) <= _LAST_PORT
+    if match is None or int(match["index"] or 0) > _LAST_INDEX or int(match["port"] or 1) > _LAST_PORT:
+        return None
+    return text if match["index"] or text == "auto" else f"{text}:0"
 
 
 def device(text: str) -> str:
     """One device, as luce.runtime.open and luce.remote.open read it."""
-    if not _is_device(text):
+    found = _device(text)
+    if found is None:
         raise ValueError("expected auto or backend:index (auto:N, cuda:N, hip:N, cpu:N)")
-    return text
+    return found
 
 
 def devices(text: str) -> tuple[str, ...]:
     """Devices separated by commas."""
-    parts = tuple(text.split(","))
-    if not all(map(_is_device, parts)):
+    parts = [_device(part) for part in text.split(",")]
+    found = tuple(part for part in parts if part is not None)
+    if len(found) < len(parts):
         raise ValueError(
             "expected backend:index[,backend:index...] (auto:N, cuda:N, hip:N, cpu:N), or auto for all GPUs"
         )
-    return parts
+    return found
 
 
 def interpreters(text: str) -> tuple[tuple[str, Path], ...]:
@@ -256,9 +259,10 @@ def margins(text: str) -> tuple[tuple[str, int], ...]:
     found = {}
     for part in text.split(","):
         name, equals, size = part.rpartition("=")
-        if equals and not _is_device(name):
+        device_or_all = _device(name) if equals else ""
+        if device_or_all is None:
             raise ValueError("expected SIZE or DEVICE=SIZE, such as 2GiB or cuda:0=2GiB")
-        found[name] = mebibytes(size) << 20
+        found[device_or_all] = mebibytes(size) << 20
     return tuple(found.items())
 
 

@@ -26,6 +26,7 @@ import msgspec
 import numpy as np
 
 from luce.config.directories import refusal, user_cache_directory
+from luce.decoders import msgpack_decoder
 
 _log = logging.getLogger(__name__)
 _DIGEST = hashlib.sha256().digest_size
@@ -178,7 +179,8 @@ def _read(path: Path) -> Group | None:
         return None
     with contextlib.suppress(msgspec.MsgspecError):
         if hashlib.sha256(content[_DIGEST:]).digest() == content[:_DIGEST]:
-            return msgspec.msgpack.decode(content[_DIGEST:], type=Group)
+            group: Group = msgpack_decoder(Group).decode(content[_DIGEST:])
+            return group
     _log.warning("%s: damaged; its kernels are compiled again", path)
     return None
 

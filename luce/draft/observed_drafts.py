@@ -16,7 +16,7 @@ from luce.gguf.fingerprint import fingerprint
 from luce.gguf.reader import GGUFFile
 from luce.models.spec import ModelSpec
 from luce.profiles.cached_file import in_background
-from luce.profiles.draft_cache import ObservedDrafts, drafts_path, read_drafts, write_drafts
+from luce.profiles.draft_cache import DRAFTS, ObservedDrafts
 
 #: steps of sequences after which drafts are counted on, and as many whose means they are
 STEPS = 1000
@@ -32,7 +32,7 @@ def draft_load(config: Config, file: GGUFFile, spec: ModelSpec, plan: DraftPlan 
     most = verified_rows(config, spec)
     if plan is not None:
         most = min(most, 1 + (config.ddtree_budget if config.ddtree else plan.spec.block))
-    found = read_drafts(observed_path(config, file, None if plan is None else plan.spec))
+    found = DRAFTS.read(observed_path(config, file, None if plan is None else plan.spec))
     rows, tokens = (most, None) if found is None else (max(1, round(found.rows)), found.tokens)
     if plan is None:
         return DraftLoad(rows, tokens)
@@ -44,7 +44,7 @@ def observed_path(config: Config, file: GGUFFile, spec: DrafterSpec | None) -> P
     """The file with what drafts of a model brought by a drafter (None: ngram) with these settings."""
     drafter = ("ngram", "") if spec is None else (spec.kind, spec.digest())
     trees = config.ddtree_budget if config.ddtree else 0
-    return drafts_path([fingerprint(file), *drafter, config.verify_width, trees, config.draft_swa])
+    return DRAFTS.path([fingerprint(file), *drafter, config.verify_width, trees, config.draft_swa])
 
 
 class DraftObservation:
@@ -70,4 +70,4 @@ class DraftObservation:
 
 def keeping(path: Path) -> DraftObservation:
     """An observation that is kept in a file."""
-    return DraftObservation(lambda found: in_background(partial(write_drafts, path, found)))
+    return DraftObservation(lambda found: in_background(partial(DRAFTS.write, path, found)))

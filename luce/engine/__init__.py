@@ -8,6 +8,7 @@ luce.kvcache, luce.draft, and luce.backend through the Backend protocol.
     events           the events of a reply, TextOutput
     sequence         Sequence: a prompt and its reply, with the state that each part of the engine writes
     recovery         replies go on behind the loss of a shard
+    request_checks   what a prompt and the first tokens of a reply must be
     stretching       sequences beyond the original context are read again, with LongRoPE's other frequencies
     failures         the boundary between one sequence's bookkeeping and what all share
     scheduler        pure: waiting and running sequences in, steps out

@@ -33,11 +33,27 @@ class Committer:
 
     def resume(self, reply: Reply) -> None:
         """Let a sequence that has a slot begin with what the prefix cache has of its prompt, and report how much."""
+        if reply.given and not self._take_given(reply):
+            return
         sequence, hit = reply.sequence, self._restore(reply)
+        total = len(sequence.prompt)
         if hit is not None:
-            reply.cached_tokens, reply.cache_tier = hit.length, hit.tier
-        reply.on_event(Progress(sequence.computed, len(sequence.prompt), reply.cached_tokens))
+            reply.cached_tokens, reply.cache_tier = min(hit.length, total), hit.tier
+        reply.on_event(Progress(min(sequence.computed, total), total, reply.cached_tokens))
         self._begin_cached(reply, hit)
+
+    def _take_given(self, reply: Reply) -> bool:
+        """Append the tokens that a reply begins with, to be read as behind a loss; whether it goes on behind them. Who
+        gives them has delivered them."""
+        reply.prompt_done_at = time.monotonic()
+        for token in reply.given:
+            reply.append(token)
+            reason, _, stop = reply.finish_reason(token)
+            if reason is not None:
+                self._delivery.finish(reply, reason, stop)
+                return False
+        self._parts.scheduler.restart(reply.sequence)
+        return True
 
     def resume_restarted(self, reply: Reply) -> None:
         """Let a sequence that is read again begin with what the prefix cache has of its tokens."""

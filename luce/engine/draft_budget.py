@@ -1,14 +1,10 @@
-"""How many draft rows pay: measured times of steps, acceptance rates, and the choice of rows by both. Pure."""
+"""How many draft rows pay: acceptance rates, and the choice of rows by them and by the times of steps. Pure."""
 
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_left
-from collections import Counter
-from collections.abc import Callable, Container, Hashable
+from collections.abc import Callable, Container
 from collections.abc import Sequence as Many
-
-import numpy as np
 
 from luce.draft.drafter import Proposal
 
@@ -22,54 +18,6 @@ _ASSUMED_OUTCOMES = 2
 # How fast rates go back to the assumed ones while no draft token is compared.
 _DECAY = 0.005
 _BINS = 10
-#: the first steps of a shape build kernels and capture graphs: their times say nothing about later steps
-FIRST_STEPS = 2
-
-
-class StepTimes:
-    """Seconds of steps by number of rows: measured, or interpolated; 0 until the first measurement.
-
-    The first steps of each shape build kernels and capture graphs, and do not count.
-
-    fixed  the share of the time of the fewest measured rows that still fewer rows are assumed to take
-    first  steps of each shape that do not count
-    """
-
-    def __init__(self, *, fixed: float = 1.0, first: int = FIRST_STEPS) -> None:
-        self._fixed, self._first = fixed, first
-        self._rows: list[int] = []
-        self._seconds: list[float] = []
-        self._seen: Counter[Hashable] = Counter()
-
-    def measured(self, rows: int) -> bool:
-        """Whether steps of this number of rows were measured."""
-        at = bisect_left(self._rows, rows)
-        return at < len(self._rows) and self._rows[at] == rows
-
-    def add(self, rows: int, seconds: float, shape: Hashable = None) -> bool:
-        """Record a step of a shape, without one of its number of rows. Returns whether it counts.
-
-        A step slower than the estimate weighs less than a faster one.
-        """
-        kind = rows if shape is None else shape
-        self._seen[kind] += 1
-        if self._seen[kind] <= self._first:
-            return False
-        at = bisect_left(self._rows, rows)
-        if not self.measured(rows):
-            self._rows.insert(at, rows)
-            self._seconds.insert(at, seconds)
-            return True
-        known = self._seconds[at]
-        self._seconds[at] += 0.5 * (seconds - known) if seconds < known else 0.1 * (min(seconds, 2 * known) - known)
-        return True
-
-    def __call__(self, rows: int) -> float:
-        """Seconds of a step. Above the measured range the nearest measurement holds, so that numbers of rows that were
-        not tried yet look worth trying."""
-        if not self._rows:
-            return 0.0
-        return float(np.interp(rows, [0, *self._rows], [self._fixed * self._seconds[0], *self._seconds]))
 
 
 def choose_draft_rows(

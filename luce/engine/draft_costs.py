@@ -14,8 +14,8 @@ import numpy as np
 
 from luce.backend.backend import Backend
 from luce.draft.drafter import Draftable, Drafter
-from luce.engine.draft_budget import FIRST_STEPS
 from luce.engine.draft_pace import Pace
+from luce.engine.draft_times import FIRST_STEPS
 from luce.runtime.step import PAGE, Int32, PageView, Span, Step
 
 _log = logging.getLogger(__name__)
@@ -74,7 +74,9 @@ class CostTable:
         """Steps that verify proposals, and those of a row behind them."""
         self._begin(count)
         drafts: list[int] = []
-        for drafts in shapes(count, self._block, self._step_rows, self._pace.sizes):
+        for number, drafts in enumerate(shapes(count, self._block, self._step_rows, self._pace.sizes)):
+            if number and not self._may_pay(count, count + sum(drafts)):
+                continue
             for _ in range(_TIMES):
                 self._run([1 + own for own in drafts])
                 yield
@@ -82,6 +84,12 @@ class CostTable:
             self._run([1 + own for own in drafts])
             self._run([1] * count)
             yield
+
+    def _may_pay(self, count: int, rows: int) -> bool:
+        """Whether a step of so many rows, if that was measured, could pay with all drafts accepted."""
+        times, plain = self._pace.step_times, self._pace.step_times(count, count)
+        taken = self._pace.draft_times(count) + times(rows, count)
+        return not times.measured(rows, count) or rows * plain > count * taken
 
     def _begin(self, count: int) -> None:
         self._position, self._pending = 0, set()

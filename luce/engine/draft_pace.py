@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Many
 
 from luce.engine.draft_account import DraftAccount
-from luce.engine.draft_budget import StepTimes, worth_drafting
+from luce.engine.draft_budget import worth_drafting
+from luce.engine.draft_times import BatchTimes, StepTimes
 from luce.engine.drafted import DraftedSequence
 
 # Weight of the newest proposal in a forecast, once there are many.
@@ -18,9 +19,11 @@ _WEIGHT = 0.1
 # From so many proposals on, a sequence's own forecast holds alone.
 _OWN_PROPOSALS = 4
 # The share by which drafting must be faster than plain steps.
-_MARGIN = 0.02
+_MARGIN = 0.03
 # Forecasts are compared with the times again after so many steps at most.
 _STEPS = 16
+# Most texts that are looked up in turn for a step.
+_LOOKED_UP = 8
 
 
 class Pace:
@@ -31,7 +34,7 @@ class Pace:
 
     def __init__(self, sizes: Many[int]) -> None:
         self.sizes = sizes
-        self.step_times = StepTimes()
+        self.step_times = BatchTimes()
         # One text takes a pass of the draft as several do.
         self.draft_times = StepTimes(fixed=0.5)
         #: what proposals take longer where sequences rested, by the tokens that the drafter has not read yet
@@ -64,7 +67,7 @@ class Pace:
         return [id(one) in asked for one in known]
 
     def _choose(self, able: Many[DraftedSequence], budget: int, plain: int) -> None:
-        times = self.step_times, self.draft_times
+        times = self.step_times.by_rows(plain), self.draft_times
         forecasts = [self._forecast(one) for one in able]
         known = [index for index, forecast in enumerate(forecasts) if forecast]
         expected = [forecasts[index] for index in known]
@@ -121,20 +124,26 @@ class Pace:
         """
         self._settle()
         counts = self.record_time(rows, plain, longest, seconds, pending=pending)
-        if not counts or not self.step_times.measured(plain):
+        if not counts or not self.step_times.measured(plain, plain):
             return
         # Any step may be held up.
-        seconds = min(seconds, 2 * self.step_times(rows))
+        seconds = min(seconds, 2 * self.step_times(rows, plain))
         if drafting is not None:
             self._drafted = seconds + drafting, plain
         elif rows == plain:
             self.account.book_plain(seconds)
 
+    def record_beside_prompts(self, rows: int, plain: int, drafting: float | None) -> None:
+        """A step of replies and prompts: parts of their own, so that its replies took about what they take alone."""
+        self._settle()
+        if drafting is not None and self.step_times.measured(plain, plain):
+            self._drafted = self.step_times(rows, plain) + drafting, plain
+
     def record_time(self, rows: int, plain: int, longest: int, seconds: float, *, pending: bool) -> bool:
         """A step took so long, of which nothing is booked; all else as in `record_step`. Returns whether it counts."""
         # What launches depend on (luce.runtime.step.StepShape): the first steps of each shape take several times as
         # long, once, which says nothing of drafting.
-        return self.step_times.add(rows, seconds, (rows, plain, (longest - 1).bit_length(), pending))
+        return self.step_times.add(rows, plain, seconds, (rows, plain, (longest - 1).bit_length(), pending))
 
     def record_accepted(self, count: int) -> None:
         """So many draft rows of the newest step were accepted."""
@@ -143,8 +152,29 @@ class Pace:
     def _settle(self) -> None:
         if self._drafted is not None:
             seconds, plain = self._drafted
-            self.account.book_drafted(seconds, plain + self._accepted, plain, self.step_times(plain))
+            self.account.book_drafted(seconds, plain + self._accepted, plain, self.step_times(plain, plain))
         self._drafted, self._accepted = None, 0
+
+
+class LookupTurns:
+    """Whose texts are looked up though no drafter is asked for them: those that copy, and some others in turn.
+
+    One takes the host 0.03 to 0.1 ms, with what is chosen then, and the devices wait for it: of 32 sequences all would
+    take a tenth of a step. `off`: nothing is looked up.
+    """
+
+    def __init__(self, *, off: bool = False) -> None:
+        self._off = off
+        self._begin = 0
+
+    def choose(self, copying: Many[bool]) -> list[bool]:
+        """Of all sequences that decode, in an order that stays. `copying`: whether each one copies."""
+        count = len(copying)
+        if self._off:
+            return [False] * count
+        turns = [own or (place - self._begin) % count < _LOOKED_UP for place, own in enumerate(copying)]
+        self._begin = (self._begin + _LOOKED_UP) % count if count else 0
+        return turns
 
 
 def _mean(old: Many[float], new: Many[float], weight: float) -> list[float]:

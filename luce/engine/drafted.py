@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,8 +11,8 @@ import numpy as np
 from luce.draft.drafter import Draftable, PendingProposals, Proposal
 from luce.draft.prompt_lookup import Copy
 from luce.engine.draft_budget import AcceptanceRates
-from luce.engine.draft_tree import part_of, with_branch, with_copy
-from luce.engine.sequence import DraftState, Sequence
+from luce.engine.draft_tree import in_row_order, part_of, with_branch, with_copy
+from luce.engine.sequence import Draft, DraftState, Sequence
 from luce.runtime.step import Int32
 
 # A sequence whose drafts cost more than they gain is not drafted for in the next steps: the first number of them at
@@ -60,6 +61,36 @@ class DraftStats:
         return 1 + self.accepted / self.steps if self.steps else 0.0
 
 
+@dataclass
+class DraftCounts:
+    """What was drafted since the start. See DraftStats."""
+
+    steps: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    seconds: float = 0.0
+    refused: int = 0
+    copied: int = 0
+    #: rows that grammars forced, and those that were accepted
+    forced: int = 0
+    forced_accepted: int = 0
+
+    def verified(self, draft: Draft, accepted: Many[int], copied: int) -> None:
+        """These rows of a draft were accepted, of which so many repeat an earlier text."""
+        self.steps += 1
+        self.proposed += len(draft.tokens)
+        self.accepted += len(accepted)
+        self.copied += copied
+        if not draft.ends_reasoning:
+            self.forced += draft.forced
+            self.forced_accepted += sum(row <= draft.forced for row in accepted)
+
+    def stats(self, facts: dict[str, str | int], state: str, states: Mapping[DraftState, int]) -> DraftStats:
+        """With what is known beside them."""
+        counts = self.steps, self.proposed, self.accepted, self.seconds, self.refused, self.copied
+        return DraftStats(facts, state, *counts, states)
+
+
 @dataclass(frozen=True)
 class SequenceDrafts:
     """What drafting did for one sequence so far."""
@@ -99,6 +130,8 @@ class DraftedSequence:
     accepted: int = 0
     #: the continuation of an earlier text, found before the newest proposal
     copy: Copy | None = None
+    #: whether tokens of it were accepted in the last verification
+    copying: bool = False
     #: the mean over recent proposals of the probability that row 1, 2, ... is accepted; None before the first one
     forecast: list[float] | None = None
     #: proposals that it was learned from
@@ -160,6 +193,20 @@ class DraftedSequence:
             self.rates.decay(part_of(other, range(same, len(other.tokens)), same - 1))
         return first
 
+    def draft(self, proposal: Proposal, count: int) -> Draft:
+        """What the next step verifies: the first `count` tokens of what is forced and, behind it, of a proposal."""
+        self.rows = count
+        forced = self.forced[:count]
+        rest = count - len(forced)
+        parents: tuple[int, ...] = ()
+        self.proposal = proposal
+        if proposal.parents:
+            self.proposal, parents = in_row_order(proposal, rest)
+        tokens = (*forced, *self.proposal.tokens[:rest])
+        if parents:
+            parents = (*range(len(forced)), *(row + len(forced) for row in parents))
+        return Draft(tokens, parents, len(forced), self.ends_reasoning)
+
     def repeats(self, node: int) -> bool:
         """Whether a token of the newest proposal repeats an earlier text."""
         copied = self.proposal.copied
@@ -185,7 +232,7 @@ class DraftLimits:
 
     #: ids of draft tokens are below it
     vocab: int
-    #: most rows of a step that verifies
+    #: most rows of a step that verifies, of all sequences together
     step_rows: int
     #: most rows of a sequence, the seed's included
     verify_rows: int
@@ -193,6 +240,13 @@ class DraftLimits:
     width: int = 0
     #: most tokens of the draft trees that the drafter is asked for; None: it is asked for chains
     tree_tokens: int | None = None
+    #: most draft rows of a step of trees, whose branches need pages
+    tree_rows: int = 15
+
+    def budget(self, plain: int) -> int:
+        """Most draft rows of a step beside so many rows of replies; 0 or less: none."""
+        rows = self.step_rows - plain
+        return rows if self.tree_tokens is None else min(rows, self.tree_rows)
 
 
 @dataclass(frozen=True)

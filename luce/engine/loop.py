@@ -32,11 +32,12 @@ from luce.engine.reasoning_limit import ReasoningLimit
 from luce.engine.recovery import POLL_INTERVAL, Recovery
 from luce.engine.relocation import Relocation
 from luce.engine.reply import Reply
+from luce.engine.request_checks import check_given, checked_prompt
 from luce.engine.sampling import needs_candidates, needs_logits, reply_ends
 from luce.engine.scheduler import ScheduledStep
 from luce.engine.sequence import CacheState, Constraint, Sequence
 from luce.engine.stretching import Stretching
-from luce.errors import BackendError, ContextError, LuceError, RequestError, ShardLostError
+from luce.errors import BackendError, LuceError, RequestError, ShardLostError
 from luce.kvcache.disk.stats import CachedPrefix
 from luce.kvcache.disk.tier import DiskTier
 from luce.kvcache.paging import KVFlash
@@ -112,6 +113,7 @@ class Engine:
         max_cached_tokens: int | None = None,
         constraint: Constraint | None = None,
         reasoning: ReasoningLimit | None = None,
+        given: Many[int] = (),
     ) -> SequenceHandle:
         """Queue a prompt; `on_event` gets its events on the engine's thread.
 
@@ -124,15 +126,19 @@ class Engine:
         sequence with FinishReason.DEADLINE. `boundaries`: lengths, ascending, at which prompts often diverge
         (luce.text.boundaries). `max_cached_tokens`: how many of the prompt's first tokens the prefix cache may restore
         and save; None for the whole prompt, and the reply. `constraint`: which tokens the reply may hold; it belongs to
-        this reply. `reasoning`: how long its reasoning may be, and what ends it then.
+        this reply. `reasoning`: how long its reasoning may be, and what ends it then. `given`: the first tokens of the
+        reply, which another engine has chosen with the same seed; the reply goes on behind them as it would have there,
+        and no event has them.
 
-        Raises RequestError (no token, an id outside the vocabulary, or position ids that are not as described),
-        ContextError, QueueFullError, UnavailableError.
+        Raises RequestError (no token, an id outside the vocabulary, position ids that are not as described, or given
+        tokens where prompts are scored or KVFlash swaps pages), ContextError, QueueFullError, UnavailableError.
         """
-        ids = self._check_prompt(prompt, params)
+        ids = checked_prompt(prompt, params, vocab=self._backend.capacity.vocab, context=self._context)
         sequence = self._sequence(ids, params, session, timeout, self._cache_state(ids, boundaries, max_cached_tokens))
         if position_ids is not None:
             self._set_positions(sequence, position_ids)
+        if given:
+            check_given(given, sequence, vocab=self._backend.capacity.vocab, paged=self.parts.paging is not None)
         self._stretching.begin(sequence)
         sequence.constraint, sequence.reasoning = constraint, reasoning
         handle = self._admission.handle(self._cancel)
@@ -144,6 +150,7 @@ class Engine:
             on_event,
             eos=self._options.eos,
             submitted_at=time.monotonic(),
+            given=tuple(given),
         )
         self._admission.submit(lambda: self._add(reply))
         return handle
@@ -211,23 +218,14 @@ class Engine:
 
         self._admission.call(reset, None)
 
-    def relocate(self, replace: Callable[[], None]) -> None:
+    def relocate(self, replace: Callable[[], None], drain: float = 0.0) -> None:
         """Let `replace` load the backend on other devices, on the engine's thread between two steps; running replies go
-        on behind it. Blocks.
+        on behind it. `drain`: seconds that they have to end before it; no other begins meanwhile. Blocks.
 
         Raises what `replace` raises, and UnavailableError if the engine ends. Not for an engine with KVFlash or with a
         drafter on the backend's devices.
         """
-
-        def command() -> bool:
-            if self._admission.closing:
-                raise shutting_down_error()
-            with self._admission.paused():
-                self._relocation.run(replace)
-            return True
-
-        if not self._admission.call(command, False):
-            raise shutting_down_error()
+        self._relocation.move(self._admission, replace, drain)
 
     def measure_drafting(self, seconds: float) -> None:
         """Measure what steps with drafts take on this device, for about so long at most, unless a sequence has begun.
@@ -264,28 +262,6 @@ class Engine:
         """What `work` finds in the prefix cache; nothing without one, and once the engine is closed."""
         cache, nothing = self.cache, list[CachedPrefix]()
         return nothing if cache is None else self._admission.call(lambda: work(cache), nothing)
-
-    def _check_prompt(self, prompt: Many[int], params: SamplingParams) -> Int32:
-        vocab = self._backend.capacity.vocab
-        if not len(prompt):
-            raise RequestError("the prompt has no tokens", param="prompt", code="invalid_value")
-        need = len(prompt) + (params.max_tokens != 0)
-        if need > self._context:
-            raise ContextError(
-                f"This model's maximum context length is {self._context} tokens. However, your messages resulted in "
-                f"{len(prompt)} tokens. Please reduce the length of the messages.",
-                tokens=len(prompt),
-                context=self._context,
-            )
-        try:
-            ids = np.array(prompt, np.int64)
-        except OverflowError:
-            ids = np.array([-1], np.int64)
-        if ids.min() < 0 or ids.max() >= vocab:
-            raise RequestError(f"the prompt has ids outside 0..{vocab - 1}", param="prompt", code="invalid_value")
-        if params.logit_bias and not 0 <= min(params.logit_bias) <= max(params.logit_bias) < vocab:
-            raise RequestError(f"logit_bias has ids outside 0..{vocab - 1}", param="logit_bias", code="invalid_value")
-        return ids.astype(np.int32)
 
     def _cache_state(self, ids: Int32, boundaries: Many[int], max_tokens: int | None) -> CacheState:
         checkpoints = self.parts.checkpoints
@@ -366,7 +342,10 @@ class Engine:
         if self._recovery.waits():
             self._admission.wait_for_command(POLL_INTERVAL)
             return True
-        self._admit(now)
+        if not self._relocation.holds:
+            self._admit(now)
+        elif not self._scheduler.running:
+            self._admission.wait_for_command(POLL_INTERVAL)
         self._stretching.stretch()
         self._swap_pages()
         if self._speculator is not None:

@@ -23,7 +23,7 @@ from luce.kvcache.disk.tier import DiskTier
 from luce.kvcache.page_table import PageTables
 from luce.kvcache.paging import KVFlash, Pager
 from luce.kvcache.prefix_cache import PrefixCache
-from luce.ops.matmul import FEW_ROWS
+from luce.runtime.step import MAX_TREE_ROWS
 
 # Most bytes of logits that prompt scoring takes in one step.
 _SCORED_BYTES = 64 << 20
@@ -79,11 +79,11 @@ class EngineParts:
                 drafter or NoDrafter(),
                 DraftLimits(
                     vocab=backend.capacity.vocab,
-                    # More rows, of all sequences together, would have other bits (luce.ops.matmul).
-                    step_rows=FEW_ROWS,
+                    step_rows=backend.capacity.invariant_rows,
                     verify_rows=min(backend.capacity.verify_rows, options.chunk),
                     width=options.verify_width,
                     tree_tokens=options.tree_tokens,
+                    tree_rows=max(MAX_TREE_ROWS - 1, backend.capacity.branch_pages // 2),
                 ),
                 feature_tails=feature_tails,
                 on_verified=on_verified,

@@ -45,6 +45,11 @@ class Recovery:
         #: how often replies went on
         self.resumed = 0
 
+    @property
+    def waiting(self) -> bool:
+        """Whether a shard is awaited."""
+        return self._since is not None
+
     def lose(self, loss: str) -> None:
         """The backend has lost its state: replies that have begun wait until they can be read again, or fail."""
         self._delivery.flush()

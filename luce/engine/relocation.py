@@ -8,15 +8,17 @@ computed twice. The prefix cache in memory is empty behind it; the one on the di
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 
 import numpy as np
 
 from luce import log
 from luce.backend.backend import Backend
+from luce.engine.admission import Admission, shutting_down_error
 from luce.engine.delivery import Delivery
 from luce.engine.parts import EngineParts
-from luce.engine.recovery import Recovery
+from luce.engine.recovery import POLL_INTERVAL, Recovery
 from luce.engine.reply import Reply
 from luce.engine.sequence import Sequence
 from luce.errors import LuceError
@@ -44,6 +46,36 @@ class Relocation:
         self._delivery = delivery
         self._recovery = recovery
         self._on_loss = on_loss
+        #: whether no reply may begin, as running ones have time to end
+        self.holds = False
+
+    def move(self, admission: Admission, replace: Callable[[], None], drain: float) -> None:
+        """As Engine.relocate. On another thread than the engine's."""
+
+        def command() -> bool:
+            self.holds = False
+            if admission.closing:
+                raise shutting_down_error()
+            with admission.paused():
+                self.run(replace)
+            return True
+
+        if drain:
+            self._let_end(admission, drain)
+        if not admission.call(command, False):
+            raise shutting_down_error()
+
+    def _let_end(self, admission: Admission, seconds: float) -> None:
+        """Wait until no reply runs that can end, for so many seconds at most; none begins until the move is over."""
+
+        def running() -> bool:
+            self.holds = True
+            # What waits for a shard that was lost may need the move.
+            return bool(self._parts.scheduler.running) and not self._recovery.waiting
+
+        end = time.monotonic() + seconds
+        while admission.call(running, False) and time.monotonic() < end:
+            time.sleep(POLL_INTERVAL)
 
     def run(self, replace: Callable[[], None]) -> None:
         """Let `replace` load the backend on other devices.
@@ -59,6 +91,8 @@ class Relocation:
         except Exception as error:
             self._on_loss(str(error))
             raise
+        if self._parts.speculator is not None:
+            self._parts.speculator.limit_rows(self._backend.capacity.invariant_rows)
         self._bring_back(aside)
 
     def _put_aside(self) -> list[tuple[Reply, list[StatePiece]]]:

@@ -64,7 +64,7 @@ def output_rows(scheduled: ScheduledSequence, output: Output, masks: StepMasks |
 
 class Reply:
     """A sequence with its sampler, its text and its sink. `eos` ids end it unless `params` ignores them. Times are on
-    time.monotonic's clock.
+    time.monotonic's clock. `given`: its first tokens, which were chosen before, by another engine.
     """
 
     def __init__(
@@ -77,12 +77,14 @@ class Reply:
         *,
         eos: frozenset[int],
         submitted_at: float,
+        given: tuple[int, ...] = (),
     ) -> None:
         self.handle = handle
         self.sequence = sequence
         self.params = params
         self.output = output
         self.on_event = on_event
+        self.given = given
         self.seed = secrets.randbits(32) if params.seed is None else params.seed
         sequence.draw = draw_of(params, self.seed)
         self._eos = frozenset() if params.ignore_eos else eos
@@ -116,21 +118,26 @@ class Reply:
 
         Raises GrammarLimitError if the constraint allows no token, and the errors of Sampler.choose.
         """
-        sequence, forced = self.sequence, self._forced()
+        forced = self._forced()
         token = self._chosen(row) if forced is None else forced
         logprob: float | None = None
         top: tuple[tuple[int, float], ...] = ()
+        if self._sampler is not None and self.params.logprobs is not None and row.logits is not None:
+            logprob, top = score(row.logits, token, self.params.logprobs)
+        self.append(token)
+        return Token(token, "", logprob, top)
+
+    def append(self, token: int) -> None:
+        """Append a token that is chosen."""
+        sequence = self.sequence
         if self._sampler is not None:
             self._sampler.push(token)
-            if self.params.logprobs is not None and row.logits is not None:
-                logprob, top = score(row.logits, token, self.params.logprobs)
         if self._reasoning is not None:
             self._reasoning.push(token)
             sequence.ending = self._reasoning.ending
         if sequence.constraint is not None and token not in sequence.ends:
             sequence.constraint.push(token)
         sequence.reply.append(token)
-        return Token(token, "", logprob, top)
 
     def _chosen(self, row: OutputRow) -> int:
         """The token that the sampler chooses, or the one with the largest logit."""

@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Many
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -30,9 +31,17 @@ from luce.draft.feature_tail import FeatureTail, FeatureTails
 from luce.draft.prompt_lookup import Lookup
 from luce.engine.draft_budget import AcceptanceRates, choose_draft_rows, fair_shares
 from luce.engine.draft_costs import CostTable
-from luce.engine.draft_pace import Pace
-from luce.engine.draft_tree import behind, checked, compared, in_row_order, merge_branches, part_of, refused_tokens
-from luce.engine.drafted import DraftedSequence, DraftLimits, DraftRequest, DraftStats, DraftText, SequenceDrafts
+from luce.engine.draft_pace import LookupTurns, Pace
+from luce.engine.draft_tree import behind, checked, compared, merge_branches, part_of, refused_tokens
+from luce.engine.drafted import (
+    DraftCounts,
+    DraftedSequence,
+    DraftLimits,
+    DraftRequest,
+    DraftStats,
+    DraftText,
+    SequenceDrafts,
+)
 from luce.engine.failures import Failures
 from luce.engine.scheduler import ScheduledSequence, ScheduledStep
 from luce.engine.sequence import Draft, DraftState, Sequence
@@ -46,6 +55,7 @@ _Result = TypeVar("_Result")
 _MAX_FAILURES = 3
 # Weight of the newest outcome in the acceptance rates of a sequence, and in those that new sequences begin with.
 _SEQUENCE_WEIGHT, _GLOBAL_WEIGHT = 0.1, 0.02
+_NO_DRAFT = Draft()
 
 
 class Speculator:
@@ -67,11 +77,9 @@ class Speculator:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.drafter = drafter
-        self._vocab = limits.vocab
-        self._max_step_rows = limits.step_rows
+        self._limits = limits
         self._max_verify_rows = min(limits.verify_rows, limits.width or limits.verify_rows)
         self._fixed = limits.width > 0
-        self._tree_tokens = limits.tree_tokens
         self._feature_tails = feature_tails
         self._on_verified = on_verified
         self._lookup = lookup
@@ -90,19 +98,16 @@ class Speculator:
         #: whether the drafter has answered since it failed
         self._answered = False
         self._idle = True
-        self._steps = self._proposed = self._accepted = self._refused = self._forced = self._forced_accepted = 0
-        self._copied = 0
-        self._seconds = 0.0
+        self._counts = DraftCounts()
+        self._turns = LookupTurns(off=lookup is None)
 
     def stats(self) -> DraftStats:
         """Counters and state. Any thread may ask."""
         disabled, unavailable = self._disabled, not self._failures
         kind = "disabled" if disabled else "unavailable" if unavailable else "failed"
         state = f"{kind}: {self._error}" if self._error else "on"
-        facts = self.drafter.describe()
         states = Counter(s.draft_state for s in list(self._sequences) if s.draft_state is not None)
-        counts = self._steps, self._proposed, self._accepted, self._seconds, self._refused, self._copied
-        return DraftStats(facts, state, *counts, states)
+        return self._counts.stats(self.drafter.describe(), state, states)
 
     def drafts(self, sequence: Sequence) -> SequenceDrafts | None:
         """What drafting did for a sequence that runs; None without a drafter. Any thread may ask."""
@@ -113,7 +118,7 @@ class Speculator:
 
     def forced(self) -> tuple[int, int]:
         """Draft rows that grammars forced, and how many of them were accepted. Any thread may ask."""
-        return self._forced, self._forced_accepted
+        return self._counts.forced, self._counts.forced_accepted
 
     def propose(self, running: Many[Sequence]) -> Failures:
         """Begin proposals for the next step, for those of the sequences that decode. `receive` waits for them.
@@ -124,28 +129,29 @@ class Speculator:
         failures = Failures()
         decoding = [s for s in running if not s.unread]
         for sequence in running:
-            sequence.draft = Draft()
+            sequence.draft = _NO_DRAFT
             if sequence not in self._sequences:
                 sequence.draft_state = DraftState.PROMPT if self.drafter.block else None
                 self._sequences[sequence] = DraftedSequence(AcceptanceRates(self._rates), np.empty(0, np.int32))
-        budget = self._max_step_rows - len(decoding)
-        if budget <= 0 or not (self._fixed or self.pace.step_times.measured(len(decoding))):
+        budget = self._limits.budget(len(decoding))
+        if budget <= 0 or not (self._fixed or self.pace.step_times.measured(len(decoding), len(decoding))):
             # Steps without drafts are measured first.
             for sequence in decoding if self.drafter.block else ():
                 sequence.draft_state = DraftState.FULL if budget <= 0 else DraftState.MEASURING
             return failures
         texts, started = [], self._clock()
-        if self._drafts:
-            for sequence in decoding:
-                with failures.of(sequence):
-                    self._compare(sequence, self._sequences[sequence])
-            failed = {sequence for sequence, _ in failures}
-            decoding = [sequence for sequence in decoding if sequence not in failed]
-        for sequence, asks in zip(decoding, self._asks(decoding, budget), strict=True):
+        for sequence in [s for s in decoding if self._sequences[s].offered is not None]:
             with failures.of(sequence):
-                text = self._text(sequence, budget, asks=asks)
-                if text is not None:
-                    texts.append(text)
+                self._compare(sequence, self._sequences[sequence])
+        failed = {sequence for sequence, _ in failures}
+        decoding = [sequence for sequence in decoding if sequence not in failed]
+        turns = self._turns.choose([self._sequences[sequence].copying for sequence in decoding])
+        for sequence, asks, turn in zip(decoding, self._asks(decoding, budget), turns, strict=True):
+            if asks or turn or sequence.ending or sequence.constraint is not None:
+                with failures.of(sequence):
+                    texts += self._text(sequence, budget, asks=asks)
+            else:
+                self._rest(sequence)
         asked = [text.asked for text in texts if text.asked is not None]
         pending: PendingProposals | None = list
         if asked:
@@ -162,7 +168,7 @@ class Speculator:
             self._idle = False
             owed = sum(self._sequences[text.sequence].reads() for text in found if text.asked is not None)
             self._request = DraftRequest(tuple(found), pending, started, budget, len(decoding), owed)
-            if self._tree_tokens is None:
+            if self._limits.tree_tokens is None:
                 self._estimate_lengths(found, budget)
         return failures
 
@@ -181,7 +187,7 @@ class Speculator:
             text.sequence.draft = Draft()
         asked = request.asked
         proposals = self._attempt(
-            lambda: [checked(p, one, self._vocab) for p, one in zip(request.pending(), asked, strict=True)]
+            lambda: [checked(p, one, self._limits.vocab) for p, one in zip(request.pending(), asked, strict=True)]
         )
         if proposals is not None and asked:
             self._answered = True
@@ -195,12 +201,11 @@ class Speculator:
             if text.sequence in self._sequences:
                 with failures.of(text.sequence):
                     known = self._sequences[text.sequence]
-                    joined = known.joined(proposal, text.most, tree=self._tree_tokens is not None)
+                    joined = known.joined(proposal, text.most, tree=self._limits.tree_tokens is not None)
                     alive.append((text, self._behind_forced(text.sequence, joined, text.most)))
-        seconds = self._clock() - request.started
-        pace = self.pace
+        seconds, pace = self._clock() - request.started, self.pace
         if asked:
-            self._seconds += seconds
+            self._counts.seconds += seconds
             usual, self._drafting = pace.record_drafting(len(asked), request.owed, seconds)
         else:
             pace.forced_times.add(len(request.texts), seconds)
@@ -228,17 +233,23 @@ class Speculator:
 
     def record_step(self, scheduled: ScheduledStep, seconds: float) -> None:
         """Record what a step took."""
-        if all(one.position >= one.sequence.read_end for one in scheduled.sequences):
-            step, counts = scheduled.step, [one.rows for one in scheduled.sequences]
-            pending = any(span.speculative or span.accepted for span in step.spans)
-            self.pace.record_step(step.rows, len(counts), max(counts), seconds, self._drafting, pending=pending)
+        counts = [one.rows for one in scheduled.sequences if one.position >= one.sequence.read_end]
+        if len(counts) == len(scheduled.sequences):
+            pending = any(span.speculative or span.accepted for span in scheduled.step.spans)
+            self.pace.record_step(sum(counts), len(counts), max(counts), seconds, self._drafting, pending=pending)
+        else:
+            self.pace.record_beside_prompts(sum(counts), len(counts), self._drafting)
         self._drafting = None
 
     def measure_costs(self, backend: Backend, seconds: float) -> None:
         """Measure what steps and proposals take, for so long at most, while no sequence runs and no page is in use."""
         if self._drafts and not self._fixed:
-            self._idle, rows = False, (self._max_step_rows, self._max_verify_rows)
-            CostTable(backend, self.drafter, self.pace, *rows, self._clock).measure(seconds)
+            self._idle, limits = False, (self._limits.step_rows, self._max_verify_rows)
+            CostTable(backend, self.drafter, self.pace, *limits, self._clock).measure(seconds)
+
+    def limit_rows(self, rows: int) -> None:
+        """The backend has moved: steps that verify have so many rows at most."""
+        self._limits = replace(self._limits, step_rows=rows)
 
     def feature_tail(self, slot: int, end: int) -> FeatureTail | None:
         """The features to save with the first `end` positions of a slot's sequence, all of which are computed."""
@@ -257,9 +268,6 @@ class Speculator:
     ) -> None:
         """Record that these draft rows were accepted. `ended`: the reply ends there."""
         draft = scheduled.draft
-        self._steps += 1
-        self._proposed += len(draft.tokens)
-        self._accepted += len(accepted)
         known, forced = self._sequences[sequence], draft.forced
         known.steps += 1
         known.proposed += len(draft.tokens)
@@ -267,13 +275,12 @@ class Speculator:
         self.pace.record_accepted(len(accepted))
         if self._on_verified is not None and not forced:
             self._on_verified(len(draft.tokens), len(accepted))
-        if not draft.ends_reasoning:
-            self._forced += forced
-            self._forced_accepted += sum(row <= forced for row in accepted)
         parents = draft.parents or range(len(draft.tokens))
         # Where the reply ends, no token was chosen that the children of the last row could be compared with.
         compared = [0, *accepted][:-1] if ended else [0, *accepted]
-        self._copied += sum(known.repeats(row - forced - 1) for row in accepted if row > forced)
+        copied = sum(known.repeats(row - forced - 1) for row in accepted if row > forced)
+        self._counts.verified(draft, accepted, copied)
+        known.copying = copied > 0
         rows = [(row, parent) for row, parent in enumerate(parents, 1) if row > forced]
         outcomes = [(row - forced - 1, row in accepted) for row, parent in rows if parent in compared]
         self._learn(known, known.proposal, outcomes)
@@ -355,7 +362,7 @@ class Speculator:
         if proposal.tokens:
             allowed = constraint.valid(proposal.tokens, proposal.parents, sequence.ends)
             if wrong := refused_tokens(proposal, allowed):
-                self._refused += len(allowed) - sum(allowed)
+                self._counts.refused += len(allowed) - sum(allowed)
                 known.rates.update(proposal, [(node, False) for node in wrong], _SEQUENCE_WEIGHT)
                 self._rates.update(proposal, [(node, False) for node in wrong], _GLOBAL_WEIGHT)
                 proposal = part_of(proposal, [node for node, kept in enumerate(allowed) if kept])
@@ -388,22 +395,21 @@ class Speculator:
             self.pace.learn(known, known.rates.probabilities(known.offered))
             known.offered = None
 
-    def _text(self, sequence: Sequence, budget: int, *, asks: bool) -> DraftText | None:
-        """A sequence with the draft rows that could be verified after its seed; None if there are none."""
-        known, tree = self._sequences[sequence], self._tree_tokens
+    def _text(self, sequence: Sequence, budget: int, *, asks: bool) -> list[DraftText]:
+        """A sequence with the draft rows that could be verified after its seed, if there are any."""
+        known, tree = self._sequences[sequence], self._limits.tree_tokens
         depth = self._room(sequence, budget)
         if sequence.paging.max_draft is not None and tree is not None:
             # The query of the last of these rows may rank pages, and a tree's rows at one position overwrite each
             # other's queries (luce.ops.page_ranking).
             depth = min(depth, sequence.paging.max_draft - 1)
         most = min(depth if tree is None else tree, self._max_verify_rows - 1, budget)
-        if self.drafter.block:
-            resting = DraftState.FAILED if known.off or self._disabled else DraftState.RESTING
-            sequence.draft_state = DraftState.DRAFTING if asks else resting
-        known.copy = None
+        self._rest(sequence)
+        if asks:
+            sequence.draft_state = DraftState.DRAFTING
         if not asks or sequence.ending or min(depth, most) <= 0:
             room = self._room(sequence, budget)
-            return DraftText(sequence, room, min(depth, most), None) if room > 0 else None
+            return [DraftText(sequence, room, min(depth, most), None)] if room > 0 else []
         own = min(self.drafter.block, depth)
         draftable = Draftable(
             sequence.slot or 0,
@@ -413,7 +419,14 @@ class Speculator:
             sequence.session,
             sequence.draw,
         )
-        return DraftText(sequence, most, depth, draftable)
+        return [DraftText(sequence, most, depth, draftable)]
+
+    def _rest(self, sequence: Sequence) -> None:
+        """Nothing is proposed for a sequence in the next step, as far as is known."""
+        known = self._sequences[sequence]
+        if self.drafter.block:
+            sequence.draft_state = DraftState.FAILED if known.off or self._disabled else DraftState.RESTING
+        known.copy = None
 
     def _copies(self, text: DraftText) -> bool:
         """Look up how a text may go on; whether anything is found."""
@@ -439,10 +452,9 @@ class Speculator:
         self, proposals: Many[tuple[DraftText, Proposal]], request: DraftRequest, seconds: float, failures: Failures
     ) -> None:
         """Choose the draft rows to verify, of proposals that took so many seconds."""
-        budget = request.budget
         if self._fixed:
             demands = [len(self._sequences[t.sequence].forced) + len(proposal.tokens) for t, proposal in proposals]
-            counts = fair_shares(budget, demands)
+            counts = fair_shares(request.budget, demands)
         else:
             probabilities, rated = [], []
             for text, proposal in proposals:
@@ -456,30 +468,15 @@ class Speculator:
             # Blocks cut short by the ends of replies would be steps of any number of rows, each of which is captured.
             block = min(self.drafter.block, self._max_verify_rows - 1)
             whole = not any(text.cut_short(self._sequences[text.sequence], block) for text, _ in rated)
-            times = pace.step_times, seconds, pace.sizes
-            counts, _ = choose_draft_rows(probabilities, budget, request.plain, *times, whole=whole)
+            times = pace.step_times.by_rows(request.plain), seconds, pace.sizes
+            counts, _ = choose_draft_rows(probabilities, request.budget, request.plain, *times, whole=whole)
         for (text, proposal), count in zip(proposals, counts, strict=True):
             with failures.of(text.sequence):
-                self._give(text.sequence, proposal, count)
                 known = self._sequences[text.sequence]
+                text.sequence.draft = known.draft(proposal, count)
                 # What grammars force, and what repeats, says nothing of the drafter.
                 if text.asked is not None and not known.forced and (count or known.offered is None):
                     known.offered, known.offered_at = proposal, len(text.sequence.reply)
-
-    def _give(self, sequence: Sequence, proposal: Proposal, count: int) -> None:
-        """Let the next step verify the first `count` tokens of what is forced and, behind it, of a proposal."""
-        known = self._sequences[sequence]
-        known.rows = count
-        forced = known.forced[:count]
-        rest = count - len(forced)
-        parents: tuple[int, ...] = ()
-        known.proposal = proposal
-        if proposal.parents:
-            known.proposal, parents = in_row_order(proposal, rest)
-        tokens = (*forced, *known.proposal.tokens[:rest])
-        if parents:
-            parents = (*range(len(forced)), *(row + len(forced) for row in parents))
-        sequence.draft = Draft(tokens, parents, len(forced), known.ends_reasoning)
 
     def _note_unavailable(self, error: DrafterUnavailableError) -> None:
         """Go on without drafts; the next step asks the drafter again."""

@@ -37,10 +37,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce import __version__
+from luce.decoders import msgpack_decoder
 
 #: The version of all messages; raised with each change that an older peer does not understand. It began at 8: earlier
 #: frames had a 1 in its place.
-PROTOCOL = 19
+PROTOCOL = 21
 _HEADER, _SUM = struct.Struct("<3sBIQQI"), struct.Struct("<I")
 _MAGIC = b"LUC"
 #: arrays of this many bytes or more follow the message; smaller ones are part of it
@@ -95,7 +96,7 @@ class Channel(Generic[Incoming]):
         #: held while the connection is shut down or the descriptor closed, neither of which blocks
         self._closing = threading.Lock()
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._encode)
-        self._decoder = msgspec.msgpack.Decoder(incoming, dec_hook=self._decode)
+        self._decoder = msgpack_decoder(incoming, self._decode)
         self._header = memoryview(bytearray(_HEADER.size + _SUM.size))
         self._poller = select.poll()
         self._poller.register(sock, select.POLLIN)

@@ -51,6 +51,8 @@ class DeviceFacts(msgspec.Struct):
     total: int
     #: what `luce doctor` and /props show
     facts: dict[str, str | int]
+    #: bytes that are not free, but are for the next load, which uses the weights there or lets go of them first
+    kept: int = 0
 
 
 class Hello(msgspec.Struct, tag=True):

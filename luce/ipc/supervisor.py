@@ -444,7 +444,8 @@ class Supervisor:
         if tuple(device.name for device in hello.devices) != self._opening.devices:
             raise DeviceError(f"{self.name}: the daemon opened other devices than it was asked to")
         for device in hello.devices:
-            if device.kv_dtype not in DTYPES or device.lanes not in _LANES or min(device.free, device.total) < 0:
+            sizes = device.free, device.total, device.kept, device.total - device.kept
+            if device.kv_dtype not in DTYPES or device.lanes not in _LANES or min(sizes) < 0:
                 raise ProtocolError(f"it sent invalid facts about {device.name}")
 
     def _ask(

@@ -9,8 +9,7 @@ from luce.layers.state import KVPool
 from luce.models.spec import Attention
 from luce.ops.attention import gate_heads, gated_attention
 from luce.ops.attention_mma import AttentionInputs, Gate
-from luce.ops.fp16 import Fp16Rows
-from luce.ops.matmul import matmul, multiplies_fp16, sole_int8_group
+from luce.ops.matmul import Rows, matmul, multiplies_fp16, sole_int8_group
 from luce.ops.norm import head_rms_norm
 from luce.ops.page_ranking import store_queries
 from luce.ops.qkv import (
@@ -23,7 +22,6 @@ from luce.ops.qkv import (
     temper,
     write_kv,
 )
-from luce.ops.quantise import Quantised
 from luce.ops.weight import Weight
 from luce.runtime.device import Array, Device
 from luce.runtime.step import DeviceStep
@@ -69,7 +67,7 @@ class AttentionLayer:
         self._device = device
         self._spec = spec
         self.input_weight = weights.inputs
-        self._out = weights.out
+        self.out = weights.out
         self._norms, self._whole_norms = weights.norms, weights.whole_norms
         self._sinks = weights.sinks
         self.rotary = rotary
@@ -80,8 +78,12 @@ class AttentionLayer:
         self.queries = queries
         self.head_dim, self.scale = spec.head_dim, spec.scale
 
-    def __call__(self, y: Array | Quantised | Fp16Rows, step: DeviceStep) -> Array:
+    def __call__(self, y: Rows, step: DeviceStep) -> Array:
         """y float32 [rows, hidden] -> float32 [rows, hidden]."""
+        return matmul(self._device, self.mix(y, step), self.out)
+
+    def mix(self, y: Rows, step: DeviceStep) -> Rows:
+        """The rows that `out` multiplies."""
         device, spec, rows, d = self._device, self._spec, y.shape[0], self._spec.head_dim
         width = d * (2 if spec.query_gate else 1)
         split = spec.heads * width
@@ -124,13 +126,11 @@ class AttentionLayer:
             self._sinks,
         )
         if step.sparse is not None and spec.window is None and not spec.softcap and spec.donor is None:
-            mixed: Array | Quantised | Fp16Rows = gate_heads(device, step.sparse(inputs), gate)
-        else:
-            int8_group, fp16 = sole_int8_group(device, rows, self._out), multiplies_fp16(device, rows, self._out)
-            mixed = gated_attention(device, inputs, gate, int8_group=int8_group, fp16=fp16)
-        return matmul(device, mixed, self._out)
+            return gate_heads(device, step.sparse(inputs), gate)
+        int8_group, fp16 = sole_int8_group(device, rows, self.out), multiplies_fp16(device, rows, self.out)
+        return gated_attention(device, inputs, gate, int8_group=int8_group, fp16=fp16)
 
-    def write_context(self, y: Array | Quantised | Fp16Rows, step: DeviceStep, rotary: Rotary | None = None) -> None:
+    def write_context(self, y: Rows, step: DeviceStep, rotary: Rotary | None = None) -> None:
         """Write the keys and values of rows that do not attend themselves: y float32 [rows, hidden].
 
         `rotary` rotates the keys instead of the layer's own.

@@ -16,9 +16,9 @@ from luce.layers.short_conv import ShortConvLayer
 from luce.models.spec import Activation
 from luce.ops.activation import add, gated_activation, scale, softcap
 from luce.ops.embedding import embed, take_rows
-from luce.ops.fp16 import Fp16Rows
-from luce.ops.matmul import int8_group, matmul
-from luce.ops.quantise import Quantised, quantise
+from luce.ops.int8_rows import Int8Sums, to_floats
+from luce.ops.matmul import Rows, int8_group, matmul, matmul_or_sums
+from luce.ops.quantise import quantise
 from luce.ops.weight import Weight
 from luce.runtime.device import Array, Device
 from luce.runtime.step import DeviceStep
@@ -33,20 +33,21 @@ class Residual:
     device: Device
     #: float32 [rows, hidden]
     x: Array
-    #: float32 [rows, hidden], still to be added to x, so that the addition can be fused with the next norm
-    delta: Array | None = None
+    #: float32 [rows, hidden], or sums of int8 rows, still to be added to x, so that the addition can be fused with the
+    #: next norm
+    delta: Array | Int8Sums | None = None
     #: float32 [rows, layers, per_layer] in models with per-layer embeddings
     inputs: Array | None = None
     #: float32 [rows, (copies - 1) hidden] in models that keep copies of the stream beside x
     beside: Array | None = None
 
-    def norm(self, norm: Norm, reader: Weight, *, fp16: bool = False) -> Array | Quantised | Fp16Rows:
+    def norm(self, norm: Norm, reader: Weight, *, fp16: bool = False) -> Rows:
         """The norm of x + delta, which leaves the sum in x, as Norm.of_sum makes it for `reader`."""
         y = norm.of_sum(self.device, self.x, self.delta, reader, fp16=fp16)
         self.delta = None
         return y
 
-    def read(self, norm: Norm | None, reader: Weight, *, fp16: bool = False) -> Array | Quantised | Fp16Rows:
+    def read(self, norm: Norm | None, reader: Weight, *, fp16: bool = False) -> Rows:
         """`norm`, or without one x + delta itself."""
         if norm is not None:
             return self.norm(norm, reader, fp16=fp16)
@@ -56,10 +57,16 @@ class Residual:
 
     def settle(self) -> Array:
         """x, after the pending addition."""
-        if self.delta is not None:
-            add(self.device, self.x, self.delta)
+        if (delta := self.pending()) is not None:
+            add(self.device, self.x, delta)
             self.delta = None
         return self.x
+
+    def pending(self) -> Array | None:
+        """`delta` as floats."""
+        if isinstance(self.delta, Int8Sums):
+            self.delta = to_floats(self.device, self.delta)
+        return self.delta
 
 
 @dataclass(frozen=True)
@@ -87,15 +94,24 @@ class DecoderLayer:
             return
         fp16 = self.mixer.only_multiplies and not self.parallel
         y = stream.read(self.mixer_norm, self.mixer.input_weight, fp16=fp16)
-        mixed = self.mixer(y, step)
         if self.parallel:
+            mixed = self.mixer(y, step)
             add(stream.device, mixed, self.ffn(y))
             stream.delta = self._behind(stream.device, mixed, None)
             return
-        stream.delta = self._behind(stream.device, mixed, self.mixer_post_norm)
+        if self._added_alone(self.mixer_post_norm) and isinstance(self.mixer, AttentionLayer | DeltaNetLayer):
+            stream.delta = matmul_or_sums(stream.device, self.mixer.mix(y, step), self.mixer.out)
+        else:
+            stream.delta = self._behind(stream.device, self.mixer(y, step), self.mixer_post_norm)
         y = stream.read(self.ffn_norm, self.ffn.input_weight, fp16=self.ffn.only_multiplies)
-        inner = self.ffn(y)
-        stream.delta = self._behind(stream.device, inner, self.ffn_post_norm)
+        if self._added_alone(self.ffn_post_norm) and isinstance(self.ffn, GatedMLPLayer):
+            stream.delta = matmul_or_sums(stream.device, self.ffn.inner(y), self.ffn.down)
+        else:
+            stream.delta = self._behind(stream.device, self.ffn(y), self.ffn_post_norm)
+
+    def _added_alone(self, norm: Norm | None) -> bool:
+        """Whether a part's last product is added to the stream as it is."""
+        return norm is None and self.residual_scale == 1
 
     def _convolved(
         self,
@@ -231,6 +247,6 @@ class Head:
             softcap(self.device, logits, self.softcap)
         return logits
 
-    def project(self, rows: Array | Quantised | Fp16Rows) -> Array:
+    def project(self, rows: Rows) -> Array:
         """The product alone, without the model's norm, scale and softcap: float32 [n, hidden] -> [n, vocab]."""
         return matmul(self.device, rows, self.weight)

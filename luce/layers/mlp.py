@@ -5,8 +5,10 @@ from __future__ import annotations
 from luce.models.spec import GatedMLP
 from luce.ops.activation import FUSED, gated_activation, gelu
 from luce.ops.altup import keep_largest
-from luce.ops.fp16 import Fp16Rows, gated_to_fp16
-from luce.ops.matmul import matmul, multiplies_fp16, sole_int8_group
+from luce.ops.fp16 import gated_to_fp16
+from luce.ops.int8_rows import gated_to_int8
+from luce.ops.matmul import Rows, matmul, multiplies_fp16, sole_int8_group
+from luce.ops.matmul_prefill import has_int8_sums, int8_sums, multiplies_int8
 from luce.ops.quantise import Quantised, quantise_gated
 from luce.ops.weight import Weight
 from luce.runtime.device import Array, Device
@@ -25,8 +27,16 @@ class GatedMLPLayer:
         self.input_weight = gate_up
         self.down = down
 
-    def __call__(self, y: Array | Quantised | Fp16Rows) -> Array:
+    def __call__(self, y: Rows) -> Array:
         """y float32 [rows, hidden] -> float32 [rows, hidden]."""
+        return matmul(self._device, self.inner(y), self.down)
+
+    def inner(self, y: Rows) -> Rows:
+        """act(gate y) * up y, which `down` multiplies."""
+        if self._sums_int8(y):
+            assert not isinstance(y, Quantised)
+            sums = int8_sums(self._device, y, self.input_weight)
+            return gated_to_int8(self._device, sums, self._activation)
         gate_up = matmul(self._device, y, self.input_weight)
         half = gate_up.shape[1] // 2
         gate, up = gate_up[:, :half], gate_up[:, half:]
@@ -34,12 +44,19 @@ class GatedMLPLayer:
             keep_largest(self._device, gate, self._sparsity)
         group = sole_int8_group(self._device, y.shape[0], self.down)
         if group and self._activation in FUSED:
-            inner: Array | Quantised | Fp16Rows = quantise_gated(self._device, gate, up, self._activation, group)
-        elif multiplies_fp16(self._device, y.shape[0], self.down):
-            inner = gated_to_fp16(self._device, gate, up, self._activation)
-        else:
-            inner = gated_activation(self._device, gate, up, self._activation)
-        return matmul(self._device, inner, self.down)
+            return quantise_gated(self._device, gate, up, self._activation, group)
+        if multiplies_fp16(self._device, y.shape[0], self.down):
+            return gated_to_fp16(self._device, gate, up, self._activation)
+        return gated_activation(self._device, gate, up, self._activation)
+
+    def _sums_int8(self, y: Rows) -> bool:
+        """Whether both products are of int8 rows, and the activation reads the sums of the first."""
+        rows = y.shape[0]
+        return (
+            has_int8_sums(self._device, rows, self.input_weight)
+            and multiplies_int8(self._device, rows, self.down)
+            and self._sparsity is None
+        )
 
 
 class PlainMLPLayer:
@@ -53,7 +70,7 @@ class PlainMLPLayer:
         self.input_weight = up
         self._down = down
 
-    def __call__(self, y: Array | Quantised | Fp16Rows) -> Array:
+    def __call__(self, y: Rows) -> Array:
         """y float32 [rows, hidden] -> float32 [rows, hidden]."""
         inner = matmul(self._device, y, self.input_weight)
         gelu(self._device, inner)

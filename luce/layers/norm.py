@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from luce.ops.activation import add
-from luce.ops.fp16 import Fp16Rows
-from luce.ops.matmul import int8_group, multiplies_fp16
-from luce.ops.norm import add_rms_norm, layer_norm, quantised_rms_norm, rms_norm, rms_norm_to_fp16
-from luce.ops.quantise import Quantised, quantise
+from luce.ops.int8_rows import Int8Sums, to_floats
+from luce.ops.matmul import Rows, int8_group, multiplies_fp16
+from luce.ops.matmul_prefill import multiplies_int8
+from luce.ops.norm import add_rms_norm, layer_norm, quantised_rms_norm, rms_norm, rms_norm_to_fp16, rms_norm_to_int8
+from luce.ops.quantise import quantise
 from luce.ops.weight import Weight
 from luce.runtime.device import Array, Device
 
@@ -30,12 +31,16 @@ class Norm:
         return rms_norm(device, x, self.weight, self.eps)
 
     def of_sum(
-        self, device: Device, x: Array, delta: Array | None, reader: Weight, *, fp16: bool = False
-    ) -> Array | Quantised | Fp16Rows:
+        self, device: Device, x: Array, delta: Array | Int8Sums | None, reader: Weight, *, fp16: bool = False
+    ) -> Rows:
         """The norm of x + delta, which leaves the sum in x; quantised if products with `reader` read int8.
 
-        `fp16`: nothing but products with `reader` reads the norm, so that it may be fp16 alone if these read fp16.
+        `fp16`: nothing but products with `reader` reads the norm, so that it may be fp16 or int8 alone.
         """
+        if fp16 and not self.centred and multiplies_int8(device, x.shape[0], reader):
+            return rms_norm_to_int8(device, x, delta, self.weight, self.eps)
+        if isinstance(delta, Int8Sums):
+            delta = to_floats(device, delta)
         group = int8_group(device, x.shape[0], reader)
         if self.centred:
             if delta is not None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from luce.layers.state import KVPool
-from luce.ops.fp16 import Fp16Rows
-from luce.ops.matmul import matmul
+from luce.ops.matmul import Rows, matmul
 from luce.ops.qkv import Destination, copy_rows
-from luce.ops.quantise import Quantised
 from luce.ops.short_conv import short_conv, write_inputs
 from luce.ops.weight import Weight
 from luce.runtime.device import Array, Device
@@ -27,7 +25,7 @@ class ShortConvLayer:
         self.state = pool
         self._group = group
 
-    def __call__(self, y: Array | Quantised | Fp16Rows, step: DeviceStep) -> Array:
+    def __call__(self, y: Rows, step: DeviceStep) -> Array:
         """y float32 [rows, hidden] -> float32 [rows, hidden]."""
         device, pool, view = self._device, self.state.k, step.views[self._group]
         fused = matmul(device, y, self.input_weight)

@@ -14,7 +14,9 @@ from luce.gguf.model_file import FileRows
 from luce.gguf.quants import block_size, dequantize, supported
 from luce.gguf.reader import GGUFFile, TensorInfo
 from luce.layers.weight_pool import WeightPool
+from luce.ops.matmul import MANY_ROWS, invariant_rows
 from luce.ops.matmul_prefill import copy_bytes, store_copy
+from luce.ops.moe import expert_invariant_rows
 from luce.ops.weight import RawTensor, Weight, WeightPart, upload_experts, upload_weight
 from luce.runtime.device import Array, Device
 
@@ -35,6 +37,8 @@ class WeightLoader:
         self._matrices: dict[tuple[str, ...], Weight] = {}
         self.used: set[str] = set()
         self.nbytes = 0
+        #: up to how many rows the bits of a row of products with these weights do not depend on the number of rows
+        self.invariant_rows = MANY_ROWS
 
     def forget(self) -> None:
         """Hold no weight: each one stays as long as a layer has it, and is loaded anew when it is asked for again."""
@@ -62,21 +66,27 @@ class WeightLoader:
                 return weight
 
             self._matrices[key] = self._loaded("matrix", key, load)
+            # Also where they are in the pool, and nothing is read.
+            self.used.update(key, (name for name, _ in biases))
         return self._matrices[key]
 
     def reordered(self, parts: Sequence[tuple[str | range, ...]], cols: int) -> Weight:
         """Matrices GGUF [cols, rows] stacked along the rows, each with its rows in another order: a part is a name and
         ranges of rows that together are all of them."""
-        tensors = []
-        for part in parts:
-            name, ranges = str(part[0]), [own for own in part[1:] if isinstance(own, range)]
-            tensor = self._raw(name, (cols, sum(map(len, ranges))))
-            raw = np.asarray(tensor.raw)
-            if len(ranges) > 1:
-                raw = np.concatenate([raw[own.start : own.stop] for own in ranges])
-            tensors.append(RawTensor(name, raw, tensor.type, tensor.cols))
+        named = [(str(part[0]), [own for own in part[1:] if isinstance(own, range)]) for part in parts]
+        tensors = [self._raw(name, (cols, sum(map(len, ranges)))) for name, ranges in named]
+
+        def load() -> Weight:
+            ordered = []
+            for tensor, (_, ranges) in zip(tensors, named, strict=True):
+                raw = np.asarray(tensor.raw)
+                if len(ranges) > 1:
+                    raw = np.concatenate([raw[own.start : own.stop] for own in ranges])
+                ordered.append(RawTensor(tensor.name, raw, tensor.type, tensor.cols))
+            return upload_weight(self._device, ordered)
+
         key = tuple(tensor.name for tensor in tensors)
-        self._matrices[key] = self._loaded("reordered", key, lambda: upload_weight(self._device, tensors))
+        self._matrices[key] = self._loaded("reordered", key, load)
         return self._matrices[key]
 
     def table(self, name: str, cols: int, rows: int, columns: range | None = None) -> Weight:
@@ -117,6 +127,7 @@ class WeightLoader:
                 weight.bias = self._device.upload(np.concatenate(each, axis=1))
             return weight
 
+        self.used.update(biases)
         return self._loaded("experts", tuple(names), load)
 
     def _loaded(self, kind: str, names: tuple[str, ...], load: Callable[[], Weight]) -> Weight:
@@ -127,6 +138,9 @@ class WeightLoader:
             key: tuple[Any, ...] = (self._identity, str(device.name), device.packed, kind, names, self._int8)
             weight = self._pool.weight(key, device, load)
         weight.int8 = self._int8 and names[0].startswith("blk.")
+        if kind != "table":
+            rows = invariant_rows(self._device, weight) if kind != "experts" else expert_invariant_rows(self._device)
+            self.invariant_rows = min(self.invariant_rows, rows)
         self.nbytes += weight.nbytes
         return weight
 

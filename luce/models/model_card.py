@@ -21,6 +21,7 @@ import msgspec
 from luce.config.sampling import SAMPLERS
 from luce.config.settings import Config, flag
 from luce.config.values import EFFORT_SPELLINGS, EFFORTS
+from luce.decoders import json_decoder
 from luce.errors import UsageError
 from luce.gguf.reader import GGUFFile, model_stem
 from luce.models.sampling_defaults import checked, file_sampling, with_sampling
@@ -160,7 +161,7 @@ def _user_cards(folder: Path | None) -> dict[str, _Card]:
 
 def _read(path: Path | Traversable) -> _Card:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=_Card)
+        return json_decoder(_Card).decode(path.read_bytes())
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{flag('model_cards')}: {path}: {error}", param="model_cards") from None
 

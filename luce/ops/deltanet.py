@@ -16,6 +16,7 @@ import numpy as np
 from luce.cpu_kernels.dimensions import LANES, MOST_DELTA_HEAD
 from luce.ops.activation import host_sigmoid, host_softplus
 from luce.ops.fp16 import Fp16Rows, empty_fp16
+from luce.ops.int8_rows import Int8Sums
 from luce.ops.quantise import SECTION, Quantised, as_arguments, empty_quantised
 from luce.runtime.cpu import CpuDevice
 from luce.runtime.device import Array, Device
@@ -26,7 +27,7 @@ CHUNK = 64
 #: Spans of up to so many rows are computed row by row, so that verifying several tokens gives the bits of single steps.
 RECURRENT_ROWS = 16
 
-# The constants of deltanet.cu and deltanet_chunk.cu.
+# The constants of deltanet.cu, deltanet_chunk.cu and deltanet_output.cu.
 _STEP_COLUMNS, _STEP_ELEMENTS = 4, 8
 _CONV_THREADS, _CONV_ROWS = 128, 16
 _PREPARE_THREADS = 256
@@ -81,7 +82,7 @@ class RecurrentState:
 
 def gated_delta_net(
     device: Device,
-    x: Array,
+    x: Array | Int8Sums,
     weights: DeltaWeights,
     state: RecurrentState,
     spans: SpanArrays,
@@ -92,9 +93,10 @@ def gated_delta_net(
     """The layer between its input and its output product, over each span: float32 [n, value_heads d].
 
     x float32 [n, channels + value_heads d + 2 value_heads] (any row stride): q, k and v of all heads, the output gate
-    z, alpha, beta. `state.memory` and `state.past` get the states after the last row of each span. With a nonzero
-    `int8_group`, for n <= 16 rows on a GPU: quantised in such groups, if one kernel can do that too. With `fp16`, for
-    one span of more than RECURRENT_ROWS rows on a GPU: as fp16 (luce.ops.fp16).
+    z, alpha, beta; or, with `fp16` and if `reads_sums(spans)`, the sums of such rows. `state.memory` and `state.past`
+    get the states after the last row of each span. With a nonzero `int8_group`, for n <= 16 rows on a GPU: quantised in
+    such groups, if one kernel can do that too. With `fp16`, for one span of more than RECURRENT_ROWS rows on a GPU: as
+    fp16 (luce.ops.fp16).
 
     A speculative span of at most `most` <= RECURRENT_ROWS rows leaves memory and past unchanged; its rows go to
     `speculative_rows` and `speculative_decays`. A later span that accepts some of them first takes memory and past
@@ -112,21 +114,20 @@ def gated_delta_net(
     of more than RECURRENT_ROWS rows are computed in chunks, but row by row in compiled code of the CPU, which takes any
     K and every d up to MOST_DELTA_HEAD that LANES divides.
     """
-    if (
-        isinstance(device, CpuDevice)
-        and state.memory.shape[2] % LANES == 0
-        and state.memory.shape[2] <= MOST_DELTA_HEAD
-    ):
-        return _compiled(device, x, weights, state, spans)
-    if device.host:
-        return _host(x, weights, state, spans)
-    n, heads, d = len(x), state.memory.shape[1], state.memory.shape[2]
+    if not isinstance(x, Int8Sums):
+        head = state.memory.shape[2]
+        if isinstance(device, CpuDevice) and head % LANES == 0 and head <= MOST_DELTA_HEAD:
+            return _compiled(device, x, weights, state, spans)
+        if device.host:
+            return _host(x, weights, state, spans)
+    n, heads, d = x.shape[0], state.memory.shape[1], state.memory.shape[2]
     rows = empty_quantised(device, n, heads * d, int8_group) if int8_group and d % SECTION == 0 else None
     out = None if rows is not None else device.empty((n, heads * d))
     if not spans.count:
         return out
     # Each form skips the spans of the other one, except for the speculative rows that long spans accept.
     if spans.longest <= RECURRENT_ROWS or spans.count > 1 or spans.pending is not None:
+        assert not isinstance(x, Int8Sums)
         _launch_recurrent(device, x, weights, state, spans, out if rows is None else rows)
     if spans.longest > RECURRENT_ROWS:
         halves = empty_fp16(device, n, heads * d) if fp16 and spans.count == 1 else None
@@ -166,23 +167,24 @@ def _launch_recurrent(
 
 
 def _launch_chunks(
-    device: Device, x: Array, weights: DeltaWeights, state: RecurrentState, spans: SpanArrays, out: Array
+    device: Device, x: Array | Int8Sums, weights: DeltaWeights, state: RecurrentState, spans: SpanArrays, out: Array
 ) -> None:
     """The spans of more than RECURRENT_ROWS rows, CHUNK rows at a time; before the norm and the gate."""
-    n, heads, d = len(x), state.memory.shape[1], state.memory.shape[2]
+    (n, *_), heads, d = x.shape, state.memory.shape[1], state.memory.shape[2]
     count, longest, table = spans.count, spans.longest, spans.table
-    stride, key_heads, value_heads = np.int64(x.strides[0] // 4), np.int32(weights.key_heads), np.int32(heads)
+    *inputs, stride = _inputs_and_stride(x)
+    key_heads, value_heads = np.int32(weights.key_heads), np.int32(heads)
     defines = {"HEAD": d}
     vectors = 2 * weights.key_heads + heads
     c = device.empty((n, vectors * d))
     taps = np.int32(weights.conv.shape[1])
-    args = (x, weights.conv, state.past, table, c, stride, key_heads, value_heads, taps)
+    args = (*inputs, weights.conv, state.past, table, c, stride, key_heads, value_heads, taps)
     grid = (-(-vectors // (_CONV_THREADS // device.lanes)), -(-longest // _CONV_ROWS), count)
     device.launch("deltanet_chunk", "delta_vectors", grid, (_CONV_THREADS,), args, defines=defines)
 
     scalars = device.empty((n, heads, 4))
     solve, mix = device.empty((n, heads, CHUNK)), device.empty((n, heads, CHUNK))
-    prepare = (c, x, weights.decay, weights.dt_bias, table, scalars, solve, mix, stride, value_heads)
+    prepare = (c, *inputs, weights.decay, weights.dt_bias, table, scalars, solve, mix, stride, value_heads)
     grid = (-(-longest // CHUNK), weights.key_heads, count)
     device.launch("deltanet_chunk", "delta_prepare", grid, (_PREPARE_THREADS,), prepare, defines=defines)
 
@@ -197,19 +199,38 @@ def _launch_chunks(
 
 
 def _launch_output(
-    device: Device, x: Array, weights: DeltaWeights, spans: SpanArrays, out: Array, halves: Fp16Rows | None
+    device: Device,
+    x: Array | Int8Sums,
+    weights: DeltaWeights,
+    spans: SpanArrays,
+    out: Array,
+    halves: Fp16Rows | None,
 ) -> None:
     """The norm and the gate of the long spans' rows of `out`, in place, or of one span to `halves`."""
     (n, width), d = out.shape, len(weights.norm)
-    sizes = (np.int64(x.strides[0] // 4), np.int32(weights.key_heads), np.int32(width // d), np.float32(weights.eps))
+    *inputs, stride = _inputs_and_stride(x)
+    sizes = (stride, np.int32(weights.key_heads), np.int32(width // d), np.float32(weights.eps))
     if halves is not None:
         to = (halves.values, halves.scale, np.int32(halves.values.shape[1]))
-        rows_args = (out, x, weights.norm, *to, *sizes)
-        device.launch("deltanet_chunk", "delta_output_fp16", (n,), (_FP16_THREADS,), rows_args, defines={"HEAD": d})
+        rows_args = (out, *inputs, weights.norm, *to, *sizes)
+        device.launch("deltanet_output", "delta_output_fp16", (n,), (_FP16_THREADS,), rows_args, defines={"HEAD": d})
         return
+    assert not isinstance(x, Int8Sums)
     grid = (-(-spans.longest // _OUTPUT_ROWS), -(-(width // d) // (_OUTPUT_THREADS // device.lanes)), spans.count)
     args = (out, x, weights.norm, spans.table, *sizes)
-    device.launch("deltanet_chunk", "delta_output", grid, (_OUTPUT_THREADS,), args, defines={"HEAD": d})
+    device.launch("deltanet_output", "delta_output", grid, (_OUTPUT_THREADS,), args, defines={"HEAD": d})
+
+
+def reads_sums(spans: SpanArrays) -> bool:
+    """Whether `gated_delta_net` on a GPU, with `fp16`, reads x as sums of int8 rows: of one long span alone."""
+    return spans.count == 1 and spans.longest > RECURRENT_ROWS and spans.pending is None
+
+
+def _inputs_and_stride(x: Array | Int8Sums) -> tuple[Array, Array | None, Array | None, np.int64]:
+    """x as the kernels of chunks have it (kernels/int8_rows.h, Products)."""
+    if isinstance(x, Int8Sums):
+        return x.values.view(np.float32), x.rows, x.features, np.int64(x.values.strides[0] // 4)
+    return x, None, None, np.int64(x.strides[0] // 4)
 
 
 def _compiled(device: CpuDevice, x: Array, weights: DeltaWeights, state: RecurrentState, spans: SpanArrays) -> Array:

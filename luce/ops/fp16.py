@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 PADDING = 128
 # Threads of dequant.cu, and for a row in fp16.cu.
 _DEQUANT_THREADS, _ROW_THREADS = 128, 256
-# The numbers of kernels/fp16.cu.
-_ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu": 1, "clamped_swiglu": 2}
+#: the numbers of kernels/fp16.cu and int8_rows.cu
+ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu": 1, "clamped_swiglu": 2}
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def gated_to_fp16(device: Device, gate: Array, up: Array, activation: Activation
     """`to_fp16` of luce.ops.activation.gated_activation, on a GPU, n > 0: the same bits."""
     n, cols = gate.shape
     rows = empty_fp16(device, n, cols)
-    sizes = (np.int32(_ACTIVATIONS[activation]), np.int32(cols), np.int32(rows.values.shape[1]))
+    sizes = (np.int32(ACTIVATIONS[activation]), np.int32(cols), np.int32(rows.values.shape[1]))
     strides = np.int64(gate.strides[0] // 4), np.int64(up.strides[0] // 4)
     args = (gate, up, rows.values, rows.scale, *sizes, *strides)
     device.launch("fp16", "gated_to_fp16", (n,), _threads(rows), args)

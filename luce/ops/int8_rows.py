@@ -3,33 +3,62 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from luce.ops.fp16 import PADDING, Fp16Rows
+from luce.ops.fp16 import ACTIVATIONS, PADDING, Fp16Rows
 from luce.runtime.device import Array, Device
 
-# The constants of kernels/int8_rows.cu.
-_THREADS, _COLUMNS = 256, 4
+if TYPE_CHECKING:
+    from luce.models.spec import Activation
+
+# The constants of kernels/int8_rows.cu: threads of a row, columns of a thread that turns sums into floats, most threads
+# of a row of gates, and columns of each that it keeps in registers.
+_THREADS, _COLUMNS, _GATED_THREADS, _GATED_COLUMNS = 256, 4, 768, 24
 
 
 @dataclass(frozen=True)
 class Int8Rows:
     """Rows x as `values` times `scale`."""
 
+    #: columns of x
+    cols: int
     #: int8 [rows, padded]: round(127 x / the row's largest |x|), with zeros beyond the columns of x
     values: Array
     #: float32 [rows]
     scale: Array
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of x."""
+        return self.values.shape[0], self.cols
+
     def __getitem__(self, rows: slice) -> Int8Rows:
-        return Int8Rows(self.values[rows], self.scale[rows])
+        return replace(self, values=self.values[rows], scale=self.scale[rows])
+
+
+@dataclass(frozen=True)
+class Int8Sums:
+    """A product of int8 rows of x and of a weight: out[r, j] = values[r, j] rows[r] features[j]."""
+
+    #: int32 [n, features], exact
+    values: Array
+    #: float32 [n], the scales of x
+    rows: Array
+    #: float32 [features], those of the weight
+    features: Array
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and features."""
+        return self.values.shape[0], self.values.shape[1]
 
 
 def empty_int8(device: Device, rows: int, cols: int) -> Int8Rows:
-    """Rows that `to_int8` writes."""
-    return Int8Rows(device.empty((rows, padded_columns(cols)), np.int8), device.empty(rows))
+    """Rows that a kernel is about to write (kernels/int8_rows.h)."""
+    return Int8Rows(cols, device.empty((rows, padded_columns(cols)), np.int8), device.empty(rows))
 
 
 def padded_columns(cols: int) -> int:
@@ -37,8 +66,10 @@ def padded_columns(cols: int) -> int:
     return -(-cols // PADDING) * PADDING
 
 
-def to_int8(device: Device, x: Array | Fp16Rows, to: Int8Rows) -> None:
-    """Write float16 [n, cols] rows, cols a multiple of 8, or rows with scales, n > 0."""
+def to_int8(device: Device, x: Array | Fp16Rows, to: Int8Rows | None = None) -> Int8Rows:
+    """Float16 [n, cols] rows, cols a multiple of 8, or rows with scales, n > 0, as int8; written to `to` if given."""
+    if to is None:
+        to = empty_int8(device, *x.shape)
     values, plain = (x.values, False) if isinstance(x, Fp16Rows) else (x, True)
     n, cols = x.shape
     sizes = (np.int32(plain), np.int32(cols), np.int32(to.values.shape[1]), np.int64(values.strides[0] // 2))
@@ -46,12 +77,32 @@ def to_int8(device: Device, x: Array | Fp16Rows, to: Int8Rows) -> None:
     factor = x.scale if isinstance(x, Fp16Rows) else to.scale
     args = (values, factor, to.values.view(np.uint8), to.scale, *sizes)
     device.launch("int8_rows", "rows_to_int8", (n,), (_THREADS,), args)
+    return to
+
+
+def gated_to_int8(device: Device, gate_up: Int8Sums, activation: Activation) -> Int8Rows:
+    """Rows act(gate) up of products [n, 2 cols], gates first, n > 0, cols a multiple of 8, as int8."""
+    n, both = gate_up.values.shape
+    made = empty_int8(device, n, both // 2)
+    sizes = (np.int32(ACTIVATIONS[activation]), np.int32(both // 2), np.int32(made.values.shape[1]))
+    args = (gate_up.values, gate_up.rows, gate_up.features, made.values.view(np.uint8), made.scale, *sizes)
+    # Chosen by the row's length alone.
+    threads = min(_GATED_THREADS, -(-both // 2 // (_GATED_COLUMNS * 32)) * 32)
+    device.launch("int8_rows", "gated_to_int8", (n,), (max(64, threads),), args)
+    return made
 
 
 def multiply(device: Device, x: Int8Rows, weight: Int8Rows, out: Array) -> None:
     """out = x weight^T by the BLAS library: exact sums in int32, then scaled. out float32 [n, rows], any row stride."""
     device.gemm(x.values, weight.values, out.view(np.int32))
-    n, rows = out.shape
-    grid = (n, -(-rows // (_THREADS * _COLUMNS)))
-    args = (out, x.scale, weight.scale, np.int32(rows), np.int64(out.strides[0] // 4))
+    to_floats(device, Int8Sums(out, x.scale, weight.scale))
+
+
+def to_floats(device: Device, sums: Int8Sums) -> Array:
+    """The product, float32 [n, features], in the memory of its sums."""
+    out = sums.values.view(np.float32)
+    n, features = out.shape
+    grid = (n, -(-features // (_THREADS * _COLUMNS)))
+    args = (out, sums.rows, sums.features, np.int32(features), np.int64(out.strides[0] // 4))
     device.launch("int8_rows", "sums_to_float", grid, (_THREADS,), args)
+    return out

@@ -13,7 +13,8 @@ This module and expert_matmul (moe.py) choose the way of each product:
 | .. MANY_ROWS      | Q4_K Q5_K Q6_K alone, with such products in hardware | the same (matmul_rows.py)  |
 | more              | any                      | x and weights as fp16, F32 weights in float32 (matmul_prefill.py)  |
 
-What makes x may make it as int8 or as fp16 at once (int8_group, multiplies_fp16).
+What makes x may make it as int8 or as fp16 at once (int8_group, multiplies_fp16, and multiplies_int8 of
+matmul_prefill.py).
 
 For up to FEW_ROWS rows (decoding, verification) a kernel reads each quant block of the weights once for all rows. The
 order of the sums is the same for every such number of rows, so a row has the same bits in all of them.
@@ -29,10 +30,11 @@ from gguf import GGMLQuantizationType
 
 from luce.ops.activation import add_bias
 from luce.ops.fp16 import Fp16Rows
+from luce.ops.int8_rows import Int8Rows, Int8Sums
 from luce.ops.matmul_bf16 import Split, multiply_bf16, split_rows, takes_tiles
 from luce.ops.matmul_int8 import INT8_TYPES, group_for, multiply, multiply_pair, pairs
 from luce.ops.matmul_packed import multiply_packed
-from luce.ops.matmul_prefill import BLAS_ROWS, matmul_prefill
+from luce.ops.matmul_prefill import BLAS_ROWS, has_int8_sums, int8_sums, matmul_prefill
 from luce.ops.matmul_rows import multiply_rows, takes_rows
 from luce.ops.quantise import Quantised, quantise
 from luce.ops.weight import Weight, WeightPart
@@ -48,12 +50,16 @@ MANY_ROWS = BLAS_ROWS - 1
 _WAVES = 4
 
 
-def matmul(device: Device, x: Array | Quantised | Fp16Rows, weight: Weight) -> Array:
+#: rows as products read them
+Rows = Array | Quantised | Fp16Rows | Int8Rows
+
+
+def matmul(device: Device, x: Rows, weight: Weight) -> Array:
     """x float32 [n, cols] (any row stride) times weight [rows, cols] transposed, plus its bias: float32 [n, rows].
 
-    Quantised rows need no float32 values if all parts of the weight multiply int8 in the rows' groups. Rows are
-    fp16 only where `multiplies_fp16` says so. Sums are accumulated in float32. Raises ValueError if the inner
-    dimensions differ.
+    Quantised rows need no float32 values if all parts of the weight multiply int8 in the rows' groups. Rows are fp16
+    only where `multiplies_fp16` says so, and int8 where `multiplies_int8` does. Sums are accumulated in float32. Raises
+    ValueError if the inner dimensions differ.
     """
     if x.shape[1] != weight.cols:
         raise ValueError(f"matmul: x has {x.shape[1]} features, the weight {weight.cols}")
@@ -63,7 +69,7 @@ def matmul(device: Device, x: Array | Quantised | Fp16Rows, weight: Weight) -> A
             multiply_packed(device, x, weight, out)
     elif device.host:
         _host(x, weight, out)
-    elif isinstance(x, Fp16Rows):
+    elif isinstance(x, Fp16Rows | Int8Rows):
         matmul_prefill(device, x, weight, out)
     elif x.shape[0] > FEW_ROWS and x.shape[0] <= MANY_ROWS and _takes_rows(device, weight):
         _many(device, x, weight, out)
@@ -74,6 +80,19 @@ def matmul(device: Device, x: Array | Quantised | Fp16Rows, weight: Weight) -> A
     if weight.bias is not None and x.shape[0]:
         add_bias(device, out, weight.bias)
     return out
+
+
+def invariant_rows(device: Device, weight: Weight) -> int:
+    """Up to how many rows the bits of a row of a product do not depend on the number of rows, as far as that is known:
+    FEW_ROWS or MANY_ROWS."""
+    return MANY_ROWS if isinstance(device, CpuDevice) or _takes_rows(device, weight) else FEW_ROWS
+
+
+def matmul_or_sums(device: Device, x: Rows, weight: Weight) -> Array | Int8Sums:
+    """`matmul`, or its sums where it is a product of int8 rows without a bias."""
+    if isinstance(x, Quantised) or not has_int8_sums(device, x.shape[0], weight):
+        return matmul(device, x, weight)
+    return int8_sums(device, x, weight)
 
 
 def multiplies_fp16(device: Device, rows: int, weight: Weight) -> bool:

@@ -10,7 +10,8 @@ time, and the library multiplies. The library chooses its algorithm by the shape
 the number of rows. Weights with a copy (`store_copy`) are multiplied in the same slices, which gives the same bits.
 
 Of weights with `int8` (--prompt-precision) the library gets int8 rows, and of x (luce.ops.int8_rows). Its sums are
-exact: bits depend neither on the number of rows nor on slices. Where x and the weights are normal, a product's mean
+exact: bits depend neither on the number of rows nor on slices. What makes x may make it as int8 at once, and what reads
+the product may read the sums (`int8_sums`). Where x and the weights are normal, a product's mean
 squared error is 1e-4 of its mean square; an outlier in a row takes bits from the rest of that row.
 
 The tile kernel (kernels/matmul_tile.cu) dequantises weights as it multiplies; a row's bits do not depend on the
@@ -19,13 +20,15 @@ other rows.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from gguf import GGMLQuantizationType
 
 from luce.ops.fp16 import PADDING, Fp16Rows, dequantise, rescale, to_fp16
-from luce.ops.int8_rows import Int8Rows, empty_int8, multiply, padded_columns, to_int8
+from luce.ops.int8_rows import Int8Rows, Int8Sums, empty_int8, multiply, padded_columns, to_int8
 from luce.ops.weight import Weight, WeightPart
 from luce.runtime.device import Array, Device
 
@@ -48,8 +51,12 @@ _BLOCKS, _PART_SLICES = 528, 4
 _ADD_THREADS = 256
 
 
-def matmul_prefill(device: Device, x: Array | Fp16Rows, weight: Weight, out: Array) -> None:
-    """out = x W^T: x float32 [n, cols] (any row stride) or, for weights without F32, fp16, out float32 [n, rows]."""
+def matmul_prefill(device: Device, x: Array | Fp16Rows | Int8Rows, weight: Weight, out: Array) -> None:
+    """out = x W^T: x float32 [n, cols] (any row stride) or, for weights without F32, fp16, or int8 where
+    `multiplies_int8` says so, out float32 [n, rows]."""
+    if isinstance(x, Int8Rows):
+        _multiply_packed(device, x, [*weight.parts], weight, out)
+        return
     cols = weight.cols
     blas = device.blas and x.shape[0] >= BLAS_ROWS and cols % _BLAS_COLS == 0
     if isinstance(x, Fp16Rows):
@@ -81,6 +88,33 @@ def reads_fp16(weight: Weight) -> bool:
     return any(part.type != _T.F32 for part in weight.parts)
 
 
+def multiplies_int8(device: Device, rows: int, weight: Weight) -> bool:
+    """Whether products of `rows` rows with all parts of the weight are those of int8 rows."""
+    packed = all(part.type not in (_T.F32, _T.F16) for part in weight.parts)
+    return weight.int8 and packed and device.blas and rows >= BLAS_ROWS and weight.cols % _BLAS_COLS == 0
+
+
+def has_int8_sums(device: Device, rows: int, weight: Weight) -> bool:
+    """Whether products of `rows` rows with the weight are exact sums of int8 rows, which no bias follows."""
+    return weight.bias is None and multiplies_int8(device, rows, weight)
+
+
+def int8_sums(device: Device, x: Array | Fp16Rows | Int8Rows, weight: Weight) -> Int8Sums:
+    """The exact sums of x W^T, without its bias: x float32 [n, cols], or rows already rounded. `multiplies_int8` is
+    true of n and of the weight."""
+    rows = _as_int8(device, x)
+    sums = device.empty((x.shape[0], weight.rows), np.int32)
+    if isinstance(weight.copy, Int8Rows):
+        device.gemm(rows.values, weight.copy.values, sums)
+        return Int8Sums(sums, rows.scale, weight.copy.scale)
+    features = device.empty(weight.rows)
+    for begin, end, own in _slices(device, [*weight.parts], weight):
+        made = empty_int8(device, end - begin, weight.cols)
+        to_int8(device, own, replace(made, scale=features[begin:end]))
+        device.gemm(rows.values, made.values, _columns(sums, begin, end))
+    return Int8Sums(sums, rows.scale, features)
+
+
 def _multiply(device: Device, x: Fp16Rows, weight: Array, out: Array) -> None:
     """out = x weight^T by the BLAS library; weight float16 [rows, cols]."""
     device.gemm(_columns(x.values, 0, weight.shape[1]), weight, out)
@@ -92,43 +126,48 @@ def _columns(array: Array, begin: int, end: int) -> Array:
     return array if not begin and end == array.shape[1] else array[:, begin:end]
 
 
-def _multiply_packed(device: Device, x: Fp16Rows, parts: list[WeightPart], weight: Weight, out: Array) -> None:
-    """The results of parts in quant blocks by the BLAS library, from slices of their weights as fp16."""
+def _multiply_packed(
+    device: Device, x: Fp16Rows | Int8Rows, parts: list[WeightPart], weight: Weight, out: Array
+) -> None:
+    """The results of parts in quant blocks by the BLAS library, from slices of their weights as fp16 or int8."""
+    rows = _as_int8(device, x) if weight.int8 else x
+    for begin, end, own in _slices(device, parts, weight):
+        to = _columns(out, begin, end)
+        if isinstance(rows, Int8Rows):
+            multiply(device, rows, own if isinstance(own, Int8Rows) else to_int8(device, own), to)
+        else:
+            _multiply(device, rows, own, to)
+
+
+def _slices(device: Device, parts: list[WeightPart], weight: Weight) -> Iterator[tuple[int, int, Any]]:
+    """The first feature of a slice, the one behind it, and its weights: float16 [features, cols], which hold until the
+    next slice, or Int8Rows of the weight's copy."""
     cols = weight.cols
     # With slices that begin at odd features, the library uses slow kernels: 8.5 ms instead of 1.2 (H200, 2048 rows).
     most = max(1, BUFFER_BYTES // (2 * cols * TILE_FEATURES)) * TILE_FEATURES
     copy = weight.copy
     size = min(most, sum(part.rows for part in parts))
     buffer: Any = device.empty((size, cols), np.float16) if copy is None else copy
-    rows = _as_int8(device, x) if weight.int8 else None
-
-    def multiply_slice(begin: int, end: int) -> None:
-        own = buffer[: end - begin] if copy is None else buffer[begin:end]
-        to = _columns(out, begin, end)
-        if rows is None:
-            _multiply(device, x, own, to)
-        else:
-            multiply(device, rows, own if isinstance(own, Int8Rows) else _as_int8(device, own), to)
-
     begin = end = parts[0].first  # features of the slice
     for part in parts:
         done = 0
         while done < part.rows:
             if end != part.first + done or end - begin == most:
-                multiply_slice(begin, end)
+                yield begin, end, buffer[: end - begin] if copy is None else buffer[begin:end]
                 begin = end = part.first + done
             count = min(most - (end - begin), part.rows - done)
             if copy is None:
                 dequantise(device, part.data[done : done + count], part.type, buffer[end - begin : end - begin + count])
             done += count
             end += count
-    multiply_slice(begin, end)
+    yield begin, end, buffer[: end - begin] if copy is None else buffer[begin:end]
 
 
-def _as_int8(device: Device, x: Array | Fp16Rows) -> Int8Rows:
-    rows = empty_int8(device, *x.shape)
-    to_int8(device, x, rows)
-    return rows
+def _as_int8(device: Device, x: Array | Fp16Rows | Int8Rows) -> Int8Rows:
+    """Float32 rows, and those already rounded, as int8."""
+    if isinstance(x, Int8Rows):
+        return x
+    return to_int8(device, x if isinstance(x, Fp16Rows) else to_fp16(device, x))
 
 
 def copy_bytes(device: Device, weight: Weight) -> int:

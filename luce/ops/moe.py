@@ -18,7 +18,7 @@ import numpy as np
 from gguf import GGMLQuantizationType
 
 from luce.ops.fp16 import Fp16Rows, to_fp16
-from luce.ops.matmul import FEW_ROWS, matmul
+from luce.ops.matmul import FEW_ROWS, MANY_ROWS, matmul
 from luce.ops.matmul_packed import multiply_experts
 from luce.ops.matmul_prefill import TILE_FEATURES, TILE_ROWS, TILE_THREADS
 from luce.ops.weight import Weight, WeightPart
@@ -137,6 +137,11 @@ def group(device: Device, ids: Array, experts: int) -> Groups | None:
     args = (ids, groups.order, groups.tiles, np.int32(pairs), np.int32(TILE_ROWS), np.int32(tiles))
     device.launch("moe", "group_pairs", (experts,), (_GROUP_THREADS,), args, shared=4 * experts)
     return groups
+
+
+def expert_invariant_rows(device: Device) -> int:
+    """As invariant_rows of luce.ops.matmul, of expert_matmul."""
+    return MANY_ROWS if isinstance(device, CpuDevice) else FEW_ROWS
 
 
 def expert_matmul(device: Device, x: Array, weight: Weight, experts: int, routing: Routing) -> Array:

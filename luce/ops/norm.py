@@ -9,6 +9,7 @@ import numpy as np
 
 from luce.cpu_kernels.dimensions import LANES
 from luce.ops.fp16 import Fp16Rows, empty_fp16
+from luce.ops.int8_rows import Int8Rows, Int8Sums, empty_int8
 from luce.ops.quantise import Quantised, as_arguments, empty_quantised
 from luce.runtime.cpu import CpuDevice
 from luce.runtime.device import Array, Device
@@ -58,15 +59,40 @@ def quantised_rms_norm(
 
 def rms_norm_to_fp16(device: Device, x: Array, delta: Array | None, weight: Array, eps: float) -> Fp16Rows:
     """luce.ops.fp16.to_fp16 of add_rms_norm, or of rms_norm without a delta, on a GPU, n > 0: the same bits."""
-    n, d = x.shape
-    rows = empty_fp16(device, n, d)
+    rows = empty_fp16(device, *x.shape)
+    _norm_scaled(device, "rms_norm_to_fp16", x, delta, (), weight, eps, rows.values, rows.scale)
+    return rows
+
+
+def rms_norm_to_int8(device: Device, x: Array, delta: Array | Int8Sums | None, weight: Array, eps: float) -> Int8Rows:
+    """add_rms_norm, or rms_norm without a delta, on a GPU, n > 0, d a multiple of 4, as int8 rows; a delta may be the
+    sums of a product."""
+    rows = empty_int8(device, *x.shape)
+    scales: tuple[Array | None, Array | None] = (None, None)
+    if isinstance(delta, Int8Sums):
+        delta, scales = delta.values.view(np.float32), (delta.rows, delta.features)
+    _norm_scaled(device, "rms_norm_to_int8", x, delta, scales, weight, eps, rows.values.view(np.uint8), rows.scale)
+    return rows
+
+
+def _norm_scaled(
+    device: Device,
+    kernel: str,
+    x: Array,
+    delta: Array | None,
+    scales: tuple[Array | None, ...],
+    weight: Array,
+    eps: float,
+    values: Array,
+    scale: Array,
+) -> None:
+    (n, d), padded = x.shape, values.shape[1]
     # Without a delta, a pointer that the kernel does not dereference.
     more, stride = (x, np.int64(0)) if delta is None else (delta, np.int64(delta.strides[0] // 4))
     added = (more, stride, np.int32(delta is not None))
-    sizes = (np.int32(d), np.int32(rows.values.shape[1]), np.float32(eps))
-    args = (rows.values, rows.scale, x, np.int64(x.strides[0] // 4), *added, weight, *sizes)
-    device.launch("norm", "rms_norm_to_fp16", (n,), (_threads(d),), args)
-    return rows
+    sizes = (np.int32(d), np.int32(padded), np.float32(eps))
+    args = (values, scale, x, np.int64(x.strides[0] // 4), *added, *scales, weight, *sizes)
+    device.launch("norm", kernel, (n,), (_threads(d),), args)
 
 
 def _norm(

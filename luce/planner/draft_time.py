@@ -30,5 +30,6 @@ def draft_time(device: DeviceFigures, work: DraftWork, depth: float) -> Seconds:
     works; they are left out.
     """
     one = Pass("decode", work.rows, min(depth, work.context))
-    layers = sum((layer_time(device, layer, one) for layer in work.layers), start=Seconds(step=device.step))
+    step = Seconds(step=device.step).times(device.decode_ratio)
+    layers = sum((layer_time(device, layer, one) for layer in work.layers), start=step)
     return sum([layers + head_time(device, work.head, work.rows)] * work.passes, start=Seconds())

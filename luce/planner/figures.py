@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 #: the machine of the server's process
 HERE = "here"
@@ -53,6 +54,8 @@ class DeviceFigures:
     bus: LinkFigures | None = None
     #: bytes held for each byte of weights in the file
     expand: float = 1.0
+    #: bytes held for each byte of keys and values that the model counts
+    state_expand: float = 1.0
     #: bytes of keys, values and recurrent states per second; None: as `read`
     state_read: float | None = None
     #: operations per second of a prompt's attention; None: as a product of so many rows
@@ -61,6 +64,10 @@ class DeviceFigures:
     elementwise: float | None = None
     #: bytes of recurrent states per second that the rows of a prompt read and write; None: they take no time
     recurrence: float | None = None
+    #: the same of the rows of a decoding step; None: as `read`
+    recurrence_row: float | None = None
+    #: seconds of a decoding step's rows in a layer, beside launches and what they read
+    layer: float = 0.0
     #: seconds of choosing a layer's experts and adding their results, beside launches
     routing: float = 0.0
     #: bytes that are left to others; None: the problem's share of what is free
@@ -69,3 +76,10 @@ class DeviceFigures:
     uncounted: int = 0
     #: by the number of rows, rising, the share of `read` and `rates` that routed experts reach; empty: all of it
     gather: tuple[tuple[int, float], ...] = ()
+    #: what servers' decoding steps, and pieces of prompts, have taken of what the other figures say
+    decode_ratio: float = 1.0
+    prompt_ratio: float = 1.0
+
+    def ratio(self, phase: Literal["decode", "prompt"]) -> float:
+        """What servers have taken of the predicted seconds in a phase."""
+        return self.decode_ratio if phase == "decode" else self.prompt_ratio

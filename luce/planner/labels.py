@@ -16,7 +16,7 @@ from luce.planner.shard_tables import Floats, Ints
 # Sums of the same numbers in another order differ by about 1e-16 of them. Costs that differ by less than this share of
 # the largest one count as equal.
 _EQUAL = 1e-12
-#: in a coarse comparison, slowest parts whose logarithms differ by less count as equal
+#: in a coarse comparison, slowest parts and resources whose logarithms differ by less count as equal
 _COARSE = 0.002
 #: labels that are compared with all earlier ones at a time
 _BLOCK = 256
@@ -45,6 +45,8 @@ class Labels:
     ends_rank: Ints
     #: the label of one shard less
     parent: Ints
+    #: a value that placements which begin so have at least
+    bound: Floats
 
     def __len__(self) -> int:
         return len(self.used)
@@ -71,14 +73,13 @@ def ranks(*columns: Ints) -> Ints:
 
 def undominated(labels: Labels, *, coarse: bool = False) -> Labels:
     """The labels that no other one beats: none of the same state has a lower cost and is nowhere worse, or the same
-    cost, is nowhere worse and wins the tie. `coarse`: slowest parts count as equal within 0.2 %."""
+    cost, is nowhere worse and wins the tie. `coarse`: slowest parts, and resources, count as equal within 0.2 %."""
     if not len(labels):
         return labels
     cost = _whole(labels.cost)
     tie = labels.offloaded, labels.order_rank, labels.ends_rank
     labels = labels[np.lexsort((*reversed(tie), cost, labels.done, labels.last, labels.used))]
-    columns = [_logarithms(labels.slowest) if coarse else _whole(labels.slowest)]
-    columns += [_whole(column) for column in labels.resources.T]
+    columns = [(_logarithms if coarse else _whole)(column) for column in (labels.slowest, *labels.resources.T)]
     state = np.zeros(len(labels), np.bool_)
     for column in (labels.used, labels.last, labels.done):
         state[1:] |= column[1:] != column[:-1]

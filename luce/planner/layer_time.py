@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Literal
 
 from luce.planner.figures import DeviceFigures, LinkFigures
@@ -38,6 +38,10 @@ class Seconds:
             self.bus + other.bus,
             self.step + other.step,
         )
+
+    def times(self, ratio: float) -> Seconds:
+        """All of them by a ratio."""
+        return self if ratio == 1.0 else Seconds(*(ratio * seconds for seconds in astuple(self)))
 
     @property
     def total(self) -> float:
@@ -103,8 +107,9 @@ def layer_time(device: DeviceFigures, layer: LayerWork, work: Pass, away: Expert
     """A layer on a device, its routed experts on the device too or `away`.
 
     A row of a reply reads all keys and values that it sees. The rows of a prompt share them, so there the arithmetic
-    counts, as it does in recurrent layers.
+    counts, as it does in recurrent layers. What servers observed of a device in this phase corrects its times.
     """
+    ratio = device.ratio(work.phase)
     seen = min(work.depth, layer.window or work.depth)
     seconds = Seconds(launches=device.launch * layer.launches)
     seconds += product_time(device, work.rows, layer.bytes, layer.macs)
@@ -114,14 +119,16 @@ def layer_time(device: DeviceFigures, layer: LayerWork, work: Pass, away: Expert
         between = work.rows * layer.activations / device.elementwise if device.elementwise else 0.0
         seconds += Seconds(arithmetic=attention + recurrence, memory=between)
     else:
-        moved = work.rows * (layer.kv * seen / (device.state_read or device.read) + layer.slot_moved / device.read)
-        seconds += Seconds(memory=moved)
+        kv = layer.kv * device.state_expand
+        states = layer.slot_moved / (device.recurrence_row or device.read)
+        moved = work.rows * (kv * seen / (device.state_read or device.read) + states)
+        seconds += Seconds(memory=moved, launches=device.layer)
     if layer.experts is None:
-        return seconds
+        return seconds.times(ratio)
     if away is None:
-        return seconds + expert_time(device, layer.experts, work.rows)
-    return seconds + Seconds(
-        cpu_experts=expert_time(away.cpu, layer.experts, work.rows).total,
+        return (seconds + expert_time(device, layer.experts, work.rows)).times(ratio)
+    return seconds.times(ratio) + Seconds(
+        cpu_experts=expert_time(away.cpu, layer.experts, work.rows).total * away.cpu.ratio(work.phase),
         bus=2 * away.bus.seconds(away.row_bytes * work.rows),
     )
 
@@ -135,5 +142,6 @@ def layer_times(
 
 
 def head_time(device: DeviceFigures, head: HeadWork, rows: int) -> Seconds:
-    """The head on `rows` rows."""
-    return product_time(device, rows, head.bytes, head.macs) + Seconds(launches=device.launch * head.launches)
+    """The head on `rows` rows of a decoding step."""
+    seconds = product_time(device, rows, head.bytes, head.macs) + Seconds(launches=device.launch * head.launches)
+    return seconds.times(device.decode_ratio)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from luce.planner.figures import HERE
 from luce.planner.layer_time import Seconds
 from luce.planner.problem import Problem
-from luce.planner.shard_tables import shard_seconds, shard_tables, state_bytes
+from luce.planner.shard_tables import buffer_bytes, shard_seconds, shard_tables, state_bytes
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,9 @@ class ShardPrediction:
     shard: PlacedShard
     #: bytes of the device
     bytes: int
-    #: of these, the ones of all sequences' states
+    #: of these, the ones of all sequences' states, and of activations
     state: int
+    buffers: int
     #: bytes of the device that are free
     free: int
     #: of a decoding step
@@ -96,8 +97,9 @@ def predict(problem: Problem, placement: Sequence[PlacedShard]) -> Prediction | 
         if not tables.fits[at] or tables.offloaded[at] != shard.offloaded:
             return None
         times = shard_seconds(problem, device, shard.layers, shard.offloaded, float(tables.unpacked[at]), rows)
-        state = sum(state_bytes(problem.load, problem.model.layers[layer]) for layer in shard.layers)
-        shards.append(ShardPrediction(shard, int(tables.bytes[at]), state, device.free, *times))
+        state = sum(state_bytes(problem.load, problem.model.layers[layer], device) for layer in shard.layers)
+        buffers = buffer_bytes(problem, device, shard.layers.start, rows)
+        shards.append(ShardPrediction(shard, int(tables.bytes[at]), int(state), buffers, device.free, *times))
         pooled[device.machine] = pooled.get(device.machine, 0.0) + float(tables.pooled[at])
         busy[device.machine] = busy.get(device.machine, 0.0) + float(tables.busy[at])
         if shard.layers.start:

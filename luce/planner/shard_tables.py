@@ -30,10 +30,16 @@ def kept_positions(layer: LayerWork, context: int, chunk: int) -> int:
     return context if layer.window is None else min(context, layer.window + chunk)
 
 
-def state_bytes(load: Load, layer: LayerWork) -> int:
-    """Bytes of a layer's keys, values and recurrent states, of all sequences."""
+def state_bytes(load: Load, layer: LayerWork, device: DeviceFigures) -> float:
+    """Bytes of a layer's keys, values and recurrent states on a device, of all sequences."""
     kept = kept_positions(layer, load.context, load.chunk)
-    return load.sequences * (layer.kv * kept + layer.slot)
+    return load.sequences * (layer.kv * kept * device.state_expand + layer.slot)
+
+
+def buffer_bytes(problem: Problem, device: DeviceFigures, first: int, rows: int) -> int:
+    """Bytes of a shard that begins with a layer beside weights and states: arrays of a step, and, behind another shard,
+    what that one hands over."""
+    return device.workspace + (handover_rows(rows) * problem.model.boundaries[first] if first else 0)
 
 
 def expert_place(problem: Problem, device: DeviceFigures) -> ExpertPlace | None:
@@ -105,7 +111,7 @@ def shard_tables(problem: Problem, device: DeviceFigures, rows: int, *, offloade
     phases, busy = [], np.zeros_like(need)
     for work in passes(problem, rows):
         here = layer_times(device, model.layers, work)
-        seconds = device.step + _ranges([second.total for second in here])
+        seconds = device.step * device.ratio(work.phase) + _ranges([second.total for second in here])
         if away is not None:
             there = layer_times(device, moe, work, away)
             kept = [second for second, layer in zip(here, model.layers, strict=True) if layer.experts is not None]
@@ -120,7 +126,7 @@ def shard_tables(problem: Problem, device: DeviceFigures, rows: int, *, offloade
     unpacked = np.zeros_like(need)
     if device.unpack is not None:
         unpacked = _unpacked([layer.unpacked for layer in model.layers], (room - need) / 2)
-        prompt = prompt + unpacked / device.unpack
+        prompt = prompt + unpacked / device.unpack * device.prompt_ratio
     return ShardTables(fits, need, away_of, decode, prompt, unpacked, pooled, prompt if device.host else busy)
 
 
@@ -129,21 +135,29 @@ def shard_seconds(
 ) -> tuple[Seconds, Seconds]:
     """Seconds of a decoding step and of a piece of a prompt in one shard, by what limits them; the sums are those of
     shard_tables."""
+    decode, prompt = (
+        pass_seconds(problem, device, layers, offloaded, work, unpacked) for work in passes(problem, rows)
+    )
+    return decode, prompt
+
+
+def pass_seconds(
+    problem: Problem, device: DeviceFigures, layers: range, offloaded: int, work: Pass, unpacked: float
+) -> Seconds:
+    """Seconds of a pass through one shard, by what limits them: of replies with the head behind the last layer, of a
+    piece of a prompt with so many bytes that are unpacked anew."""
     away = expert_place(problem, device)
     moe = [layer for layer in layers if problem.model.layers[layer].experts is not None]
     gone = set(moe[len(moe) - offloaded :])
-    decode, prompt = (
-        sum(
-            (layer_time(device, problem.model.layers[i], work, away if i in gone else None) for i in layers),
-            start=Seconds(step=device.step),
-        )
-        for work in passes(problem, rows)
+    seconds = sum(
+        (layer_time(device, problem.model.layers[i], work, away if i in gone else None) for i in layers),
+        start=Seconds(step=device.step).times(device.ratio(work.phase)),
     )
-    if layers.stop == len(problem.model.layers):
-        decode += head_time(device, problem.model.head, problem.load.rows)
-    if device.unpack is not None:
-        prompt += Seconds(unpacking=unpacked / device.unpack)
-    return decode, prompt
+    if work.phase == "decode":
+        last = layers.stop == len(problem.model.layers)
+        return seconds + head_time(device, problem.model.head, work.rows) if last else seconds
+    unpacking = Seconds() if device.unpack is None else Seconds(unpacking=unpacked / device.unpack)
+    return seconds + unpacking.times(device.prompt_ratio)
 
 
 def _sums(values: Sequence[float]) -> Floats:
@@ -163,14 +177,15 @@ def _bytes(problem: Problem, device: DeviceFigures, rows: int) -> Floats:
     sizes = []
     for layer in model.layers:
         experts = 0 if layer.experts is None else layer.experts.bytes
-        sizes.append((layer.bytes + experts) * device.expand + state_bytes(load, layer))
-    need = device.workspace + _ranges(sizes)
-    need[1:] += handover_rows(rows) * np.array(model.boundaries[1:], np.float64)[:, None]
+        sizes.append((layer.bytes + experts) * device.expand + state_bytes(load, layer, device))
+    need = (
+        _ranges(sizes) + np.array([buffer_bytes(problem, device, first, rows) for first in range(len(sizes))])[:, None]
+    )
     if not device.host:
         # The host reads the table of embeddings from the file.
         need[0] += model.embedding
     need[:, -1] += model.head.bytes * device.expand
-    return need
+    return np.asarray(need, np.float64)
 
 
 def _offloaded(problem: Problem, device: DeviceFigures, before: Ints, excess: Floats, sizes: Floats) -> Ints:

@@ -6,8 +6,13 @@ with this package (luce.remote.probe). `luce doctor`, `luce plan` and the placem
 
     profile        the figures of a device and of a link
     measuring      measures them, in bounded time
+    products       measures products with weights of one type
+    layer_parts    what else layers compute
+    timer          medians of a few runs, and how much is computed in them
     profile_cache  keeps them in the user's cache folder
     link_cache     keeps the links to daemons there
     draft_cache    keeps there what drafts brought servers
+    figure_files   the files of one kind of figures, such as these
     cached_file    files of one value each, written whole
+    simulated_profile  the figures of simulated devices
 """

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from luce.decoders import json_decoder
 from luce.log import event
 
 _log = logging.getLogger("luce.profiles")
@@ -25,7 +26,7 @@ MAX_AGE = 90 * 86400
 def read_cached(path: Path, type: type[Value]) -> Value | None:
     """The value in a file; None if there is no file, or if it has no such value, which the log says."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=type)
+        return json_decoder(type).decode(path.read_bytes())
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -1,20 +1,11 @@
-"""What drafts brought servers, in the user's cache folder: a file for each model with its drafter."""
+"""What drafts brought servers, in the user's cache folder: a file for each model with its drafter and its settings."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import msgspec
+from luce.profiles.figure_files import FigureFiles
 
-from luce.profiles.cached_file import counts, read_cached, write_cached
-from luce.profiles.profile_cache import profile_folder
-
-_FORMAT = 1
 # No step of a sequence has more rows.
 _MOST_ROWS = 4096
 
@@ -38,28 +29,4 @@ class ObservedDrafts:
         return ""
 
 
-class _Stored(msgspec.Struct):
-    format: int
-    #: seconds since 1970
-    measured: float
-    drafts: ObservedDrafts
-
-
-def drafts_path(facts: Sequence[str | int], folder: Path | None = None) -> Path:
-    """The file of a model with its drafter and its settings, which `facts` identify."""
-    key = hashlib.sha256(json.dumps(["drafts", *facts]).encode()).hexdigest()
-    return (folder or profile_folder()) / f"{key}.json"
-
-
-def read_drafts(path: Path) -> ObservedDrafts | None:
-    """What a file says; None if there is none, if it is too old, or if it cannot be, which the log says."""
-    stored = read_cached(path, _Stored)
-    if stored is None:
-        return None
-    flaw = stored.drafts.flaw if stored.format == _FORMAT else f"format is {stored.format}"
-    return stored.drafts if counts(path, flaw, stored.measured) else None
-
-
-def write_drafts(path: Path, drafts: ObservedDrafts) -> None:
-    """Keep what was observed in a file. Where that cannot be written, the log says why."""
-    write_cached(path, _Stored(_FORMAT, time.time(), drafts))
+DRAFTS: FigureFiles[ObservedDrafts] = FigureFiles("drafts", 2, ObservedDrafts)

@@ -5,6 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Literal
+
+#: of a server's work: decoding steps, or pieces of prompts
+Phase = Literal["decode", "prompt"]
 
 _Range = tuple[float, float]
 # A figure is above the first number and at most the second one: a hundred times what the fastest card of
@@ -30,6 +34,13 @@ class FormatProfile:
     #: by the number of rows, the share of `read` and `rates` that products with routed experts reach; empty: not
     #: measured
     gather: dict[int, float] = field(default_factory=dict)
+    #: operations per second by the number of rows, and bytes per second of unpacking, where many rows multiply in int8
+    #: (--prompt-precision int8); empty, None: not measured, or not possible
+    int8: dict[int, float] = field(default_factory=dict)
+    int8_unpack: float | None = None
+    #: seconds that one row takes in a layer beside reading the weights, attention and recurrent states: of norms and
+    #: activations, and of threads that wait for each other. Of devices of the host; 0 on others, which have launches
+    layer: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -57,10 +68,11 @@ def _first_flaw(figures: Iterable[tuple[str, float, _Range]]) -> str:
 
 @dataclass(frozen=True)
 class Observed:
-    """How a device's decoding steps compared with their prediction while a server ran."""
+    """How a device's decoding steps, or its pieces of prompts, compared with their prediction while servers ran."""
 
     #: the median of measured seconds by predicted seconds
     ratio: float
+    #: that were compared
     steps: int
 
     @property
@@ -93,18 +105,21 @@ class DeviceProfile:
     elementwise: float | None = None
     #: bytes of recurrent states per second that the rows of a prompt read and write; None: not measured
     recurrence: float | None = None
+    #: the same of one row, of devices of the host; None: not measured
+    recurrence_row: float | None = None
     #: seconds of choosing the experts of a row and adding their results on a device of the host, where that is no
     #: launch but Python; 0 on others, and where no experts are measured
     routing: float = 0.0
-    #: of servers that ran since the measurement
-    observed: Observed | None = None
+    #: of servers that ran since the measurement, by phase; empty: of none
+    observed: dict[Phase, Observed] = field(default_factory=dict)
 
     @property
     def flaw(self) -> str:
         """The first figure that cannot be, with its value; empty if all can."""
         if not all(found.rates for found in self.formats.values()):
             return "rates are missing"
-        return _first_flaw(self._figures()) or ("" if self.observed is None else self.observed.flaw)
+        seen = (observed.flaw for observed in self.observed.values())
+        return _first_flaw(self._figures()) or next(filter(None, seen), "")
 
     def _figures(self) -> Iterator[tuple[str, float, _Range]]:
         times = {"step": self.step, "launch": self.launch, "routing": self.routing, "way.latency": self.way.latency}
@@ -112,12 +127,15 @@ class DeviceProfile:
         yield "measured", self.measured, (-1.0, sys.float_info.max)
         yield "way.bandwidth", self.way.bandwidth, _BYTES
         measured = {"state_read": _BYTES, "attention": _OPERATIONS, "elementwise": _BYTES, "recurrence": _BYTES}
+        measured["recurrence_row"] = _BYTES
         yield from ((name, value, r) for name, r in measured.items() if (value := getattr(self, name)) is not None)
         for type, found in self.formats.items():
             yield f"{type}.read", found.read, _BYTES
+            yield f"{type}.layer", found.layer, _SECONDS
             yield f"{type}.spread", found.spread, (-1.0, sys.float_info.max)
             yield from ((f"{type}.rates.{rows}", rate, _OPERATIONS) for rows, rate in found.rates.items())
             yield from ((f"{type}.gather.{rows}", share, _RATIO) for rows, share in found.gather.items())
             yield from ((f"{type}: rows", rows, _ROWS) for rows in found.rates)
-            if found.unpack is not None:
-                yield f"{type}.unpack", found.unpack, _BYTES
+            yield from ((f"{type}.int8.{rows}", rate, _OPERATIONS) for rows, rate in found.int8.items())
+            unpacking = {"unpack": found.unpack, "int8_unpack": found.int8_unpack}
+            yield from ((f"{type}.{name}", value, _BYTES) for name, value in unpacking.items() if value is not None)

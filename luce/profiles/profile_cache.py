@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import threading
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -21,15 +22,18 @@ from gguf import GGMLQuantizationType
 import luce
 from luce.config.directories import user_cache_directory
 from luce.profiles.cached_file import counts, read_cached, write_cached
-from luce.profiles.measuring import GPU_PROFILE, HOST_PROFILE, Measuring, profile_device
-from luce.profiles.profile import DeviceProfile, FormatProfile, Observed
+from luce.profiles.measuring import profile_device
+from luce.profiles.products import can_multiply_int8
+from luce.profiles.profile import DeviceProfile, FormatProfile, Observed, Phase
+from luce.profiles.timer import GPU_PROFILE, HOST_PROFILE, Measuring
 from luce.runtime import kernels
 from luce.runtime.cpu import CpuDevice
 from luce.runtime.device import Device
 from luce.runtime.gpu import GpuDevice
 from luce.runtime.power import power_limit
 
-_FORMAT = 2
+_FORMAT = 3
+_noting = threading.Lock()
 
 
 def profile_of(
@@ -43,14 +47,14 @@ def profile_of(
     """The profile of a device of this process with these types of weights: the stored one, after a measurement of what
     it lacks, or of everything with `anew`.
 
-    `folder`: of the files, the user's cache folder by default. `how`: default_measuring. Raises DeviceError, and
-    OutOfMemoryError without room for a matrix. Where the file cannot be written, the log says why.
+    `folder`: of the files, the user's cache folder by default. `how`: default_measuring. Raises DeviceError naming the
+    figure that failed. Where the file cannot be written, the log says why.
     """
     how = how or default_measuring(device)
     path = profile_path(device, folder)
     known = None if anew else read_profile(path)
     formats = {} if known is None else known.formats
-    wanted = [type for type in types if not _measured(formats.get(type.name), how)]
+    wanted = [type for type in types if not _measured(device, type, formats.get(type.name), how)]
     if known is not None and not wanted and _has_recurrence(known, how):
         return dataclasses.replace(known, device=str(device.name))
     found = profile_device(device, wanted, how)
@@ -60,6 +64,7 @@ def profile_of(
             formats=formats | found.formats,
             routing=found.routing or known.routing,
             recurrence=found.recurrence or known.recurrence,
+            recurrence_row=found.recurrence_row or known.recurrence_row,
             observed=known.observed,
         )
     _write(path, found)
@@ -67,19 +72,24 @@ def profile_of(
 
 
 def stored_profile(
-    device: Device, types: Iterable[GGMLQuantizationType], *, experts: bool = False, recurrent: bool = False
+    device: Device,
+    types: Iterable[GGMLQuantizationType],
+    *,
+    experts: bool = False,
+    recurrent: bool = False,
+    int8: bool = False,
 ) -> DeviceProfile | None:
     """The stored profile of a device of this process; None if it lacks one of the types, `experts`, or the recurrences
-    that `recurrent` asks for. Measures nothing."""
+    or products in int8 that `recurrent` and `int8` ask for. Measures nothing."""
     if not profile_folder().exists():
         # The key in a profile's name takes 15 ms.
         return None
-    how = dataclasses.replace(default_measuring(device), experts=experts, recurrent=recurrent)
+    how = dataclasses.replace(default_measuring(device), experts=experts, recurrent=recurrent, int8=int8)
     known = read_profile(profile_path(device))
     if (
         known is None
         or not _has_recurrence(known, how)
-        or not all(_measured(known.formats.get(type.name), how) for type in types)
+        or not all(_measured(device, type, known.formats.get(type.name), how) for type in types)
     ):
         return None
     return dataclasses.replace(known, device=str(device.name))
@@ -100,16 +110,20 @@ def profile_folder() -> Path:
     return user_cache_directory() / "profiles"
 
 
-def note_observed(path: Path, observed: Observed) -> None:
-    """Keep in the profile of a file how a server's steps compared with their prediction. Without a profile there is
-    nothing to correct."""
-    known = read_profile(path)
-    if known is not None:
-        _write(path, dataclasses.replace(known, observed=observed))
+def note_observed(path: Path, phase: Phase, observed: Observed) -> None:
+    """Keep in the profile of a file how a server's work of a phase compared with its prediction. Without a profile
+    there is nothing to correct."""
+    # Each phase has its own thread, and keeps what is known of the other one.
+    with _noting:
+        known = read_profile(path)
+        if known is not None:
+            _write(path, dataclasses.replace(known, observed=known.observed | {phase: observed}))
 
 
-def _measured(found: FormatProfile | None, how: Measuring) -> bool:
-    return found is not None and (bool(found.gather) or not how.experts)
+def _measured(device: Device, type: GGMLQuantizationType, found: FormatProfile | None, how: Measuring) -> bool:
+    if found is None or (how.experts and not found.gather):
+        return False
+    return not how.int8 or bool(found.int8) or not can_multiply_int8(device, type)
 
 
 def _has_recurrence(profile: DeviceProfile, how: Measuring) -> bool:
@@ -122,9 +136,11 @@ def profile_key(device: Device) -> str:
     facts: dict[str, Any] = {**device.describe(), "kernels": kernels.fingerprint(), "sources": source_hash()}
     if isinstance(device, GpuDevice):
         address = device.cupy.cuda.runtime.deviceGetPCIBusId(device.name.index)
-        assert device.name.kind != "cpu"
-        watts = power_limit(device.name.kind, address)
-        facts |= {"address": address, "watts": None if watts is None else round(watts / 10)}
+        kind = device.name.kind
+        assert kind != "cpu" and kind != "sim"
+        watts = power_limit(kind, address)
+        card = device.cupy.cuda.runtime.getDeviceProperties(device.name.index).get("uuid")
+        facts |= {"address": address, "uuid": str(card), "watts": None if watts is None else round(watts / 10)}
     else:
         facts |= {"cpu": cpu_model(), "nodes": numa_nodes()}
         facts |= {"instructions": device.kernels.instructions if isinstance(device, CpuDevice) else ""}

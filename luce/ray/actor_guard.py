@@ -1,7 +1,9 @@
-"""Lets an actor end with its node, and where the control store is silent for long."""
+"""Lets an actor end with its node: where that is gone, or was given up by the control store."""
 
 from __future__ import annotations
 
+import ray
+from ray import NodeID
 from ray._private.worker import global_worker
 
 from luce.ray.cluster_config import ClusterConfig
@@ -13,12 +15,12 @@ _ASK_SECONDS = 2
 def guard_this_actor(config: ClusterConfig) -> None:
     """Watch the raylet and the control store from now on."""
     client = global_worker.gcs_client
+    node = NodeID.from_hex(ray.get_runtime_context().get_node_id())
 
-    def answers() -> bool:
+    def alive() -> bool | None:
         try:
-            client.internal_kv_exists(b"luce", namespace=b"luce", timeout=_ASK_SECONDS)
+            return bool(client.check_alive([node], timeout=_ASK_SECONDS)[0])
         except Exception:
-            return False
-        return True
+            return None
 
-    watch(answers, config.head.timeout, end_now)
+    watch(alive, config.head.timeout, end_now)

@@ -7,14 +7,13 @@ import secrets
 import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from luce.config.environment import child_environment
 from luce.errors import ServerError
 from luce.ray.cluster_config import ClusterConfig
+from luce.ray.private_folder import private_folder
 from luce.ray.process_guard import Nursery, stop
 
 #: seconds beside `drain` in which a child that was told to end writes its prefix cache to the disk
@@ -46,8 +45,7 @@ class ChildServer:
         self._url = ""
         #: the last lines that it has written, for the error if it does not start
         self._last: list[str] = []
-        # Other users may not enter it.
-        self._folder = Path(tempfile.mkdtemp(prefix="luce-ray-"))
+        self._folder = private_folder()
         try:
             command = self._command(config, devices, shard_key)
             environment = child_environment({"LUCE_API_KEY": self.admin})

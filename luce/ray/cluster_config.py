@@ -25,15 +25,17 @@ class HeadConfig:
     address: str = "127.0.0.1"
     #: port of the control store
     port: int = 6379
-    #: where clients reach the models, on every node
+    #: where clients reach the models, on every node: loopback, or all addresses
     http_host: str = "127.0.0.1"
     http_port: int = 8000
     #: file with Ray's token, the same on all nodes; "": one in the user's data directory
     token_file: str = ""
+    #: folder with keys of TLS between all processes of Ray, which `luce ray keys` makes; "": they do not encrypt
+    tls_folder: str = ""
     #: MiB of Ray's object store on each node: no tensor goes through it
     object_store_mib: int = 100
     #: seconds without the control store after which the processes of a node end; 0: they serve on without it
-    timeout: float = 15.0
+    timeout: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ class ClusterConfig:
     api_key_file: str = ""
     #: `prefix`: to the replica that has most of the prompt cached; `default`: as Ray Serve does
     routing: str = "prefix"
+    #: seconds for which a stream whose replica is lost waits for another one that goes on with it; 0: it ends
+    resume: float = 120.0
     #: by kind of device, the interpreter that Luce is installed for on all nodes
     luce_python: Mapping[str, str] = field(default_factory=dict)
     head: HeadConfig = field(default_factory=HeadConfig)
@@ -78,10 +82,10 @@ class ClusterConfig:
     @property
     def bundles(self) -> list[dict[str, float]]:
         """The placement group of a replica: first `luce serve`, then each shard."""
-        first: dict[str, float] = {"CPU": 1.0}
+        first: dict[str, float] = {}
         for kind in self.replica.devices:
             first[f"luce_{kind}"] = first.get(f"luce_{kind}", 0.0) + 1.0
-        return [first, *({"CPU": 1.0, f"luce_{kind}": 1.0} for kind in self.replica.shards)]
+        return [first, *({f"luce_{kind}": 1.0} for kind in self.replica.shards)]
 
     @property
     def strategy(self) -> str:

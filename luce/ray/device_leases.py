@@ -1,8 +1,7 @@
 """Which device of a node belongs to which actor. Pure.
 
 Ray counts `luce_cuda`, it does not number the devices. A detached actor on each node has this table: an actor that got
-a unit asks for an index, and gives it back when it ends. The lease of an actor that is gone without giving it back goes
-to the next one of the same node.
+a unit asks for an index. The lease of an actor that is gone goes to the next one that asks.
 """
 
 from __future__ import annotations
@@ -31,14 +30,3 @@ class DeviceLeases:
                 self._owners[kind, index] = owner
                 return index
         raise DeviceError(f"{kind}: all {self._counts.get(kind, 0)} devices of this node are leased")
-
-    def release(self, owner: str) -> int:
-        """End all leases of an owner; returns how many it had."""
-        mine = [place for place, holder in self._owners.items() if holder == owner]
-        for place in mine:
-            del self._owners[place]
-        return len(mine)
-
-    def leases(self) -> dict[str, str]:
-        """By `kind:index`, the owner."""
-        return {f"{kind}:{index}": owner for (kind, index), owner in sorted(self._owners.items())}

@@ -11,22 +11,32 @@ import contextlib
 import contextvars
 import json
 import logging
+import math
+import time
 import uuid
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ray.exceptions import RayError
 from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from luce.errors import TooLargeError
 from luce.kvcache.block_keys import salted, text_keys
+from luce.ray.actor_guard import guard_this_actor
 from luce.ray.cluster_config import parse_config
-from luce.ray.request_facts import PROMPTS, group_salt, lost_event, request_text
+from luce.ray.group_watch import GroupWatch
+from luce.ray.relayed_stream import PING, PING_SECONDS, RELAYING, RelayedStream, is_framed
+from luce.ray.request_facts import PROMPTS, body_limit, group_salt, lost_event, request_text
 from luce.ray.shared_routing import routing_of
+from luce.server.errors import openai_error
 
 #: seconds between two reports of a replica, and for one
 REPORT_SECONDS, ASK_SECONDS = 0.5, 4.0
+#: seconds without a request behind which an ingress asks for reports only so often: each node has one, and each replica
+#: answers all of them
+QUIET_SECONDS, QUIET_REPORT_SECONDS = 30.0, 5.0
 #: seconds for the keys of a prompt: a long one takes a replica's tokenizer a while
 KEYS_SECONDS = 5.0
 #: replicas that a request is sent to, if they end before they have answered
@@ -36,42 +46,89 @@ Result = TypeVar("Result")
 _log = logging.getLogger("ray.serve")
 
 
+class Sent(NamedTuple):
+    """A client's request: method, path, headers and body, and what the router gets to know of it."""
+
+    request: tuple[str, str, list[tuple[str, str]], bytes]
+    routing: Mapping[str, Any]
+
+
+class Answer(NamedTuple):
+    """A replica's response that has begun: the call of it, and the call's name."""
+
+    call: Any
+    name: str
+    status: int
+    headers: Sequence[Sequence[str]]
+
+    @property
+    def streams(self) -> bool:
+        """Whether it is a stream of events."""
+        return any(value.startswith("text/event-stream") for name, value in self.headers if _is_type(name))
+
+
 class Ingress:
     """The deployment. `replicas`: the handle of their deployment; `content`: the configuration."""
 
     async def __init__(self, replicas: DeploymentHandle, content: Mapping[str, Any]) -> None:  # type: ignore[misc]
         config = parse_config(content)
-        self._name, self._by_prefix = config.name, config.routing == "prefix"
-        self._routing = routing_of(config.name)
+        guard_this_actor(config)
+        self._name, self._by_prefix, self._resume = config.name, config.routing == "prefix", config.resume
+        self._routing, self._groups = routing_of(config.name), GroupWatch()
         self._ask = replicas
         self._forward = replicas.options(method_name="forward", stream=True)
+        self._limit = body_limit(config.replica.flags)
+        #: when a client's last request came
+        self._requested = time.monotonic()
         if self._by_prefix:
             self._following = _apart(self._follow())
 
     async def __call__(self, request: Request) -> Response:
         """Any request of a client."""
-        body = await request.body()
+        self._requested = time.monotonic()
+        body = await self._body(request)
+        if body is None:
+            error = TooLargeError(f"the request body exceeds {self._limit >> 20} MiB (--max-body-mib)")
+            return JSONResponse(openai_error(error), error.status)
         path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
-        routing = await self._keys(request, body)
+        sent = Sent((request.method, path, list(request.headers.items()), body), await self._keys(request, body))
+        answer = await self._answer(sent)
+        if answer is None:
+            lost = {"message": "no replica answers", "type": "server_error", "param": None, "code": "replica_lost"}
+            return JSONResponse({"error": lost}, 503, {"Retry-After": "5"})
+        response = StreamingResponse(self._bytes(sent, answer), answer.status)
+        kept = [(name, value) for name, value in answer.headers if name.lower() not in RELAYING]
+        response.raw_headers = [(name.lower().encode(), value.encode()) for name, value in kept]
+        return response
+
+    async def _body(self, request: Request) -> bytes | None:
+        """A request's body, None if a replica would refuse it for its size."""
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > self._limit:
+                return None
+        return bytes(body)
+
+    async def _answer(self, sent: Sent, record: bytes = b"") -> Answer | None:
+        """A replica's answer to a request, which goes to another one where it ends before; None if that is in vain.
+        `record`: of a stream that is to go on."""
         for _ in range(TRIES):
             name = uuid.uuid4().hex
-            call = self._forward.remote(request.method, path, list(request.headers.items()), body, call=name, **routing)
+            call = self._forward.remote(*sent.request, record, call=name, **sent.routing)
             try:
                 head = json.loads(await anext(aiter(call)))
             except (RayError, StopAsyncIteration) as error:
-                # Nothing has reached the client.
+                # Nothing of it has reached the client.
                 _log.warning("a replica has ended before it answered: %s", error)
                 self._routing.ended(name)
-                continue
             except BaseException:
                 call.cancel()
                 self._routing.ended(name)
                 raise
-            response = StreamingResponse(self._bytes(call, name, head), head["status"])
-            response.raw_headers = [(name.lower().encode(), value.encode()) for name, value in head["headers"]]
-            return response
-        lost = {"message": "no replica answers", "type": "server_error", "param": None, "code": "replica_lost"}
-        return JSONResponse({"error": lost}, 503, {"Retry-After": "5"})
+            else:
+                return Answer(call, name, head["status"], head["headers"])
+        return None
 
     async def _keys(self, request: Request, body: bytes) -> dict[str, Any]:
         """What the router gets to know of a request."""
@@ -87,50 +144,94 @@ class Ingress:
             return {"keys": [salted(key, salt) for key in text_keys(request_text(body))]}
         return {"keys": [salted(key, salt) for key in plain], "plain": plain, "salt": salt}
 
-    async def _bytes(self, call: Any, name: str, head: Mapping[str, Any]) -> AsyncIterator[bytes]:
-        """The rest of a response. A client that leaves ends it, and with it the child's work."""
-        streams = any(value.startswith("text/event-stream") for name, value in head["headers"] if _is_type(name))
-        try:
-            async for chunk in call:
-                yield chunk
-        except RayError as error:
-            _log.warning("a replica has ended in a response: %s", error)
-            if not streams:
+    async def _bytes(self, sent: Sent, answer: Answer) -> AsyncIterator[bytes]:
+        """The rest of a response. A client that leaves ends it, and with it the child's work. A stream whose replica is
+        lost goes on at another one."""
+        stream = RelayedStream() if is_framed(answer.headers) else None
+        while True:
+            try:
+                async for chunk in answer.call:
+                    if data := chunk if stream is None else stream.feed(chunk):
+                        yield data
+                return
+            except (RayError, ValueError) as error:
+                _log.warning("a replica has ended in a response: %s", error)
+                if stream is None and not answer.streams:
+                    raise
+            finally:
+                answer.call.cancel()
+                self._routing.ended(answer.name)
+            if stream is None or not stream.lose():
+                break
+            waiting = asyncio.create_task(self._answer(sent, stream.record))
+            try:
+                for _ in range(math.ceil(self._resume / PING_SECONDS)):
+                    if (await asyncio.wait([waiting], timeout=PING_SECONDS))[0]:
+                        break
+                    yield PING
+                found = waiting.result() if waiting.done() else None
+            except BaseException:
+                self._drop(waiting)
                 raise
-            yield lost_event("the replica of this reply is lost")
-        finally:
-            call.cancel()
-            self._routing.ended(name)
+            if found is None or not is_framed(found.headers):
+                self._drop(waiting)
+                break
+            answer = found
+        yield lost_event("the replica of this reply is lost")
+
+    def _drop(self, waiting: asyncio.Task[Answer | None]) -> None:
+        """End a call whose answer nobody reads."""
+
+        def end(done: asyncio.Task[Answer | None]) -> None:
+            if not done.cancelled() and done.exception() is None and (answer := done.result()) is not None:
+                answer.call.cancel()
+                self._routing.ended(answer.name)
+
+        waiting.cancel()
+        waiting.add_done_callback(end)
 
     async def _follow(self) -> None:
         """Ask all replicas what they have cached, again and again."""
+        followed = -math.inf
         while True:
-            await self._reports(self._routing.names())
+            now = time.monotonic()
+            if now - self._requested < QUIET_SECONDS or now - followed >= QUIET_REPORT_SECONDS:
+                followed = now
+                await self._reports()
             await asyncio.sleep(REPORT_SECONDS)
 
-    async def _reports(self, names: Sequence[str]) -> list[dict[str, Any] | None]:
-        """One report of each."""
-        return await asyncio.gather(*(_apart(self._report(name)) for name in names))
+    async def _reports(self) -> None:
+        """One report of each replica."""
+        await asyncio.gather(*(_apart(self._report(name)) for name in self._routing.names()))
 
-    async def _report(self, name: str) -> dict[str, Any] | None:
-        """One report of a replica; None if it is silent."""
+    async def _report(self, name: str) -> None:
+        """One report of a replica, which may be silent."""
         life, number = self._routing.followed(name)
         with contextlib.suppress(TimeoutError, RayError):
             async with asyncio.timeout(ASK_SECONDS):
                 found = await self._ask.report.remote(target=name, life=life, after=number)
             if found is not None:
                 self._routing.apply(name, found)
-                return dict(found)
-        return None
 
-    async def status(self) -> list[dict[str, Any]]:
-        """The replicas as Luce sees them, for `luce ray status`."""
+    async def status(self) -> dict[str, Any]:
+        """The replicas as Luce sees them, and the groups that find no place, for `luce ray status`."""
+        if self._by_prefix:
+            await self._reports()
         loads = self._routing.loads()
-        found = await self._reports(list(loads))
-        return [
-            {"replica": name, "answers": each is not None, **load}
+        found = await asyncio.gather(*(_apart(self._describe(name)) for name in loads))
+        replicas = [
+            {"replica": name, "answers": each is not None, **load, **(each or {})}
             for (name, load), each in zip(loads.items(), found, strict=True)
         ]
+        return {"replicas": replicas, "pending": await asyncio.to_thread(self._groups.report)}
+
+    async def _describe(self, name: str) -> dict[str, Any] | None:
+        """What a replica says of itself; None if it is silent."""
+        with contextlib.suppress(TimeoutError, RayError):
+            async with asyncio.timeout(ASK_SECONDS):
+                found = await self._ask.describe.remote(target=name)
+            return None if found is None else dict(found)
+        return None
 
 
 def _apart(work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:

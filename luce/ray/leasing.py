@@ -35,10 +35,22 @@ class Leasing:
 
 def acquire_devices(kinds: tuple[str, ...]) -> list[str]:
     """Devices of this node for this process, by name: one of each kind. They come back when this process ends."""
-    node = ray.get_runtime_context().get_node_id()
-    (resources,) = (each["Resources"] for each in ray.nodes() if each["NodeID"] == node)
+    own = _own_node()
+    node, resources = own["NodeID"], own["Resources"]
     actor = _actor(node, {name[5:]: int(count) for name, count in resources.items() if name.startswith("luce_")})
     return [f"{kind}:{ray.get(actor.acquire.remote(kind, os.getpid()))}" for kind in kinds]
+
+
+def node_address() -> str:
+    """The address of this node that `luce ray up` was given. Ray's own guess may be that of another network."""
+    return str(_own_node()["NodeManagerAddress"])
+
+
+def _own_node() -> Mapping[str, Any]:
+    """This node, as Ray has it."""
+    node = ray.get_runtime_context().get_node_id()
+    (found,) = (each for each in ray.nodes() if each["NodeID"] == node)
+    return dict(found)
 
 
 def _actor(node: str, counts: Mapping[str, int]) -> Any:

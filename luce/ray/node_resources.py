@@ -49,6 +49,26 @@ def missing(bundles: Sequence[Resources], nodes: Sequence[Resources], *, one_nod
     return [f"{len(bundles)} bundles need {_words(whole)}, which the nodes have only in other shares"]
 
 
+def room_for(count: int, bundles: Sequence[Resources], nodes: Sequence[Resources], *, one_node: bool) -> bool:
+    """Whether `nodes` hold so many times all bundles, each time on one node if `one_node`."""
+    return not missing(count * ([_sum(bundles)] if one_node else list(bundles)), nodes, one_node=False)
+
+
+def unlike_versions(found: Mapping[str, Mapping[str, str]]) -> str:
+    """Why this machine cannot join, "" if it can. `found`: by `head` and `here`, the versions of `ray` and `python`,
+    which must be the same, of Python without the last part."""
+
+    def words(which: str) -> str:
+        return f"Ray {found[which]['ray']} and Python {found[which]['python']}"
+
+    def compared(which: str) -> tuple[str, list[str]]:
+        return found[which]["ray"], found[which]["python"].split(".")[:2]
+
+    if compared("head") == compared("here"):
+        return ""
+    return f"the head runs {words('head')}, this environment has {words('here')}; make one with the head's versions"
+
+
 def _placed(bundles: Sequence[Resources], free: list[dict[str, float]]) -> bool:
     """Whether all bundles find a place: tries all nodes for each, as replicas have few bundles. Equal nodes count
     once."""

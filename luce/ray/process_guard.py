@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import IO
 
 #: seconds between two looks at the parent
@@ -86,17 +86,23 @@ def stop(child: subprocess.Popen[bytes], seconds: float) -> int:
 class Watch:
     """When a process of a node has to end. Pure: the caller says what it sees, and when.
 
+    A control store that does not answer gives nobody else this process's place, so it goes on without: only one that
+    answers can have given the node up.
+
     `parent`: the process id of the raylet that started it. `timeout`: seconds without the control store after which it
-    ends; 0: it does not matter.
+    ends nevertheless; 0: never.
     """
 
     def __init__(self, parent: int, timeout: float, now: float) -> None:
         self._parent, self._timeout, self._answered = parent, timeout, now
 
-    def reason(self, parent: int, now: float, *, answers: bool) -> str:
-        """Why to end now, "" for going on. `answers`: whether the control store has answered since the last call."""
+    def reason(self, parent: int, now: float, answers: Collection[bool]) -> str:
+        """Why to end now, "" for going on. `answers`: of the control store since the last call, whether it has this
+        node as alive."""
         if parent != self._parent:
             return "the raylet that started this process is gone"
+        if not all(answers):
+            return "the control store has given this node up"
         if answers:
             self._answered = now
         elif self._timeout and now - self._answered > self._timeout:
@@ -104,30 +110,28 @@ class Watch:
         return ""
 
 
-def watch(answers: Callable[[], bool], timeout: float, end: Callable[[str], None]) -> threading.Thread:
-    """A thread that calls `end` with the reason once this process has to end. `answers` asks the control store, and may
-    take long."""
+def watch(alive: Callable[[], bool | None], timeout: float, end: Callable[[str], None]) -> threading.Thread:
+    """A thread that calls `end` with the reason once this process has to end. `alive` asks the control store whether
+    this node is alive, None if it does not answer, and may take long."""
     guard = Watch(os.getppid(), timeout, time.monotonic())
-    heard = threading.Event()
+    heard: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
     def ask() -> None:
         while True:
-            if answers():
-                heard.set()
+            if (answer := alive()) is not None:
+                heard.put(answer)
             time.sleep(INTERVAL)
 
     def look() -> None:
         while True:
-            answered = heard.is_set()
-            heard.clear()
-            if reason := guard.reason(os.getppid(), time.monotonic(), answers=answered):
+            answers = [heard.get() for _ in range(heard.qsize())]
+            if reason := guard.reason(os.getppid(), time.monotonic(), answers):
                 end(reason)
                 return
             time.sleep(INTERVAL)
 
-    if timeout:
-        # On a thread of its own: a call that hangs must not keep the other from looking.
-        threading.Thread(target=ask, name="control-store", daemon=True).start()
+    # On a thread of its own: a call that hangs must not keep the other from looking.
+    threading.Thread(target=ask, name="control-store", daemon=True).start()
     thread = threading.Thread(target=look, name="parent-watch", daemon=True)
     thread.start()
     return thread

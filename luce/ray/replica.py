@@ -22,9 +22,11 @@ from luce.ray.actor_guard import guard_this_actor
 from luce.ray.child_server import ChildServer
 from luce.ray.cluster_config import parse_config
 from luce.ray.group_keys import GroupKeys
-from luce.ray.leasing import acquire_devices
+from luce.ray.leasing import acquire_devices, node_address
 from luce.ray.process_guard import Nursery, end_now
+from luce.ray.relayed_stream import RELAYING
 from luce.ray.shard_host import start_shards
+from luce.server.stream_frames import RECORD_HEADER, RELAY_HEADER
 
 _START_SECONDS = 600.0
 _HEALTH_SECONDS = 4.0
@@ -55,15 +57,20 @@ class Replica:
     async def __init__(self, content: Mapping[str, Any]) -> None:  # type: ignore[misc]
         config = parse_config(content)
         guard_this_actor(config)
+        self._resumes = config.resume > 0
         self._groups = GroupKeys()
         self._log = BlockLog()
         #: life and number up to which the child's cache is known
         self._child_at = "", -1
+        #: the ingresses ask at the same time, and what the child answers is noted in its order
+        self._asking = asyncio.Lock()
         self._reply_seconds = 0.0
+        self._luce = ""
         devices = await asyncio.to_thread(acquire_devices, config.replica.devices)
         # A pair for this life: its shards and its child have it, and nobody else.
         key = new_key_pair() if config.replica.shards else b""
         devices += await asyncio.to_thread(start_shards, config, key, end_now)
+        self._devices, self._node = devices, await asyncio.to_thread(node_address)
         self._child = ChildServer(Nursery(), config, devices, _child_ended, key)
         self._session = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=None), auto_decompress=False, connector=aiohttp.TCPConnector(limit=0)
@@ -85,6 +92,7 @@ class Replica:
             return "luce serve has ended"
         try:
             async with asyncio.timeout(_HEALTH_SECONDS), self._session.get(f"{self._url}/health") as response:
+                self._luce = response.headers.get("Server", "").removeprefix("luce/")
                 return "" if response.status == 200 else await response.text()
         except (TimeoutError, aiohttp.ClientError) as error:
             return f"luce serve does not answer: {error}"
@@ -95,15 +103,22 @@ class Replica:
             raise ServerError(why)
 
     async def forward(
-        self, method: str, path: str, headers: Sequence[tuple[str, str]], body: bytes, **routing: Any
+        self,
+        method: str,
+        path: str,
+        headers: Sequence[tuple[str, str]],
+        body: bytes,
+        record: bytes = b"",
+        **routing: Any,
     ) -> AsyncIterator[bytes]:
-        """The child's response: first JSON with `status` and `headers`, then its bytes. `routing` is the router's, but
-        for `salt` and `plain`: the salt of the client's group, and the keys of the prompt's blocks without it."""
+        """The child's response: first JSON with `status` and `headers`, then its bytes, in frames if it is a stream.
+        `record`: of a stream that goes on here. `routing` is the router's, but for `salt` and `plain`: the salt of the
+        client's group, and the keys of the prompt's blocks without it."""
         if plain := routing.get("plain"):
             self._note(self._groups.sent(plain, routing["salt"]), ())
         began = time.monotonic()
         async with self._session.request(
-            method, self._url + path, headers=self._headers(headers), data=body or None, allow_redirects=False
+            method, self._url + path, headers=self._headers(headers, record), data=body + record, allow_redirects=False
         ) as response:
             kept = [(name, value) for name, value in response.headers.items() if name.lower() not in HOP_BY_HOP]
             yield json.dumps({"status": response.status, "headers": kept}).encode()
@@ -113,10 +128,12 @@ class Replica:
             seconds = time.monotonic() - began
             self._reply_seconds += (seconds - self._reply_seconds) * (_NEWEST if self._reply_seconds else 1.0)
 
-    def _headers(self, headers: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    def _headers(self, headers: Sequence[tuple[str, str]], record: bytes) -> list[tuple[str, str]]:
         """Those of a client for the child, where it has no key of its own with the child's."""
-        taken = HOP_BY_HOP | (_CREDENTIALS if self._child.client else frozenset())
+        taken = HOP_BY_HOP | RELAYING | (_CREDENTIALS if self._child.client else frozenset())
         found = [(name, value) for name, value in headers if name.lower() not in taken]
+        if self._resumes:
+            found += [(RELAY_HEADER, self._child.admin), *([(RECORD_HEADER, str(len(record)))] if record else [])]
         return [*found, ("Authorization", f"Bearer {self._child.client}")] if self._child.client else found
 
     async def prompt_keys(self, path: str, body: bytes, **routing: Any) -> list[bytes]:
@@ -130,18 +147,27 @@ class Replica:
         another replica than the one that is meant."""
         if serve.get_replica_context().replica_id.unique_id != target:
             return None
-        child_life, number = self._child_at
-        answer = await self._ask("GET", "/v1/cache/blocks", {"life": child_life, "after": str(number)})
-        if "since" not in answer:
-            raise ServerError(f"luce serve does not tell what it has cached: {answer}")
-        if answer["since"] < 0:
-            self._note((), self._groups.clear())
-        blocks = ([bytes.fromhex(key) for key in answer[name]] for name in ("added", "removed"))
-        self._note(*self._groups.changed(*blocks))
-        self._child_at = answer["life"], answer["sequence"]
+        async with self._asking:
+            child_life, number = self._child_at
+            answer = await self._ask("GET", "/v1/cache/blocks", {"life": child_life, "after": str(number)})
+            if "since" not in answer:
+                raise ServerError(f"luce serve does not tell what it has cached: {answer}")
+            if answer["since"] < 0:
+                self._note((), self._groups.clear())
+            blocks = ([bytes.fromhex(key) for key in answer[name]] for name in ("added", "removed"))
+            self._note(*self._groups.changed(*blocks))
+            self._child_at = answer["life"], answer["sequence"]
         facts = {name: answer[name] for name in ("running", "waiting", "parallel", "prefill_seconds")}
         changes = dataclasses.asdict(self._log.changes(life, after))
         return {**changes, **facts, "reply_seconds": self._reply_seconds}
+
+    async def describe(self, target: str) -> Json | None:
+        """What `luce ray status` shows of this replica beside its load; None from another one than is meant. Raises
+        ServerError if the child does not answer."""
+        if serve.get_replica_context().replica_id.unique_id != target:
+            return None
+        await self.check_health()
+        return {"node": self._node, "devices": self._devices, "luce": self._luce}
 
     def _note(self, added: Iterable[bytes], removed: Iterable[bytes]) -> None:
         for key in removed:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+
+from luce.config.server_settings import ServerSettings
 
 #: endpoints with prompts; each is also served below /v1
 PROMPTS = ("/chat/completions", "/completions", "/messages", "/responses", "/completion", "/infill")
+
+
+def body_limit(flags: Sequence[str]) -> int:
+    """The largest body that a server with these arguments takes, in bytes: an ingress need not hold a larger one."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--max-body-mib", type=int, default=ServerSettings.max_body_mib)
+    return int(parser.parse_known_args(flags)[0].max_body_mib) << 20
 
 
 def group_salt(name: str, headers: Mapping[str, str]) -> bytes:

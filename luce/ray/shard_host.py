@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
-import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +20,8 @@ from luce.errors import ServerError
 from luce.ipc.lease import renew
 from luce.ray.actor_guard import guard_this_actor
 from luce.ray.cluster_config import ClusterConfig, parse_config, plain_content
-from luce.ray.leasing import acquire_devices
+from luce.ray.leasing import acquire_devices, node_address
+from luce.ray.private_folder import private_folder
 from luce.ray.process_guard import Nursery, end_now
 
 _LISTENING = re.compile(r"listening on (\S+)\n")
@@ -34,17 +35,20 @@ class ShardHost:
         config = parse_config(content)
         guard_this_actor(config)
         (self._device,) = acquire_devices((kind,))
-        # For this user alone, and gone once the child has read it.
-        with tempfile.TemporaryDirectory(prefix="luce-ray-") as folder:
-            path = Path(folder) / "key.pem"
+        # Gone once the child has read it.
+        folder = private_folder()
+        try:
+            path = folder / "key.pem"
             path.touch(0o600)
             path.write_bytes(key)
             self._start(config, config.luce_python[kind], path)
+        finally:
+            shutil.rmtree(folder)
 
     def _start(self, config: ClusterConfig, python: str, key_file: Path) -> None:
         reader, writer = os.pipe()
         command = [python, "-P", "-m", "luce", "shard", config.model, "--key-file", str(key_file)]
-        command += ["--listen", f"{ray.util.get_node_ip_address()}:0", "--lease", str(reader)]
+        command += ["--listen", f"{node_address()}:0", "--lease", str(reader)]
         self._child = Nursery().start(command, child_environment({}), output=subprocess.PIPE, pass_fds=[reader])
         os.close(reader)
         renew(writer)
@@ -88,7 +92,7 @@ def start_shards(config: ClusterConfig, key: bytes, on_loss: Callable[[str], Non
     actors = []
     for number, kind in enumerate(config.replica.shards, 1):
         place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
-        options = {"num_cpus": 1, "resources": {f"luce_{kind}": 1}, "max_concurrency": 2}
+        options = {"num_cpus": 0, "resources": {f"luce_{kind}": 1}, "max_concurrency": 2}
         made = ray.remote(ShardHost).options(scheduling_strategy=place, **options)
         actors.append(made.remote(plain_content(config), kind, key))
     names = ray.get([actor.name.remote() for actor in actors])

@@ -27,6 +27,7 @@ from luce.errors import BackendError, LuceError, OutOfMemoryError
 from luce.ipc.arena import Arena
 from luce.ipc.channel import Channel, ChannelError, ConnectionClosedError
 from luce.ipc.lifecycle import DeviceFacts, Failed, Hello, Open, Ping, Pong
+from luce.layers.kept_weights import KeptWeights
 from luce.remote.daemon_shard import ServedModel
 from luce.remote.messages import Load, Measure, Probe, Request
 from luce.remote.probe import answer_probe, measure_devices
@@ -65,19 +66,22 @@ def serve(
     locate: Locate | None = None,
     loaders: Sequence[Loader] = (),
     on_loaded: Callable[[], None] = lambda: None,
+    weights: KeptWeights | None = None,
 ) -> None:
     """Serve one server until it closes its end.
 
     `can_share`: whether memory can be shared with the server. `server_timeout`: seconds without a Ping after which the
     server counts as gone; None if the kernel ends the connection with the server's process. `locate`: finds the model's
     file; None if it is at the server's path. `loaders`: what a daemon can hold beside layers.
-    `on_loaded` is called once it holds what the server asked for.
+    `on_loaded` is called once it holds what the server asked for. `weights`: holds the weights of its layers behind the
+    end, and has those of earlier calls.
     """
     with contextlib.ExitStack() as opened:
         pings: Channel[Ping] = Channel(heartbeat, Ping)
         unions = [Request, *(loader.requests for loader in loaders)]
         channel: Channel[Any] = Channel(requests, functools.reduce(operator.or_, unions))
-        session = Session(channel, opened, can_share=can_share, locate=locate, loaders=loaders, on_loaded=on_loaded)
+        more: dict[str, Any] = {"loaders": loaders, "on_loaded": on_loaded, "weights": weights}
+        session = Session(channel, opened, can_share=can_share, locate=locate, **more)
         closing = threading.Event()
         arguments = pings, channel, session.pong, server_timeout, closing
         responder = threading.Thread(target=_answer_pings, args=arguments, name="luce-pings", daemon=True)
@@ -125,7 +129,9 @@ class Session:
         locate: Locate | None,
         loaders: Sequence[Loader],
         on_loaded: Callable[[], None] = lambda: None,
+        weights: KeptWeights | None = None,
     ) -> None:
+        self._weights = weights
         self._channel = channel
         self._opened = opened
         self._can_share = can_share
@@ -210,7 +216,8 @@ class Session:
             memory = device.memory()
             name, kv = str(device.name), device.kv_dtype.str
             kind, sizes = (device.host, device.packed, device.lanes), (memory.free, memory.total)
-            facts.append(DeviceFacts(name, *kind, kv, *sizes, device.describe()))
+            kept = 0 if self._weights is None else self._weights.free_bytes(device)
+            facts.append(DeviceFacts(name, *kind, kv, *sizes, device.describe(), kept))
         if not all(device.host for device in self._devices):
             self._spin = _SPIN
         return Hello(__version__, os.getpid(), tuple(facts))
@@ -253,7 +260,8 @@ class Session:
         def note_read(share: float) -> None:
             self._note_progress(fetched + (1 - fetched) * share)
 
-        self._service = ServedModel(path, message, load_devices(message, self._devices), arena, self._opened, note_read)
+        devices = load_devices(message, self._devices)
+        self._service = ServedModel(path, message, devices, arena, self._opened, note_read, self._weights)
         self._on_loaded()
         return self._service.loaded()
 

@@ -18,19 +18,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from luce import log
 from luce.errors import BackendError, DeviceError, ModelError
 from luce.gguf.fingerprint import fingerprint
-from luce.gguf.reader import GGUFFile, open_gguf
+from luce.gguf.reader import open_gguf
 from luce.ipc.arena import Arena
-from luce.layers.routed_experts import ExpertOffload
+from luce.layers.kept_weights import KeptWeights
 from luce.models.keys import Source
 from luce.models.registry import read_spec
-from luce.ops.kvtype import KVTypes
 from luce.profiles.cached_file import in_background
 from luce.profiles.profile_cache import note_observed, profile_path
 from luce.remote.activation_codec import ActivationCodec
 from luce.remote.announced import Announced, AnnouncedStep, CopiedState, QueuedStep, announcement
+from luce.remote.daemon_layers import build_layers
 from luce.remote.mask_codec import MaskDecoder
 from luce.remote.messages import (
     Accept,
@@ -59,15 +58,13 @@ from luce.remote.shared_layout import OUTPUT_BYTES, OutputLayout, shared_size
 from luce.remote.validate import check_pages, check_step, is_path, load_layers, within
 from luce.runtime.device import Array, Device, Event, Flag
 from luce.runtime.host import HostDevice, HostEvent
-from luce.runtime.open import open_expert_cpu
 from luce.runtime.step import MAX_CANDIDATES, RowMasks, Step
 from luce.runtime.transfer import DEPTH, Link, Transfer
-from luce.shard.local import LocalShard
 from luce.shard.pipeline import Pipeline
 from luce.shard.saved_state import HostSavedState, JoinedSavedState, StatePiece
 from luce.shard.shard import Activation, Pending
-from luce.shard.shard_options import DeviceLayers, ShardHooks, ShardOptions
-from luce.shard.sizes import activation_bytes, activation_widths
+from luce.shard.shard_options import ShardHooks
+from luce.shard.sizes import activation_widths
 
 _log = logging.getLogger(__name__)
 
@@ -84,7 +81,8 @@ class _SharedMemory(HostDevice):
 class ServedModel(Service):
     """The layers of one Load message, on their devices. Its handlers raise LuceError for invalid requests.
 
-    `on_progress` gets the share of the layers that are loaded, after each layer.
+    `on_progress` gets the share of the layers that are loaded, after each layer. `weights`: as for
+    luce.remote.daemon.serve.
     """
 
     holds = "layers"
@@ -97,6 +95,7 @@ class ServedModel(Service):
         arena: Arena,
         opened: contextlib.ExitStack,
         on_progress: Callable[[float], None],
+        weights: KeptWeights | None = None,
     ) -> None:
         super().__init__()
         self.handlers = {
@@ -119,10 +118,8 @@ class ServedModel(Service):
             raise ModelError(f"{path}: the daemon's file is not the server's: their contents differ")
         spec = read_spec(Source(str(file.paths[0]), file.metadata, file.tensors)).for_context(load.context)
         layers = load_layers(load, len(devices), spec)
-        self.spec = spec
-        self.load = load
-        self.devices = devices
-        self.arena = arena
+        self.spec, self.load = spec, load
+        self.devices, self.arena = devices, arena
         boundaries = layers[0].start, layers[-1].stop
         self.input_widths, self.output_widths = (
             activation_widths(spec, boundary, load.captured) for boundary in boundaries
@@ -142,8 +139,9 @@ class ServedModel(Service):
         #: whether the devices wait for the input flag, and raise the output flag, without the host
         self.uses_flags = can_use_flags and self._try_flags()
         self.pipeline = Pipeline(peer=load.peer, enter=self._enter, leave=self._leave)
-        opened.callback(self.pipeline.close)
-        self._build(file, layers, on_progress)
+        done, count = itertools.count(1), sum(map(len, layers))
+        hooks = ShardHooks(lambda: on_progress(next(done) / count), self._copy_captured, self._output_arrays)
+        build_layers(self.pipeline, file, spec, load, devices, layers, hooks, weights, opened)
         self._input_link = None
         if self.input_widths:
             size = load.rows * sum(self.input_widths)
@@ -159,44 +157,6 @@ class ServedModel(Service):
         self._announced: Announced | None = None
         #: what was announced before the request that is being handled
         self._previous: Announced | None = None
-
-    def _build(self, file: GGUFFile, layers: Sequence[range], on_progress: Callable[[float], None]) -> None:
-        """Load the layers, a range on each device, into the pipeline."""
-        load, done, count = self.load, itertools.count(1), sum(map(len, layers))
-        options = ShardOptions(
-            load.slots,
-            KVTypes(*load.kv),
-            load.verify_rows,
-            load.captured,
-            load.rank_pages,
-            load.peer,
-            load.prompt_precision,
-        )
-        offloaded = load.offloaded or ((),) * len(self.devices)
-        for number, (device, part, unpack_bytes, away) in enumerate(
-            zip(self.devices, layers, load.unpack_bytes, offloaded, strict=True)
-        ):
-            log.event(_log, "loading", device=str(device.name), layers=f"{part.start}..{part.stop - 1}")
-            shard = LocalShard(
-                file,
-                self.spec,
-                DeviceLayers(device, part, unpack_bytes, self._offload(away)),
-                options,
-                load.pages,
-                ShardHooks(lambda: on_progress(next(done) / count), self._copy_captured, self._output_arrays),
-                long_graphs=len(self.devices) > 1,
-            )
-            # Errors of the device name it.
-            self.pipeline.add(f"layers {part.start}..{part.stop - 1}", str(device.name), shard)
-            if number:
-                self.pipeline.link(load.rows * activation_bytes(self.spec, part.start, load.captured) // 4)
-
-    def _offload(self, layers: tuple[int, ...]) -> ExpertOffload | None:
-        """Where the experts of these layers lie; None without layers."""
-        if not layers:
-            return None
-        weights = "packed" if self.load.offloaded_packed else "float32"
-        return ExpertOffload(open_expert_cpu(self.devices, weights), frozenset(layers))
 
     def _try_flags(self) -> bool:
         """Whether the devices succeed in waiting for a flag and in raising one."""
@@ -220,6 +180,7 @@ class ServedModel(Service):
                 part.state,
                 part.unpacked,
                 part.offloaded_bytes,
+                part.invariant_rows,
             )
             for part in parts
         )
@@ -309,7 +270,9 @@ class ServedModel(Service):
     def forward(self, message: Announce, input_ready: Event, masks: RowMasks | None = None) -> Work:
         """Queue the announced step, whose input is there once `input_ready` is done."""
         step, pipeline = AnnouncedStep.of(message, input_ready, masks), self.pipeline
-        if len(self.devices) == 1 or (len(step.output_rows) and pipeline.idle and pipeline.failure is None):
+        # A CPU computes during the call: activations in messages are read meanwhile, as the link is slow.
+        inline = len(self.devices) == 1 and (self.load.shared or not self.devices[0].host)
+        if inline or (len(step.output_rows) and pipeline.idle and pipeline.failure is None):
             # Without the pipeline's threads, as a thread takes tens of microseconds to wake up.
             result, over = pipeline.run(step)
             return Work(over, lambda: self._done(message, result))
@@ -477,7 +440,7 @@ class ServedModel(Service):
         if not 0 <= message.device < len(self.devices) or message.observed.flaw:
             raise BackendError(f"nothing can be observed of device {message.device}: {message.observed.flaw}")
         path = profile_path(self.devices[message.device])
-        in_background(functools.partial(note_observed, path, message.observed))
+        in_background(functools.partial(note_observed, path, message.phase, message.observed))
 
     def _saved_state(self, number: int) -> JoinedSavedState:
         if number not in self._saved:

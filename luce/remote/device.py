@@ -52,6 +52,8 @@ class RemoteDevice(HostDevice):
         self.packed = facts.packed
         self.lanes = facts.lanes
         self.kv_dtype = np.dtype(facts.kv_dtype)
+        #: bytes of weights that it holds for the next load
+        self.kept = facts.kept
         self._facts = facts
         #: which of the daemon's devices it is
         self.number = number

@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.ipc.lifecycle import Failed, Hello, Open
-from luce.profiles.profile import DeviceProfile, LinkProfile, Observed
+from luce.profiles.profile import DeviceProfile, LinkProfile, Observed, Phase
 from luce.remote.mask_codec import WireMasks
 from luce.runtime.step import Output, Step
 
@@ -49,6 +49,8 @@ class Measure(msgspec.Struct, tag=True):
     seconds: float
     #: measure devices with stored figures too
     anew: bool = False
+    #: whether products of many rows in int8 are measured, where a device has them
+    int8: bool = False
 
 
 class PeerFigures(msgspec.Struct):
@@ -150,6 +152,8 @@ class LoadedLayers(msgspec.Struct):
     unpacked: int
     #: experts on the CPU of the device's machine
     offloaded: int = 0
+    #: most rows of a step of replies in which a row has the bits that it has alone
+    invariant_rows: int = 0
 
 
 class Loaded(msgspec.Struct, tag=True):
@@ -311,10 +315,11 @@ class Drop(msgspec.Struct, tag=True):
 
 
 class Observe(msgspec.Struct, tag=True):
-    """Keep how a device's decoding steps compare with their prediction beside its profile."""
+    """Keep how a device's work of a phase compares with its prediction, beside its profile."""
 
     #: which of the devices that hold layers
     device: int
+    phase: Phase
     observed: Observed
 
 

@@ -21,7 +21,8 @@ from luce.remote.device import RemoteDevice, Transport
 from luce.remote.messages import Response
 from luce.runtime.cupy_module import cupy_vendor
 from luce.runtime.device import Device, DeviceName
-from luce.runtime.open import VENDORS, named, open_all, open_devices
+from luce.runtime.found import VENDORS
+from luce.runtime.open import named, open_all, open_devices
 
 #: by their place, how to connect to daemons that have no address here, such as those of a cluster: under a name that
 #: messages call them

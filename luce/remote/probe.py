@@ -1,7 +1,8 @@
 """Figures of daemons, before they load: a daemon measures its own devices, the server measures the link to it.
 
-A link is measured with messages of the size of an activation, on the connection that steps use. Where activations lie
-in shared memory, that is what it takes to wake the daemon; the bytes are then copied by the devices themselves.
+A link is measured with small messages and with those of the size of an activation, on the connection that steps use.
+Where activations lie in shared memory, that is what it takes to wake the daemon; the bytes are then copied by the
+devices themselves.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from luce.profiles.profile_cache import default_measuring, profile_key, profile_
 from luce.remote.messages import Measure, Measured, MeasuredDevice, PeerFigures, Probe, Probed
 from luce.runtime.device import Device
 
-# Bytes of a row of hidden states, and of the first and the largest messages that show the bandwidth.
-_ROW, _FEW, _MANY = 4 * 5120, 1 << 18, SMALL_FRAME
-# Most round trips of a row and of many bytes, the fewest, and the seconds after which the fewest must do.
+# Bytes of a message that takes no time beside the latency, of a row of hidden states, and of the first and the largest
+# messages that show the bandwidth.
+_SMALL, _ROW, _FEW, _MANY = 64, 4 * 5120, 1 << 18, SMALL_FRAME
+# Most round trips of few and of many bytes, the fewest, and the seconds after which the fewest must do.
 _TRIPS, _COPIES, _FEWEST, _SECONDS = 50, 5, 3, 2.0
 #: a message must take this many times the latency to show the bandwidth, or this many seconds
 _LONG, _ENOUGH = 20, 0.25
@@ -45,12 +47,13 @@ def measure_devices(devices: Sequence[Device], message: Measure) -> Measured:
 
 def _measured(device: Device, types: Sequence[GGMLQuantizationType], message: Measure, end: float) -> MeasuredDevice:
     key = profile_key(device)
-    known = (
-        None if message.anew else stored_profile(device, types, experts=message.experts, recurrent=message.recurrent)
-    )
+    experts, recurrent, int8 = message.experts, message.recurrent, message.int8
+    known = None
+    if not message.anew:
+        known = stored_profile(device, types, experts=experts, recurrent=recurrent, int8=int8)
     if known is not None or time.monotonic() >= end:
         return MeasuredDevice(key, known)
-    how = replace(default_measuring(device), experts=message.experts, recurrent=message.recurrent, end=end)
+    how = replace(default_measuring(device), experts=experts, recurrent=recurrent, int8=int8, end=end)
     try:
         return MeasuredDevice(key, profile_of(device, types, anew=message.anew, how=how))
     except LuceError as error:
@@ -97,8 +100,8 @@ def ask_figures(ask: Ask, message: Measure, devices: int) -> DaemonFigures:
 
 
 def probe_link(ask: Ask, clock: Callable[[], float] = time.perf_counter) -> LinkProfile:
-    """The link to a daemon: half of the median round trip of a row, and the bandwidth of as many bytes as take long
-    enough, there and back.
+    """The link to a daemon: half of the median round trip of a small message, or of a row without the time of its
+    bytes, whichever is longer; and the bandwidth of as many bytes as take long enough, there and back.
 
     Raises ProtocolError if the daemon sends something else back.
     """
@@ -118,12 +121,14 @@ def probe_link(ask: Ask, clock: Callable[[], float] = time.perf_counter) -> Link
         return statistics.median(found)
 
     trip(np.zeros(_ROW, np.uint8))
-    row = median(_ROW, _TRIPS)
+    small, row = median(_SMALL, _TRIPS), median(_ROW, _TRIPS)
     size = _FEW
     while size < _MANY and trip(np.zeros(size, np.uint8)) < max(_ENOUGH, _LONG * row):
         size *= 4
     size = min(size, _MANY)
     many = median(size, _COPIES)
     bandwidth = 2 * (size - _ROW) / max(many - row, 1e-9)
-    # The row has taken its time on the way too.
-    return LinkProfile(max(0.0, row / 2 - _ROW / bandwidth), bandwidth)
+    # A connection may begin with few bytes, which delays a row; and a link that carries a burst faster than its rate
+    # delivers a row sooner than its bytes take at that rate, which leaves no latency.
+    latency = max(small / 2 - _SMALL / bandwidth, row / 2 - _ROW / bandwidth, 0.0)
+    return LinkProfile(latency, bandwidth)

@@ -18,7 +18,7 @@ from luce.ipc.arena import Arena, shared_arena
 from luce.ipc.channel import SMALL_FRAME, ProtocolError
 from luce.ipc.supervisor import Supervisor
 from luce.models.spec import ModelSpec
-from luce.profiles.profile import Observed
+from luce.profiles.profile import Observed, Phase
 from luce.remote.activation_codec import ActivationCodec
 from luce.remote.device import is_remote
 from luce.remote.mask_codec import MaskEncoder
@@ -29,10 +29,12 @@ from luce.remote.shared_layout import OUTPUT_BUFFERS, OUTPUT_BYTES, OutputLayout
 from luce.runtime.device import Device, Event, Flag
 from luce.runtime.host import HostEvent
 from luce.runtime.step import MAX_CANDIDATES, Output, Step
-from luce.shard.pipeline import decoding_position
+from luce.shard.graphs import MAX_ROWS
+from luce.shard.pipeline import sequence_rows
 from luce.shard.shard import Activation, DaemonState, DeviceInfo, Pending, ShardInfo
 from luce.shard.shard_options import DeviceLayers, OnCaptured, ShardOptions
 from luce.shard.sizes import activation_widths, mirrored
+from luce.shard.timing import SequenceRows
 
 _log = logging.getLogger(__name__)
 
@@ -117,7 +119,7 @@ class RemoteShard:
         #: whether the daemon's devices wait for the arena's flags, and raise them, without the host
         self._uses_flags = False
         #: by the number of the device in `info`, what gets the position and the seconds of decoding steps of one row
-        self._watching: dict[int, Callable[[int, float], None]] = {}
+        self._watching: dict[int, Callable[[SequenceRows, float], None]] = {}
         #: how many steps have been announced: the values of the arena's flags
         self._steps = 0
         #: bytes that went through shared memory, to the daemon and from it
@@ -168,6 +170,8 @@ class RemoteShard:
                     state=part.state,
                     unpacked=part.unpacked,
                     offloaded_bytes=part.offloaded,
+                    # The message takes any number.
+                    invariant_rows=min(part.invariant_rows, MAX_ROWS),
                 )
                 for own, part in parts
             )
@@ -207,18 +211,20 @@ class RemoteShard:
         transport = "shared" if self._shared else "stream"
         return replace(state, transport=transport, gpu_waits=self._uses_flags, waited=self._requests.waited)
 
-    def watch_decoding(self, number: int, on_decoded: Callable[[int, float], None]) -> None:
-        """As Pipeline.watch_decoding, for a device of the daemon by its number in `info`."""
-        self._watching[number] = on_decoded
+    def watch_rows(self, number: int, on_rows: Callable[[SequenceRows, float], None]) -> None:
+        """As Pipeline.watch_rows, for a device of the daemon by its number in `info`."""
+        self._watching[number] = on_rows
 
-    def keep_observed(self, number: int, observed: Observed) -> None:
+    def keep_observed(self, number: int, phase: Phase, observed: Observed) -> None:
         """Let the daemon keep what was observed of a device beside its profile, before the next request."""
-        self._requests.later.append(Observe(number, observed))
+        self._requests.later.append(Observe(number, phase, observed))
 
     def announce(self, step: Step, activation: Activation | None) -> None:
+        source = -1 if activation is None else self._arena.offset(activation[0])
+        if self._announced is not None and self._announced.step is step and self._announced.source == source:
+            return
         self._release()
         self._requests.catch_up()
-        source = -1 if activation is None else self._arena.offset(activation[0])
         target = self._output_buffers[self._steps % OUTPUT_BUFFERS] if self._output_widths else -1
         self._steps += 1
         input_flag = output_flag = None
@@ -326,10 +332,10 @@ class RemoteShard:
         """Check what the devices worked on a step, and tell whoever watches them."""
         if len(seconds) != len(self.info.devices) or not all(0 <= one < math.inf for one in seconds):
             raise ProtocolError(f"it sent {seconds} as the seconds of {len(self.info.devices)} devices")
-        position = decoding_position(step)
-        if position is not None:
-            for number, on_decoded in self._watching.items():
-                on_decoded(position, seconds[number])
+        rows = sequence_rows(step)
+        if rows is not None:
+            for number, on_rows in self._watching.items():
+                on_rows(rows, seconds[number])
 
     def _read(self, layout: OutputLayout, announced: _Announced) -> Output:
         """The Output of a step whose output flag is raised. Raises ProtocolError for ids outside the vocabulary."""

@@ -16,5 +16,6 @@ kernels       kernel sources, their variants and options; compiler compiles and 
 switch_interval  how long threads that read or decode hold the interpreter
 transfer      copies of activations from device to device
 open          device names to devices
+simulated     devices for tests, of which simulated_file says how fast they are
 step          the arrays of a step
 """

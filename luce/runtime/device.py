@@ -20,7 +20,8 @@ from luce.errors import DeviceError
 
 # A NumPy or CuPy array, as the device makes them. CuPy is optional, so no type can name it.
 Array = Any
-DeviceKind = Literal["cpu", "cuda", "hip"]
+#: `sim` is for tests (luce.runtime.simulated)
+DeviceKind = Literal["cpu", "cuda", "hip", "sim"]
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,8 @@ class Device(ABC):
     packed: bool
     #: whether this stands for devices of another process; its `zeros` returns memory that both processes see
     remote = False
+    #: whether it computes; a simulated device only takes the time, and its results are none of the model
+    computes = True
     #: whether it waits for flags and sets them without stopping the host
     uses_flags = False
     #: whether `capture` may be called

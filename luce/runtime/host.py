@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import gc
 import os
 import platform
 import time
@@ -55,6 +58,18 @@ def host_memory() -> Memory:
         return Memory(int(fields["MemAvailable"].split()[0]) * 1024, total)
     except (OSError, KeyError, ValueError):
         return Memory(page * os.sysconf("SC_AVPHYS_PAGES"), total)
+
+
+def give_back_memory() -> None:
+    """Give memory that this process has freed back to the system.
+
+    The C library keeps what lies below memory in use, and for steps of a CPU up to 256 MiB more (luce.runtime.cpu):
+    126 MiB a minute after 311 MB of layers were gone.
+    """
+    gc.collect()
+    # Other C libraries have no malloc_trim.
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 class HostDevice(Device):

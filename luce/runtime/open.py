@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import cast
 
+from luce.config.environment import SIMULATED_DEVICES, environment
 from luce.config.settings import Config, flag
 from luce.errors import DeviceError, UsageError
 from luce.runtime import driver
 from luce.runtime.cpu import CpuDevice
 from luce.runtime.device import Device, DeviceKind, DeviceName
-from luce.runtime.driver import Properties, Vendor
+from luce.runtime.found import VENDORS, found
 from luce.runtime.gpu import GpuDevice
 from luce.runtime.host import HostDevice, host_memory
 
@@ -24,30 +24,14 @@ _DAEMONS = {
     "draft_device": "draft_ipc_bin",
     "prefill_drafter_device": "target_shard_ipc_bin",
 }
-VENDORS: tuple[Vendor, ...] = ("cuda", "hip")
-
-
-@dataclass(frozen=True)
-class Found:
-    """A GPU that a driver reports; CuPy or a compiler may still be missing."""
-
-    name: DeviceName
-    properties: Properties
-
-
-def found() -> list[Found]:
-    """The GPUs that the installed drivers report, CUDA first. Needs no CuPy."""
-    devices = []
-    for vendor in VENDORS:
-        loaded = driver.load(vendor)
-        for index in range(0 if loaded is None else loaded.count()):
-            assert loaded is not None
-            devices.append(Found(DeviceName(vendor, index), loaded.properties(index)))
-    return devices
 
 
 def open_device(name: DeviceName, cpu_weights: str) -> Device:
     """Open one device; `cpu_weights` as in Config. Raises DeviceError with the device and the missing part."""
+    if name.kind == "sim":
+        from luce.runtime.simulated import open_simulated
+
+        return open_simulated(name.index, lambda: open_device(DeviceName("cpu", name.index), cpu_weights))
     if name.kind != "cpu":
         return GpuDevice(name.kind, name.index)
     return CpuDevice(name.index) if cpu_weights == "packed" else HostDevice(name.index)
@@ -125,6 +109,11 @@ def total_memory(config: Config) -> tuple[int, list[str]]:
             return device.memory().total, [str(device.name)]
     total, counted = 0, []
     for name in named(config.target_devices or (config.target_device,)):
+        if name.kind == "sim":
+            simulated = _simulated_memory()
+            total += simulated[name.index] if name.index < len(simulated) else 0
+            counted.append(str(name))
+            continue
         loaded = None if name.place or name.kind == "cpu" else driver.load(name.kind)
         if loaded is not None and name.index < loaded.count():
             total += loaded.properties(name.index).memory
@@ -144,6 +133,10 @@ def _problems(names: Sequence[DeviceName], field: str, beside: Sequence[DeviceNa
             yield f"{name}: is not a device of this machine"
         if name.kind == "cpu" or name.place:
             continue
+        if name.kind == "sim":
+            if name.index >= (count := len(_simulated_memory())):
+                yield f"{name}: the file of {SIMULATED_DEVICES} has {count} devices"
+            continue
         count = _count(name.kind)
         if not count:
             yield f"{name}: no {name.kind} devices are available: {driver.absence(name.kind)} (see `luce doctor`)"
@@ -156,8 +149,18 @@ def _problems(names: Sequence[DeviceName], field: str, beside: Sequence[DeviceNa
         yield f"{listed}: one process drives GPUs of one vendor, cuda or hip{other}"
 
 
-def _count(vendor: Vendor) -> int:
-    loaded = driver.load(vendor)
+def _simulated_memory() -> list[int]:
+    """Bytes of the simulated devices. Raises UsageError for a bad file of them."""
+    if environment(SIMULATED_DEVICES) is None:
+        return []
+    from luce.runtime.simulated_file import read_simulated
+
+    return [device.free for device in read_simulated().devices]
+
+
+def _count(kind: DeviceKind) -> int:
+    """GPUs of a vendor."""
+    loaded = None if kind == "cpu" or kind == "sim" else driver.load(kind)
     return 0 if loaded is None else loaded.count()
 
 

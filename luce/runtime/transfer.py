@@ -143,6 +143,11 @@ class Link:
             staging = (target if source.host else source).pinned(4 * size).view(np.float32)
         return Transfer(target, target.zeros(size), staging, unreleased)
 
+    @property
+    def next_memory(self) -> Array:
+        """Where the arrays of the next transfer will lie, one behind the other."""
+        return self.transfers[self._sends % DEPTH].memory
+
     def send(self, arrays: Sequence[Array], ready: Event) -> Transfer:
         """Queue the copies of float32 arrays [rows, ...] of contiguous rows, which are complete when `ready` is done.
 

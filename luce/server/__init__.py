@@ -18,6 +18,7 @@
                  (_request), for the chat that a body becomes (_chat, _items, _tools) and for its replies (_response)
     segments     a reply's parts as segments; content_blocks and output_items: as blocks and items with their events
     stream       server-sent events, with a limit for slow readers
+    relay        streams in frames, and their records: a stream goes on at another server; stream_frames: the frames
     status       /health, /livez, /v1/models, /metrics
     codex_models the model in Codex's catalogue
     native       llama.cpp's /completion and /infill; native_request and native_response: their bodies and replies

@@ -16,16 +16,18 @@ from aiohttp import web
 from luce import log
 from luce.api import Model
 from luce.engine.events import Event, Failed, Finished, FinishReason, Progress, PromptScores, Tokens
-from luce.errors import DeadlineError, LuceError, RequestError
+from luce.errors import DeadlineError, LuceError, RequestError, ShardLostError
 from luce.server.body import read_body
 from luce.server.genai_span import genai_span
 from luce.server.metrics import Metrics
 from luce.server.prepare import Job
+from luce.server.relay import FramedStream, StreamRecord, begins_record
 from luce.server.replies import Replies
-from luce.server.response import ResponseBuilder
+from luce.server.response import ResponseBuilder, origin
 from luce.server.schema import NamedModel, named_model
-from luce.server.state import CALL, SERVER, Result, Server, check_devices
+from luce.server.state import CALL, SERVER, Call, Result, Server, check_devices
 from luce.server.stream import COMMENT_PING, ClientGoneError, EventStream, ServerSentEvent
+from luce.server.stream_frames import RELAY_HEADER
 from luce.text.grammar import WantedReply
 from luce.text.reply_parser import Part
 
@@ -38,13 +40,15 @@ async def answer(
     builder_type: type[ResponseBuilder],
 ) -> web.StreamResponse:
     """The response to a request. `prepare` makes the job of a body, on a worker thread."""
-    out = EventStream(request, request.app[SERVER].config.write_timeout)
+    server, call = request.app[SERVER], request[CALL]
+    call.relayed = server.keys.is_admin(request.headers.get(RELAY_HEADER, ""))
+    out = (FramedStream if call.relayed else EventStream)(request, server.config.write_timeout)
     try:
         async with received(request, devices=True, out=out) as (body, model):
             job = await prepared(request, prepare, body, model)
             return await _answer(request, job, model, builder_type, out)
     except ClientGoneError:
-        request[CALL].client_gone = True
+        call.client_gone = True
     except Exception as error:
         # Before the headers of a stream that waited for its model, the error has a status.
         if not out.started:
@@ -64,15 +68,21 @@ async def _answer(
     server.metrics.unknown_fields.inc(job.unknown_fields)
     server.metrics.skipped_tools.inc(job.skipped_tools)
     job = await _with_grammar(job, model, server.metrics)
-    builder = builder_type(job, model)
     call = request[CALL]
+    record = _record(call, job)
+    if record is not None:
+        job = replace(job, params=replace(job.params, seed=record.seed))
+        origin.set(record.origin)
+    builder = builder_type(job, model)
     call.log_fields |= {"stream": int(job.stream), "session": _short(job.session)}
     job = replace(job, session=_fair_key(request, job, server.keys.holder(request.headers)))
-    with Replies(job, model, server.metrics, call.arrived) as replies:
+    ended = frozenset[int]() if record is None else record.ended
+    given = {} if record is None else record.given(range(job.choices))
+    with Replies(job, model, server.metrics, call.arrived, given=given, ended=ended) as replies:
         try:
             replies.admit()
             if job.stream:
-                await _stream(request, job, builder, replies, out)
+                await _stream(request, job, builder, replies, out, record)
                 return out.response
             while not replies.ended:
                 index, event = await replies.next()
@@ -85,6 +95,16 @@ async def _answer(
             call.log_fields |= builder.log_fields(call.arrived)
             if server.tracing is not None:
                 call.span = genai_span(job, builder, call.arrived, time.monotonic())
+
+
+def _record(call: Call, job: Job) -> StreamRecord | None:
+    """The record of a stream that may go on elsewhere, or comes from there; None for any other request. Raises
+    RequestError."""
+    if call.record:
+        if not begins_record(job):
+            raise RequestError("this request has no stream that could go on")
+        return StreamRecord.read(call.record)
+    return StreamRecord.new(job) if call.relayed and begins_record(job) else None
 
 
 async def _with_grammar(job: Job, model: Model, metrics: Metrics) -> Job:
@@ -146,22 +166,45 @@ async def prepared(
         left.set()
 
 
-async def _stream(request: web.Request, job: Job, builder: ResponseBuilder, replies: Replies, out: EventStream) -> None:
-    """Send the events of all replies. Raises ClientGoneError."""
+async def _stream(
+    request: web.Request,
+    job: Job,
+    builder: ResponseBuilder,
+    replies: Replies,
+    out: EventStream,
+    record: StreamRecord | None,
+) -> None:
+    """Send the events of all replies, behind those that a record has. Raises ClientGoneError."""
     await out.start()
     try:
-        await _send_replies(request.app[SERVER], job, builder, replies, out)
+        await _open_replies(job, builder, out, record)
+        await _send_replies(request.app[SERVER], builder, replies, out)
+        if record is None or not record.closed:
+            _note(out, "closed")
+            await out.send(builder.ending())
     except ClientGoneError:
         raise
     except Exception as error:
         await _send_failure(request, out, error, builder.failure)
-    if builder.end:
+    if builder.end and (record is None or not record.over):
+        _note(out, "over")
         await out.send_encoded(builder.end)
 
 
-async def _send_replies(server: Server, job: Job, builder: ResponseBuilder, replies: Replies, out: EventStream) -> None:
+async def _open_replies(job: Job, builder: ResponseBuilder, out: EventStream, record: StreamRecord | None) -> None:
+    """Send the first events of all replies. Those that a record has, and what followed them, are only made again."""
+    if record is not None and not record.opened:
+        _note(out, *record.head)
     for index in range(job.choices):
-        await out.send(builder.opening(index))
+        events = list(builder.opening(index))
+        if record is None or index not in record.opened:
+            _note(out, "opened", index)
+            await out.send(events)
+    for index, event in () if record is None else record.events:
+        list(_events(builder, index, event, _add(builder, index, event)))
+
+
+async def _send_replies(server: Server, builder: ResponseBuilder, replies: Replies, out: EventStream) -> None:
     while not replies.ended:
         # Not after each wait alone: the progress of a long prompt is an event that sends nothing.
         if out.silence >= server.config.sse_ping:
@@ -170,16 +213,37 @@ async def _send_replies(server: Server, job: Job, builder: ResponseBuilder, repl
             index, event = await replies.next(server.config.sse_ping - out.silence)
         except TimeoutError:
             continue
+        if isinstance(out, FramedStream):
+            if _goes_on_elsewhere(event):
+                out.abort()
+                raise ClientGoneError
+            out.note_event(index, event)
         parts = _add(builder, index, event)
-        if isinstance(event, Tokens):
-            await out.send(builder.extension(index, parts, event.tokens))
-        elif isinstance(event, Finished):
-            await out.send([*builder.extension(index, parts), *builder.closing(index)])
-        elif isinstance(event, PromptScores):
+        if isinstance(event, PromptScores):
             await out.send_encoded(await server.work(_encoded_scores, builder, index))
-        elif isinstance(event, Progress):
-            await out.send(builder.progress(index, event))
-    await out.send(builder.ending())
+        else:
+            await out.send(_events(builder, index, event, parts))
+
+
+def _events(builder: ResponseBuilder, index: int, event: Event, parts: list[Part]) -> Iterable[ServerSentEvent]:
+    """What a stream says of an event."""
+    if isinstance(event, Tokens):
+        return builder.extension(index, parts, event.tokens)
+    if isinstance(event, Finished):
+        return [*builder.extension(index, parts), *builder.closing(index)]
+    return builder.progress(index, event) if isinstance(event, Progress) else ()
+
+
+def _goes_on_elsewhere(event: Event) -> bool:
+    """Whether an event ends a reply that another server can go on with: this one ends, or has lost a shard."""
+    if isinstance(event, Finished):
+        return event.reason is FinishReason.SHUTDOWN
+    return isinstance(event, Failed) and isinstance(event.error, ShardLostError)
+
+
+def _note(out: EventStream, *values: object) -> None:
+    if isinstance(out, FramedStream):
+        out.note(*values)
 
 
 async def _send_failure(

@@ -75,6 +75,10 @@ class Keys:
         """A name for the key that a header carries, which does not reveal it; empty without keys. Raises AuthError."""
         return _presented(headers).hex()[:16] if self.required else ""
 
+    def is_admin(self, key: str) -> bool:
+        """Whether this is an admin's key."""
+        return _known(_digest(key.encode(errors="surrogateescape")), self._admins)
+
     def check_admin(self, headers: Mapping[str, str], remote: str) -> None:
         """Raises ForbiddenError unless a header has an admin's key; without keys, if `remote` is another machine."""
         if not self.required:

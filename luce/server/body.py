@@ -11,7 +11,8 @@ import zstandard
 from aiohttp import web
 
 from luce.errors import BodyTimeoutError, MediaTypeError, RequestError, TooLargeError
-from luce.server.state import Server
+from luce.server.state import CALL, Server
+from luce.server.stream_frames import record_length
 
 _SECONDS = 60.0
 # As WHATWG's MIME sniffing defines a JSON type.
@@ -25,7 +26,7 @@ _MOST_MEMBERS = 64
 
 
 async def read_body(request: web.Request, server: Server) -> bytes:
-    """The JSON text of a request, expanded in a worker thread.
+    """The JSON text of a request, expanded in a worker thread. A record behind it goes to the request's Call.
 
     Raises MediaTypeError for a body that is not JSON or encoded in another way than gzip, deflate or zstd,
     TooLargeError for one of more than --max-body-mib (expanded), BodyTimeoutError, RequestError.
@@ -44,6 +45,9 @@ async def read_body(request: web.Request, server: Server) -> bytes:
         raise too_large from None
     except web.RequestPayloadError:
         raise RequestError("request body: not encoded as its headers say", code="invalid_body") from None
+    call = request[CALL]
+    if call.relayed and (length := record_length(request.headers)):
+        body, call.record = body[:-length], body[-length:]
     if expand is None:
         return body
     try:

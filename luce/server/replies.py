@@ -6,35 +6,49 @@ import asyncio
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from luce.api import Model
 from luce.engine.admission import SequenceHandle
-from luce.engine.events import Event, Failed, Finished, Started, Tokens
+from luce.engine.events import Event, Failed, Finished, Progress, Started, Tokens
 from luce.errors import LuceError, QueueFullError
 from luce.server.metrics import Metrics
 from luce.server.prepare import Job
 
 # Seconds between tries of a request with waiting sequences and none running: other requests have the queue's places.
 _RETRY_SECONDS = 0.25
+NOTHING_GIVEN: Mapping[int, tuple[int, ...]] = MappingProxyType({})
 
 
 class Replies:
     """All sequences of one job. Used on the event loop; only the engine's events come from another thread.
 
     A job with more sequences than the queue has places is admitted with the first; the others follow when places become
-    free. Use it as `with Replies(...) as replies`: leaving the block cancels the sequences that still run.
+    free. `given`: by choice, the tokens that its reply begins with, which the client has; `ended`: choices that it has
+    whole. Use it as `with Replies(...) as replies`: leaving the block cancels the sequences that still run.
     """
 
-    def __init__(self, job: Job, model: Model, metrics: Metrics, arrived: float) -> None:
+    def __init__(
+        self,
+        job: Job,
+        model: Model,
+        metrics: Metrics,
+        arrived: float,
+        *,
+        given: Mapping[int, tuple[int, ...]] = NOTHING_GIVEN,
+        ended: frozenset[int] = frozenset(),
+    ) -> None:
         self._job = job
         self._model = model
         self._metrics = metrics
         self._arrived = arrived
+        self._given = given
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         # Longest prompt first: if one does not fit the context, the request is refused before anything runs.
-        order = sorted(range(job.choices), key=lambda choice: -len(job.prompts[choice // job.n]))
+        left = [choice for choice in range(job.choices) if choice not in ended]
+        order = sorted(left, key=lambda choice: -len(job.prompts[choice // job.n]))
         self._waiting = deque(order)
         self._running: dict[int, SequenceHandle] = {}
         self._stage: dict[int, str] = {}
@@ -50,8 +64,9 @@ class Replies:
 
     def admit(self) -> None:
         """Queue as many sequences as the queue takes. Raises LuceError if it refuses the first one."""
-        self._submit(self._waiting[0])
-        self._waiting.popleft()
+        if self._waiting:
+            self._submit(self._waiting[0])
+            self._waiting.popleft()
         self._submit_waiting()
 
     def cancel(self) -> None:
@@ -97,6 +112,7 @@ class Replies:
             max_cached_tokens=job.max_cached_tokens,
             reasoning=job.reasoning,
             constraint=None if job.grammar is None else job.grammar.constraint(job.reasoning_tokens),
+            given=self._given.get(choice, ()),
         )
         self._stage[choice] = "queued"
         self._submitted[choice] = time.monotonic()
@@ -121,7 +137,7 @@ class Replies:
             self._waiting.popleft()
 
     def _take(self, choice: int, event: Event, at: float) -> None:
-        if self._closed:
+        if self._closed or (choice in self._given and isinstance(event, Progress)):
             return
         if isinstance(event, Started):
             self._stage[choice] = "prefill"

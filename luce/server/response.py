@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import secrets
+import random
 import string
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 from luce.api import Model
 from luce.engine.events import (
@@ -30,11 +31,26 @@ from luce.text.reply_parser import Part, ReplyParser, joined
 Json = dict[str, Any]
 
 _BASE62 = string.digits + string.ascii_letters
+_SYSTEM = random.SystemRandom()
+
+
+class Origin(NamedTuple):
+    """What the responses of two servers to one request have in common."""
+
+    #: ids are drawn from it
+    names: random.Random
+    #: in seconds since 1970
+    created: int
+
+
+#: that of the present request, if another server may have to go on with its response
+origin: ContextVar[Origin | None] = ContextVar("origin", default=None)
 
 
 def new_id(prefix: str) -> str:
     """`prefix` and 24 random base62 characters."""
-    return prefix + "".join(secrets.choice(_BASE62) for _ in range(24))
+    common = origin.get()
+    return prefix + "".join((_SYSTEM if common is None else common.names).choices(_BASE62, k=24))
 
 
 class ResponseBuilder(ABC):
@@ -53,7 +69,8 @@ class ResponseBuilder(ABC):
         self._job = job
         self._model = model
         self.id = new_id(self.prefix)
-        self.created = int(time.time())
+        common = origin.get()
+        self.created = int(time.time()) if common is None else common.created
         self.choices = [
             Choice(i, job.readings[i // job.n], job.echoes[i // job.n] if job.echoes else None, self._parser(i))
             for i in range(job.choices)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -10,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from luce.config.sampling import SAMPLERS, Sampler
+from luce.decoders import json_decoder
 from luce.errors import RequestError, TooLargeError
 from luce.server.json_size import too_many
 from luce.server.unserved import CHAT, COMPLETION, UNSERVED, refuse_unserved, with_unserved
@@ -283,6 +283,8 @@ def named_model(body: bytes) -> NamedModel:
 
 def converted(value: Any, kind: type[Body], where: str) -> Body:
     """A decoded JSON value of the field `where`, checked. Raises RequestError with `param`."""
+    # Builds what msgspec knows of the type.
+    json_decoder(kind)
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
@@ -324,16 +326,10 @@ def _typed(body: bytes, kind: type[Body]) -> tuple[Body, int]:
     """Builds the fields that Luce knows; the others are skipped, and counted from their names unless the body has very
     many values."""
     with COLLECTOR_OFF:
-        request = decoder(kind).decode(body)
+        request = json_decoder(kind).decode(body)
         names = _NAMES.decode(body) if body.count(b",") < _MOST_NAMED else {}
     known = {field.encode_name for field in msgspec.structs.fields(kind)}
     return request, sum(name not in known for name in names)
-
-
-@functools.cache
-def decoder(kind: type[Body]) -> msgspec.json.Decoder[Body]:
-    """What decodes and checks bodies of this kind."""
-    return msgspec.json.Decoder(kind)
 
 
 # Commas of a body whose names are counted.

@@ -44,6 +44,10 @@ class Call:
     client_gone: bool = False
     #: pattern of the route
     route: str = "other"
+    #: a process in between passes its stream on, in frames (luce.server.relay)
+    relayed: bool = False
+    #: the record of the stream that it continues; empty without one
+    record: bytes = b""
     #: what its trace says, for a request that has a job
     span: GenAISpan | None = None
 

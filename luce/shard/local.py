@@ -20,11 +20,12 @@ from luce.layers.state import DeltaState, KVPool, StateOptions
 from luce.models.spec import ModelSpec
 from luce.ops.embedding import take_rows
 from luce.ops.features import capture
+from luce.ops.matmul import FEW_ROWS
 from luce.ops.sample import argmax, find_candidates, top_k_keys, unpack_candidates
 from luce.runtime.device import Array, Device
 from luce.runtime.step import DeviceStep, Int32, Output, Span, SpanArrays, Step, StepShape, branches_of
 from luce.shard.device_masks import DeviceMasks
-from luce.shard.graphs import GraphRunner
+from luce.shard.graphs import MAX_ROWS, GraphRunner
 from luce.shard.local_state import LocalState
 from luce.shard.page_ranking import PageRanker
 from luce.shard.shard import Activation, DeviceInfo, Pending, ShardInfo
@@ -96,8 +97,11 @@ class LocalShard:
         unpacked = builder.weights.store_copies(own.unpack_bytes)
         held = state_bytes(device, spec, layers, options).total(pages, options.slots)
         part = DeviceInfo(str(device.name), layers, builder.weights.nbytes, held, unpacked)
+        # More rows are launched one by one.
+        part = replace(part, invariant_rows=min(MAX_ROWS, builder.weights.invariant_rows))
         if builder.offloaded is not None:
             part = replace(part, offloaded=own.offloaded, offloaded_bytes=builder.offloaded.nbytes)
+            part = replace(part, invariant_rows=FEW_ROWS)
         self.info = ShardInfo((part,))
         device.synchronize()
 
@@ -178,7 +182,7 @@ class LocalShard:
             self._layers[index](stream, step)
             if index in self._captured:
                 output = self.device.empty((step.rows, stream.x.shape[1]), np.uint16)
-                capture(self.device, stream.x, stream.delta, output)
+                capture(self.device, stream.x, stream.pending(), output)
                 captured.append(output.view(np.float32))
         if self._head is None:
             copies = () if stream.beside is None else (stream.beside,)

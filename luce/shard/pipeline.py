@@ -19,7 +19,7 @@ from luce.runtime.device import Event
 from luce.runtime.step import Step
 from luce.runtime.transfer import Link, Transfer
 from luce.shard.shard import Activation, Pending, Shard, TransientActivation
-from luce.shard.timing import Clock, ShardTimes
+from luce.shard.timing import Clock, SequenceRows, ShardTimes
 
 #: A shard's result for a step, and the event that ends its work; for the last shard, the event that `leave` returns.
 Result = tuple[Transfer | Activation | Pending, Event]
@@ -101,6 +101,11 @@ class Pipeline:
 
     def run(self, step: Step) -> Result:
         """Run a step through all shards on this thread."""
+        for number, link in enumerate(self.links, start=1):
+            # A CPU computes during its call: the daemon of the next one reads and checks the step meanwhile.
+            before, shard = self.shards[number - 1], self.shards[number]
+            if before.device.host and shard.device.host and shard.remote:
+                shard.announce(step, (link.next_memory,))
         result = self._run(0, step, self._enter(step))
         for number in range(1, len(self.shards)):
             result = self._run(number, step, _transfer(result))
@@ -131,7 +136,7 @@ class Pipeline:
             start = device.record(timing=True)
             made = shard.forward(step, arrays)
             end = device.record(timing=True)
-            self._work[number].add(start, end, decoding_position(step))
+            self._work[number].add(start, end, sequence_rows(step))
             result: Transfer | Activation | Pending = made
             if number < len(self.links):
                 assert isinstance(made, tuple)
@@ -173,10 +178,10 @@ class Pipeline:
             for device, work, copied in zip(self._devices, self._work, copies, strict=True)
         )
 
-    def watch_decoding(self, shard: int, on_decoded: Callable[[int, float], None] | None) -> None:
-        """Let a function get the position and the seconds of each decoding step of one row in a shard, when
-        `count_times` counts it."""
-        self._work[shard].on_decoded = on_decoded
+    def watch_rows(self, shard: int, on_rows: Callable[[SequenceRows, float], None] | None) -> None:
+        """Let a function get the rows and the seconds of each step of one sequence in a shard, when `count_times`
+        counts it."""
+        self._work[shard].on_rows = on_rows
 
     def work_seconds(self) -> list[float]:
         """Seconds that each shard's counted work took since the start."""
@@ -214,9 +219,10 @@ class Pipeline:
         self.shards.clear()
 
 
-def decoding_position(step: Step) -> int | None:
-    """The position of the row of a decoding step of one row; None for other steps."""
-    return int(step.positions[0]) if step.rows == len(step.output_rows) == 1 else None
+def sequence_rows(step: Step) -> SequenceRows | None:
+    """The rows of a step on one sequence; None for steps on several ones, and where several rows have outputs."""
+    outputs = len(step.output_rows)
+    return SequenceRows(int(step.positions[0]), step.rows, outputs) if len(step.spans) == 1 >= outputs else None
 
 
 def _transfer(result: Result) -> Transfer:

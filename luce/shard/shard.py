@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from luce.ops.matmul import FEW_ROWS
 from luce.runtime.device import Array, Device
 from luce.runtime.step import Int32, Output, Step
 from luce.shard.saved_state import SavedState, StatePiece
@@ -47,6 +48,8 @@ class DeviceInfo:
     offloaded: tuple[int, ...] = ()
     #: bytes of these experts, in the machine's memory
     offloaded_bytes: int = 0
+    #: most rows of a step of replies in which a row has the bits that it has alone
+    invariant_rows: int = FEW_ROWS
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,11 @@ class ShardInfo:
     def layers(self) -> range:
         """The layers of all its devices."""
         return range(self.devices[0].layers.start, self.devices[-1].layers.stop)
+
+    @property
+    def invariant_rows(self) -> int:
+        """Most rows of a step of replies in which a row has the bits that it has alone, on each of its devices."""
+        return min(part.invariant_rows for part in self.devices)
 
     @property
     def weights(self) -> int:
@@ -224,7 +232,8 @@ class Shard(Protocol):
         """The reason why this shard will never work again; empty while it works. Any thread may call it."""
 
     def announce(self, step: Step, activation: Activation | None) -> None:
-        """Announce the step of the next `forward` and the arrays of its activation, before these have their values."""
+        """Announce the step of the next `forward` and the arrays of its activation, before these have their values.
+        Only the first call for a step counts."""
 
     def forward(self, step: Step, activation: Activation | None) -> Activation | Pending:
         """Queue the layers' work on a step's rows. `activation` is None for the first shard.

@@ -27,6 +27,16 @@ class Durations:
 
 
 @dataclass(frozen=True)
+class SequenceRows:
+    """A step's rows, where all are of one sequence and at most one of them has an output."""
+
+    #: of the first row
+    position: int
+    rows: int
+    outputs: int
+
+
+@dataclass(frozen=True)
 class ShardTimes:
     """Times of a shard."""
 
@@ -59,29 +69,29 @@ class Clock:
     """Collects times of one device. One thread adds intervals, one thread counts them, any thread may read."""
 
     def __init__(self) -> None:
-        self._open: deque[tuple[Event, Event, int | None]] = deque()
+        self._open: deque[tuple[Event, Event, SequenceRows | None]] = deque()
         self._counted = Histogram()
-        #: gets the position and the seconds of each counted decoding step of one row
-        self.on_decoded: Callable[[int, float], None] | None = None
+        #: gets the rows and the seconds of each counted interval that has rows
+        self.on_rows: Callable[[SequenceRows, float], None] | None = None
 
     @property
     def total(self) -> float:
         """Seconds of all counted intervals."""
         return self._counted.total
 
-    def add(self, start: Event, end: Event, position: int | None = None) -> None:
+    def add(self, start: Event, end: Event, rows: SequenceRows | None = None) -> None:
         """Add the interval between two events with timing, which may be pending. Intervals come in the order of their
-        ends. `position`: of the row, if the interval is a decoding step of one row."""
-        self._open.append((start, end, position))
+        ends. `rows`: of the step, if they are of one sequence (luce.shard.pipeline.sequence_rows)."""
+        self._open.append((start, end, rows))
 
     def count(self) -> None:
         """Count the finished intervals. Raises DeviceError if the work before an event failed."""
         while self._open and self._open[0][1].done():
-            start, end, position = self._open.popleft()
+            start, end, rows = self._open.popleft()
             seconds = end.seconds_since(start)
             self._counted.add(seconds)
-            if position is not None and self.on_decoded is not None:
-                self.on_decoded(position, seconds)
+            if rows is not None and self.on_rows is not None:
+                self.on_rows(rows, seconds)
 
     def forget(self) -> None:
         """Drop the intervals that are not counted yet: their work failed."""

@@ -86,15 +86,19 @@ def test_several_sequences_with_acceptance_given(tmp_path: Path, capsys: pytest.
     draft = tmp_path / "draft.gguf"
     bench_draft.make(TARGET, draft, Type.Q8_0, 2, (4, 2, 32), generation=2)
     found = bench_draft.load_table(
-        str(TARGET), (1, 2), (0.0, 1.0), 20, 64, draft=str(draft), target_devices="cpu:0", max_ctx=200
+        str(TARGET), (1, 2), (0.0, 1.0), 20, 64, rounds=2, draft=str(draft), target_devices="cpu:0", max_ctx=200
     )
     rows = found["load"]
     assert [(row["sequences"], row["acceptance"]) for row in rows] == [(1, 0.0), (1, 1.0), (2, 0.0), (2, 1.0)]
     for row in rows:
         assert row["equal"] and row["state"] == "on"
-        assert row["gain"] == row["drafted"] / row["plain"] > 0 and row["plain_spread"] >= 0
-        # What is verified depends on times; nothing is accepted at 0, and everything at 1.
-        assert 1 <= row["tokens_per_step"] <= (1 if row["acceptance"] == 0 else 8)
+        assert row["gain"] > 0 and row["gain_spread"] >= 0 and row["plain_spread"] >= 0
+        assert 0 < row["plain_step"] < 60
+        # What is verified depends on times, at 0 perhaps nothing; then nothing is accepted, and everything at 1.
+        if row["acceptance"] == 0:
+            assert row["tokens_per_step"] in (0, 1)
+        else:
+            assert 1 <= row["tokens_per_step"] <= 8
     bench_draft.show(found)
     assert capsys.readouterr().out.count("yes") == 4
     with pytest.raises(LuceError, match="too short to run at once"):

@@ -17,6 +17,7 @@ from luce.runtime.host import HostDevice
 from luce.runtime.step import Output, Step
 from luce.shard.local import LocalShard
 from luce.shard.shard import Activation, Pending
+from tests.support.covering import each_kind
 from tests.support.daemons import devices, with_flags
 from tests.support.drive import Driver
 from tests.support.emulated import EmulatedDevice
@@ -82,7 +83,7 @@ def test_outputs_of_layers(reference: Reference, make_driver: MakeDriver) -> Non
         assert np.abs(values - expected).max() <= error
 
 
-@each_file
+@each_kind()
 def test_placements_change_nothing(reference: Reference, make_driver: MakeDriver) -> None:
     prompt, results = reference.expected["prompt_long"], []
     layers = len(reference.spec.layers)

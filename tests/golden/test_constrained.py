@@ -13,7 +13,7 @@ from luce.api import Generation
 from luce.config.sampling import SamplingParams
 from luce.engine.admission import SequenceHandle
 from luce.engine.events import EventSink, FinishReason
-from tests.support.draft_identity import CASES, PACKED, PAIRS, PLACES, TINY, prompts
+from tests.support.draft_identity import CASES, PACKED, PAIRS, PLACES, TINY, prompts, some
 
 SCHEMA = {
     "type": "object",
@@ -86,7 +86,7 @@ def test_every_constrained_reply_is_valid(plain: list[tuple[list[int], str]]) ->
 
 @pytest.mark.parametrize(
     ("pair", "place"),
-    [case for case in CASES if case[0] in ("trained model", "trained draft's trees", "prompt lookup")],
+    some(case for case in CASES if case[0] in ("trained model", "trained draft's trees", "prompt lookup")),
 )
 def test_drafting_and_placement_change_no_token(plain: list[tuple[list[int], str]], pair: str, place: str) -> None:
     draft = {"draft": PAIRS[pair].draft, "ddtree": PAIRS[pair].tree}

@@ -6,15 +6,12 @@ import shutil
 import time
 from pathlib import Path
 
-import pytest
-
+from tests.support.covering import each_kind
 from tests.support.disk_models import ask, load, saved
-from tests.support.reference import Reference, references
-
-each_file = pytest.mark.parametrize("reference", references(), ids=lambda r: r.name)
+from tests.support.reference import Reference
 
 
-@each_file
+@each_kind()
 def test_greedy_after_a_restart(reference: Reference, tmp_path: Path) -> None:
     prompt, expected = (reference.expected[f"{key}_long"].tolist() for key in ("prompt", "greedy"))
     with load(reference.path, tmp_path) as model:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -27,13 +28,16 @@ def test_any_placement_restores_what_any_other_one_saved(name: str, tmp_path: Pa
     layers = len(reference.spec.layers)
     splits: list[tuple[float, ...]] = [(), (1.0,) * layers, (2.0, layers - 2.0)]
     for i, before in enumerate(splits):
-        for j, after in enumerate(splits):
-            directory = tmp_path / f"{i}{j}"
-            for split, tier in ((before, "none"), (after, "disk")):
-                devices = tuple(f"cpu:{n}" for n in range(len(split) or 1))
-                with load(reference.path, directory, target_devices=devices, target_layer_split=split) as model:
-                    known = saved(model, prompt) if tier == "disk" else 0
-                    assert ask(model, prompt, 32) == (expected, known, tier)
+        copies = [tmp_path / f"{i}{j}" for j in range(len(splits))]
+        for split, directory in zip((before, *splits), (tmp_path / f"{i}", *copies), strict=True):
+            devices = tuple(f"cpu:{n}" for n in range(len(split) or 1))
+            with load(reference.path, directory, target_devices=devices, target_layer_split=split) as model:
+                known, tier = (saved(model, prompt), "disk") if directory in copies else (0, "none")
+                assert ask(model, prompt, 32) == (expected, known, tier)
+            if directory not in copies:
+                # Each finds what this one saved, and nothing else.
+                for copy in copies:
+                    shutil.copytree(directory, copy)
 
 
 def test_only_the_same_placement_restores_what_is_to_be_exact(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

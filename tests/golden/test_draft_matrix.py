@@ -1,20 +1,24 @@
 """Drafted replies are those of plain decoding, token for token: greedy and sampled beside each other, chains and trees,
-on every placement, 1, 4, 16 and 64 sequences at once, which end one after another.
+on every placement, 1, 4, 16, 32 and 64 sequences at once, which end one after another, in steps of up to 64 rows.
 
 From packed weights: test_draft_identity_untrained.py has NumPy's device.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from functools import cache
 from typing import Any
 
 import pytest
 
 import luce
-from tests.support.draft_identity import FIT, PACKED, PAIRS, PLACES, prompts
+from luce.backend.layersplit import LayerSplitBackend
+from luce.runtime.step import Output, Step
+from tests.support.draft_identity import FIT, PACKED, PAIRS, PLACES, prompts, some
 
-BATCHES = (1, 4, 16, 64)
+BATCHES = (1, 4, 16, 32, 64)
 #: of a reply each in turn
 SAMPLED: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -50,15 +54,24 @@ def plain() -> dict[int, list[list[int]]]:
         return replies(model)
 
 
-@pytest.mark.parametrize("name", DRAFTS)
-@pytest.mark.parametrize("place", PLACES)
-def test_replies_are_those_of_plain_decoding(name: str, place: str) -> None:
-    pair, expected = PAIRS[name], plain()
+@pytest.mark.parametrize(("name", "place"), some(itertools.product(DRAFTS, PLACES)))
+def test_replies_are_those_of_plain_decoding(name: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair, expected, steps = PAIRS[name], plain(), Counter[int]()
+    forward = LayerSplitBackend.forward
+
+    def noted(backend: LayerSplitBackend, step: Step, *arguments: Any) -> Output:
+        if any(span.speculative for span in step.spans):
+            steps[sum(span.rows for span in step.spans if span.speculative or span.rows == 1)] += 1
+        return forward(backend, step, *arguments)
+
+    monkeypatch.setattr(LayerSplitBackend, "forward", noted)
     with luce.load(pair.target, draft=pair.draft, ddtree=pair.tree, parallel=64, **PACKED, **PLACES[place]) as model:
         # As `luce serve` does: with its measured times and captured steps.
         model.warm_up()
         found, stats = replies(model), model.engine.stats().draft
     for batch in BATCHES:
         assert found[batch] == expected[batch], f"{batch} sequences at once"
+        assert model.backend.capacity.invariant_rows == 64
+    assert 20 < max(steps) <= 64 and sum(steps[rows] for rows in steps if rows > 16) > 20
     # Sequences that are left over are drafted for, whatever the batch.
     assert stats is not None and stats.on and stats.proposed > 200

@@ -3,18 +3,27 @@ of int8 products where the layers are on a GPU's kernels."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
 import luce
-from luce.backend.expert_placement import ExpertRequest, requested_layers
+from luce.backend import measured_devices
+from luce.backend.expert_placement import ExpertBytes, ExpertRequest, requested_layers
+from luce.backend.placement import RESERVE, plan_shards
+from luce.backend.serving_options import ServingOptions
+from luce.gguf.reader import open_gguf
+from luce.profiles.profile import DeviceProfile, FormatProfile, LinkProfile
 from luce.runtime.cpu import CpuDevice
 from luce.runtime.device import Device
 from luce.runtime.gpu import GpuDevice
 from luce.runtime.host import HostDevice
+from luce.runtime.simulated import SimulatedDevice
 from luce.shard.local import LocalShard
 from tests.support.capturing import CapturingDevice, SharingDevice
 from tests.support.daemons import with_flags
@@ -28,6 +37,7 @@ from tests.support.golden_checks import (
 )
 from tests.support.make_driver import MakeDriver
 from tests.support.reference import Reference, check_logits, references
+from tests.support.simulated import card, machine, write
 
 MIXTURES = [r for r in references() if any(r.spec.mixture(layer) for layer in range(len(r.spec.layers)))]
 
@@ -154,3 +164,66 @@ def test_replayed_steps_on_this_gpu(name: str, make_driver: MakeDriver, gpu: Dev
     check_replayed(reference, *drivers)
     (shard,) = drivers[0].backend.shards
     assert isinstance(shard, LocalShard) and shard.replayed > 0
+
+
+def card_of(free: int, cpu: Device) -> SimulatedDevice:
+    """A simulated card with so many bytes, for which a CPU computes."""
+    return SimulatedDevice(machine(card(free, computes=True)), 0, cpu)
+
+
+def room(reference: Reference, cpu: Device, layers: int) -> int:
+    """Bytes of a card that holds the model with the experts of so many of its layers."""
+    with open_gguf(reference.path) as file:
+        options = ServingOptions(slots=4, context=256)
+        (whole,) = plan_shards(file, reference.spec, [card_of(1 << 40, cpu)], options)
+        away = sorted(requested_layers("cpu", reference.spec))[layers:]
+        placed = ExpertBytes(file, reference.spec, None).placed(away, cpu)
+    return int((whole.needed - placed) / (1 - RESERVE)) + 1
+
+
+# A MoE model's experts by F32 on NumPy, and by K quants on compiled kernels.
+@pytest.mark.parametrize("name", ["gemma4-moe-F32", "laguna-a-F32", "laguna-b-Q4_K_M"])
+def test_a_simulated_card_leaves_out_what_it_cannot_hold(name: str, make_driver: MakeDriver) -> None:
+    reference = Reference(name)
+    made: Callable[[int], Device] = CpuDevice if "Q4" in name else HostDevice
+    present = sorted(requested_layers("cpu", reference.spec))
+    found = {}
+    for kept in (len(present), 1, 0):
+        device = card_of(room(reference, made(0), kept), made(0))
+        driver = make_driver(reference, [device], experts=ExpertRequest(made(1), auto=True))
+        (part,) = driver.backend.devices
+        assert part.device == "sim:0" and list(part.offloaded) == present[kept:]
+        found[kept] = logits(driver, reference)
+    whole = logits(make_driver(reference, [made(0)]), reference)
+    for kept, rows in found.items():
+        np.testing.assert_array_equal(rows, whole, err_msg=f"experts of {kept} layers on the card")
+
+
+def slow_cpu(device: Device, types: Iterable[GGMLQuantizationType], **how: Any) -> DeviceProfile:
+    """The figures of a CPU on which no layer is worth while."""
+    figures = FormatProfile(1e6, {1: 1e6}, None, 0.0, False, {1: 1.0})
+    formats = {type.name: figures for type in types}
+    return DeviceProfile(str(device.name), "slow", 0.0, 1e-3, 1e-3, LinkProfile(1e-6, 1e10), formats)
+
+
+@pytest.mark.parametrize("name", ["gemma4-moe-F32", "laguna-a-F32"])
+def test_a_plan_leaves_out_what_a_card_cannot_hold(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(measured_devices, "profile_of", slow_cpu)
+    monkeypatch.setattr(measured_devices, "stored_profile", lambda *device, **how: None)
+    reference, file = Reference(name), tmp_path / "sim.json"
+    monkeypatch.setenv("LUCE_SIM_DEVICES", str(file))
+    prompt, present = reference.expected["prompt_17"].tolist(), sorted(requested_layers("cpu", reference.spec))
+    for kept in (len(present), 1, 0):
+        write(file, card(room(reference, HostDevice(), kept), computes=True))
+        settings = {
+            "target_devices": "sim:0,cpu:0",
+            "optimize": "decode",
+            "experts_on": "auto",
+            "max_ctx": 256,
+            "parallel": 4,
+        }
+        with luce.load(reference.path, **settings) as model:
+            generation = model.generate(prompt, max_tokens=12, ignore_eos=True, temperature=0)
+            assert [token.id for token in generation] == reference.expected["greedy_17"][:12].tolist()
+            (stage,) = model.placement
+            assert stage["device"] == "sim:0" and stage["experts_on_cpu"] == present[kept:]

@@ -15,8 +15,9 @@ import luce
 from luce.config.sampling import SamplingParams
 from luce.engine.events import Event, Failed, Finished, Timings, Tokens
 from luce.errors import RequestError
+from tests.support.covering import each_kind
 from tests.support.draft_replies import KINDS
-from tests.support.reference import DIRECTORY, Reference, errors, references
+from tests.support.reference import DIRECTORY, Reference, errors
 from tests.support.warm import WARM
 
 TINY = Path(__file__).parents[2] / "models" / "tiny"
@@ -68,7 +69,7 @@ def test_logits_equal_transformers(name: str) -> None:
     assert errors(counted, expected).max() > 1e-3
 
 
-@pytest.mark.parametrize("reference", references(), ids=lambda r: r.name)
+@each_kind()
 def test_every_family_takes_them_on_every_placement(reference: Reference) -> None:
     prompt = reference.expected["prompt_long"].tolist()
     ids = gapped(len(prompt))

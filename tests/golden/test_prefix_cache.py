@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 
 import luce
+from tests.support.covering import each_kind
 from tests.support.generate import ask
-from tests.support.reference import Reference, references
-
-each_file = pytest.mark.parametrize("reference", references(), ids=lambda r: r.name)
+from tests.support.reference import Reference
 
 
-@each_file
+@each_kind()
 def test_greedy(reference: Reference) -> None:
     prompt, expected = (reference.expected[f"{key}_long"].tolist() for key in ("prompt", "greedy"))
     other = reference.expected["prompt_17"].tolist() * 12
@@ -26,7 +25,7 @@ def test_greedy(reference: Reference) -> None:
         assert model.engine.stats().pages_used == 0
 
 
-@each_file
+@each_kind()
 def test_turns(reference: Reference) -> None:
     # A reply of 40 tokens is read back in the next turn: computed row by row when it was said, now from the cache.
     first, more = reference.expected["prompt_17"].tolist(), reference.expected["prompt_long"].tolist()[:50]

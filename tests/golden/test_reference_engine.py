@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import luce
+from tests.support.covering import each_kind
 from tests.support.reference import Reference, errors, references
 
 each_file = pytest.mark.parametrize("reference", references(), ids=lambda r: r.name)
@@ -27,7 +28,7 @@ def test_greedy(reference: Reference) -> None:
         assert model.engine.stats().pages_used == 0
 
 
-@each_file
+@each_kind()
 def test_logits(reference: Reference) -> None:
     with luce.load(reference.path, target_devices="cpu:0", max_ctx=512, chunk=50) as model:
         actual = model.logits(reference.expected["prompt_long"].tolist())[-16:]

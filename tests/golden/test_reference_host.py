@@ -7,6 +7,7 @@ import pytest
 
 from luce.runtime.host import HostDevice
 from luce.shard.sizes import activation_bytes
+from tests.support.covering import each_kind
 from tests.support.golden_checks import (
     TREES,
     check_batched,
@@ -22,20 +23,30 @@ from tests.support.reference import Reference, references
 each_file = pytest.mark.parametrize("reference", references(), ids=lambda r: r.name)
 
 
-@each_file
-@pytest.mark.parametrize("chunk", [1000, 7, 1])
-def test_logits_and_greedy_tokens(reference: Reference, make_driver: MakeDriver, chunk: int) -> None:
+def check_in_chunks(reference: Reference, make_driver: MakeDriver, chunk: int) -> None:
+    """The logits of all prompts, cut into chunks, and the greedy tokens behind them."""
     driver = make_driver(reference, [HostDevice()])
     prompts = check_logits_in_chunks(reference, driver, "f32", chunk)
     check_greedy_tokens(reference, driver, prompts, error=0)
 
 
 @each_file
+def test_logits_and_greedy_tokens(reference: Reference, make_driver: MakeDriver) -> None:
+    check_in_chunks(reference, make_driver, 1000)
+
+
+@each_kind()
+@pytest.mark.parametrize("chunk", [7, 1])
+def test_logits_and_greedy_tokens_in_chunks(reference: Reference, make_driver: MakeDriver, chunk: int) -> None:
+    check_in_chunks(reference, make_driver, chunk)
+
+
+@each_kind()
 def test_batched(reference: Reference, make_driver: MakeDriver) -> None:
     check_batched(reference, make_driver(reference, [HostDevice()]), "f32", error=0)
 
 
-@each_file
+@each_kind()
 def test_rows_of_trees_are_those_of_chains(reference: Reference, make_driver: MakeDriver) -> None:
     devices = [HostDevice(i) for i in range(min(3, len(reference.spec.layers)))]
     driver = make_driver(reference, devices, verify_rows=16)
@@ -70,14 +81,14 @@ def test_residual_stream(reference: Reference, make_driver: MakeDriver) -> None:
         assert sum(array[0].nbytes for array in handed) == activation_bytes(reference.spec, boundary)
 
 
-@each_file
+@each_kind()
 def test_shards_change_nothing(reference: Reference, make_driver: MakeDriver) -> None:
     layers = len(reference.spec.layers)
     counts = sorted({min(count, layers) for count in (1, 2, 3, 4, layers)})
     check_shards(reference, (make_driver(reference, [HostDevice(i) for i in range(count)]) for count in counts))
 
 
-@each_file
+@each_kind()
 def test_save_and_restore(reference: Reference, make_driver: MakeDriver) -> None:
     # One shard per layer: every block that lends keys and values has mirrors elsewhere.
     check_restored(reference, make_driver(reference, [HostDevice(i) for i in range(len(reference.spec.layers))]))

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import socket
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 import luce
 from luce.api import Model
 from luce.assembly import relocate
+from luce.cluster.member_peer import MemberPeer
 from luce.errors import DeviceError, LuceError
+from luce.layers.kept_weights import KeptWeights
+from luce.remote.daemon import serve
 from tests.support.daemons import HERE
 from tests.support.reference import Reference
 
@@ -23,7 +27,8 @@ AT = (2, 9, 17)
 
 
 def load(reference: Reference, **settings: Any) -> Model:
-    return luce.load(reference.path, cpu_weights="float32", max_ctx=512, **{"kv_cache_dir": "off", **settings})
+    fields = {"kv_cache_dir": "off", "cpu_weights": "float32", **settings}
+    return luce.load(reference.path, max_ctx=512, **fields)
 
 
 def moving(model: Model, prompt: list[int], tokens: int, moves: dict[int, dict[str, Any]]) -> list[int]:
@@ -105,6 +110,123 @@ def test_a_placement_that_fails_leaves_a_model_that_can_move_again() -> None:
         assert model.down() == "box is missing"
         model.engine.relocate(lambda: relocate(model, model.config))
         assert not model.down()
+        assert moving(model, prompt, len(expected), {}) == expected
+
+
+@pytest.mark.parametrize("weights", ["float32", "packed"])
+@pytest.mark.parametrize("name", ["qwen35moe-b-Q4_K_M", "gemma4-e-F32"])
+def test_layers_that_stay_on_their_device_are_not_read_again(name: str, weights: str) -> None:
+    reference = Reference(name)
+    prompt, expected = (reference.expected[f"{key}_long"].tolist() for key in ("prompt", "greedy"))
+    layers = len(reference.spec.layers)
+    with load(reference, cluster="home", cluster_resume=5, cpu_weights=weights) as model:
+        found = model.backend.loaded
+        whole = found.read
+        assert whole > 0 and found.kept == 0
+
+        def moved(tokens: int, devices: tuple[str, ...], *split: float) -> tuple[int, int]:
+            settings: dict[str, Any] = {"target_devices": devices, "target_layer_split": split}
+            assert moving(model, prompt, len(expected), {tokens: settings}) == expected
+            return model.backend.loaded.read, model.backend.loaded.kept
+
+        # The last layers go elsewhere, with the head, and come back.
+        read, kept = moved(3, ("cpu:0", "cpu:1"), layers - 1.0, 1.0)
+        assert 0 < read < whole and 0 < kept < whole
+        again, rest = moved(5, ("cpu:0",))
+        assert 0 < again <= read and rest >= kept
+        # Tables of per-layer embeddings are on both.
+        assert read + kept >= again + rest == whole
+        # Nothing moves: nothing is read, but a table of which a device has some columns.
+        same, all_kept = moved(7, ("cpu:0",))
+        assert same + all_kept == whole and all_kept > kept
+        assert same == 0 or reference.spec.per_layer
+        # All layers go.
+        assert moved(9, ("cpu:1",))[1] == 0
+
+
+class Member:
+    """A member's daemon in threads of this process, one connection after another; its weights stay between them."""
+
+    def __init__(self) -> None:
+        self.weights = KeptWeights()
+        self.threads: list[threading.Thread] = []
+
+    def connect(self, label: str) -> MemberPeer:
+        ours, theirs = zip(*(socket.socketpair() for _ in range(2)), strict=True)
+        for thread in self.threads:
+            thread.join()
+        options: dict[str, Any] = {"can_share": False, "server_timeout": 30.0, "weights": self.weights}
+        options["locate"] = lambda load, on_progress: Path(load.path)
+        self.threads.append(threading.Thread(target=serve, args=theirs, kwargs=options))
+        self.threads[-1].start()
+        return MemberPeer(*cast("Any", ours))
+
+
+def test_a_member_keeps_its_layers_between_connections(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "luce.remote")
+    reference = Reference("qwen35moe-b-Q4_K_M")
+    prompt, expected = (reference.expected[f"{key}_long"].tolist() for key in ("prompt", "greedy"))
+    box, layers = Member(), float(len(reference.spec.layers))
+
+    def loads() -> list[tuple[int, int]]:
+        own = [
+            r for r in caplog.records if r.name == "luce.remote.daemon_layers" and r.getMessage() == "weights loaded"
+        ]
+        fields = [record.__dict__["fields"] for record in own]
+        return [(each["read"], each["kept"]) for each in fields]
+
+    with load(reference, cluster="home", cluster_resume=5, cpu_weights="packed") as model:
+        connects = {"member://box/": box.connect}
+
+        def move(*split: float) -> None:
+            devices = ("cpu:0", "member://box/cpu:0")[: len(split)]
+            there = dataclasses.replace(model.config, target_devices=devices, target_layer_split=split)
+            model.engine.relocate(lambda: relocate(model, there, connects))
+            assert moving(model, prompt, len(expected), {}) == expected
+
+        move(layers - 2, 2)
+        first, none = loads()[-1]
+        assert first > 0 and none == 0
+        move(layers - 1, 1)
+        read, kept = loads()[-1]
+        assert read == 0 and 0 < kept < first
+        move(layers - 2, 2)
+        assert loads()[-1] == (first - kept, kept)
+        # What it holds while it has no layers counts as free for whoever connects, and goes when it is told so.
+        move(1)
+        box.weights.release()
+        move(layers - 2, 2)
+        assert loads()[-1] == (first, 0)
+
+
+def test_the_old_placement_is_loaded_again_from_what_was_kept() -> None:
+    reference = Reference("qwen35-a-F32")
+    prompt, expected = (reference.expected[f"{key}_long"].tolist() for key in ("prompt", "greedy"))
+    with load(reference, cluster="home", cluster_resume=5, cpu_weights="packed") as model:
+        bad = dataclasses.replace(model.config, target_devices=("cpu:0", "cpu:1"), target_layer_split=(1.0, 1.0, 1.0))
+
+        def replace() -> None:
+            with pytest.raises(LuceError):
+                relocate(model, bad)
+            with pytest.raises(DeviceError, match="would not be faster by enough"):
+                relocate(model, model.config, worth=lambda plan: False)
+            relocate(model, model.config)
+
+        threads = []
+        ids = []
+        for token in model.generate(prompt, max_tokens=len(expected), temperature=0, ignore_eos=True):
+            ids.append(token.id)
+            if len(ids) == 3:
+                threads.append(threading.Thread(target=model.engine.relocate, args=(replace,)))
+                threads[-1].start()
+        for thread in threads:
+            thread.join()
+        assert ids == expected
+        assert model.backend.loaded.read == 0 and model.backend.loaded.kept > 0
+        # Where nothing follows, nothing stays.
+        model.backend.unload("box is missing")
+        model.engine.relocate(lambda: relocate(model, model.config))
+        assert model.backend.loaded.kept == 0
         assert moving(model, prompt, len(expected), {}) == expected
 
 

@@ -10,10 +10,11 @@ import pytest
 from numpy.typing import NDArray
 
 from luce.runtime.host import HostDevice
+from tests.support.covering import each_kind
 from tests.support.daemons import devices, key_file, with_flags
 from tests.support.make_driver import MakeDriver
 from tests.support.placements import placement_results
-from tests.support.reference import Reference, references
+from tests.support.reference import Reference
 from tests.support.warm import WARM
 from tools.listening_daemon import listener
 
@@ -59,7 +60,7 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> tuple[tuple[str, Path], .
     return (("", with_flags(tmp_path_factory.mktemp("flags") / "python")),)
 
 
-@pytest.mark.parametrize("reference", references(), ids=lambda r: r.name)
+@each_kind()
 def test_daemons_change_nothing(
     reference: Reference, local: Results, make_driver: MakeDriver, key: Path, flags: tuple[tuple[str, Path], ...]
 ) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from luce.config.settings import Config
 from luce.remote.open import open_placement
-from luce.runtime.open import found
+from luce.runtime.found import found
 from tests.support.daemons import HERE, devices, within
 from tests.support.make_driver import MakeDriver
 from tests.support.placements import placement_results

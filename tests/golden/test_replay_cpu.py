@@ -6,9 +6,10 @@ import pytest
 
 from luce.runtime.cpu import CpuDevice
 from luce.shard.local import LocalShard
+from tests.support.covering import each_kind
 from tests.support.golden_checks import check_replayed
 from tests.support.make_driver import MakeDriver
-from tests.support.reference import Reference, references
+from tests.support.reference import Reference
 
 
 class Eager(CpuDevice):
@@ -17,7 +18,7 @@ class Eager(CpuDevice):
     captures = False
 
 
-@pytest.mark.parametrize("reference", references(), ids=lambda r: r.name)
+@each_kind()
 def test_bits(reference: Reference, make_driver: MakeDriver) -> None:
     driver = make_driver(reference, [CpuDevice()])
     check_replayed(reference, driver, make_driver(reference, [Eager()]))

@@ -13,6 +13,7 @@ from luce import assembly
 from luce.draft.drafter import Drafter
 from luce.draft.open import PreparedDrafter
 from luce.runtime.host import HostDevice
+from tests.support.covering import each_kind
 from tests.support.drafters import ScriptedDrafter, sometimes
 from tests.support.make_driver import MakeDriver
 from tests.support.reference import Reference, references
@@ -39,7 +40,7 @@ def knowing(reference: Reference) -> Drafter:
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("reference", references(), ids=lambda r: r.name)
+@each_kind()
 def test_greedy(reference: Reference, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scripted = PreparedDrafter(None, lambda first, last: knowing(reference))
     monkeypatch.setattr(assembly, "open_drafter", lambda *_, **__: scripted)

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from luce.backend.microbatch import split_microbatches
 from luce.runtime.device import Array, CopyStream, Device
+from luce.runtime.found import found
 from luce.runtime.gpu import GpuDevice
 from luce.runtime.gpu_stream import GpuCopyStream
 from luce.runtime.host import HostDevice
-from luce.runtime.open import found
 from luce.shard import graphs
 from luce.shard.local import LocalShard
 from tests.support.drive import Driver

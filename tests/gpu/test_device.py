@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from luce.errors import DeviceError, OutOfMemoryError
 from luce.runtime import compiler, kernels
+from luce.runtime.found import found
 from luce.runtime.gpu import GpuDevice
 from luce.runtime.kernels import KernelBuild
-from luce.runtime.open import found
 
 pytestmark = pytest.mark.gpu
 

@@ -56,6 +56,21 @@ async def test_metrics_hold_the_times_of_each_shard() -> None:
         assert text.count("luce_device_memory_bytes{") == 2
 
 
+async def test_metrics_hold_what_is_predicted_of_each_shard() -> None:
+    async with running() as here:
+        assert here.model.plan is not None
+        _, text, _ = await here.get("/metrics")
+        shards = here.model.plan.prediction.shards
+        assert shards
+        for number, stage in enumerate(shards):
+            for phase, seconds in (("decode", stage.decode), ("piece", stage.piece)):
+                labels = f'device="{stage.shard.device}",phase="{phase}",shard="{number}"'
+                assert f"luce_predicted_seconds{{{labels}}} {seconds.total!r}\n" in text
+        here.model.plan = None
+        _, text, _ = await here.get("/metrics")
+        assert "luce_predicted_seconds" not in text
+
+
 async def test_metrics_hold_the_state_of_each_daemon() -> None:
     async with running() as here:
         draft = DaemonState("draft", "cpu:3", True, 1, "stream", False, {("stream", "sent"): 5}, None)

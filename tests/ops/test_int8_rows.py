@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from unittest import mock
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
-from luce.ops import matmul_prefill
+from luce.models.spec import Activation
+from luce.ops import int8_rows, matmul_prefill
 from luce.ops.fp16 import to_fp16
-from luce.ops.int8_rows import Int8Rows, empty_int8, multiply, to_int8
+from luce.ops.int8_rows import Int8Rows, Int8Sums, empty_int8, gated_to_int8, multiply, to_floats, to_int8
 from luce.ops.matmul import matmul
-from luce.ops.matmul_prefill import BLAS_ROWS, copy_bytes, store_copy
+from luce.ops.matmul_prefill import BLAS_ROWS, copy_bytes, int8_sums, multiplies_int8, store_copy
+from luce.ops.norm import rms_norm_to_int8
 from luce.ops.weight import Weight, upload_weight
 from luce.runtime.device import Device
 from tests.support.devices import on_devices
@@ -93,10 +97,100 @@ def test_products_have_exact_sums(device: Device, n: int, rows: int, cols: int) 
     for made, values in zip(own, (x, weight), strict=True):
         to_int8(device, device.upload(values), made)
     out = device.empty((n, rows + 8))[:, 4 : 4 + rows]
-    multiply(device, *own, out)
+    multiply(device, own[0], own[1], out)
     (q, s), (p, t) = ((device.download(r.values).astype(np.float64), device.download(r.scale)) for r in own)
     expected = (q @ p.T).astype(F32) * s[:, None] * t
     np.testing.assert_array_equal(device.download(out), expected)
+
+
+_GATES: dict[Activation, Callable[[NDArray[np.float64], NDArray[np.float64]], NDArray[np.float64]]] = {
+    "silu": lambda g, u: g / (1 + np.exp(-g)) * u,
+    "gelu": lambda g, u: g / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (g + 0.044715 * g**3))) * u,
+    "clamped_swiglu": lambda g, u: (np.clip(u, -7, 7) + 1) * np.minimum(g, 7) / (1 + np.exp(-1.702 * np.minimum(g, 7))),
+}
+
+
+def _near(rows: Int8Rows, device: Device, exact: NDArray[np.float64]) -> None:
+    """Rows are `exact`, rounded: by half a step, and what float32 adds."""
+    n, cols = exact.shape
+    values, scale = device.download(rows.values), device.download(rows.scale)
+    assert values.shape == (n, -(-cols // 128) * 128) and not values[:, cols:].any()
+    np.testing.assert_allclose(scale, np.abs(exact).max(axis=1) / 127, rtol=1e-5)
+    error = np.abs(values[:, :cols] * scale[:, None].astype(np.float64) - exact).max(axis=1)
+    assert (error <= scale * 0.5001 + 1e-6 * np.abs(exact).max(axis=1)).all()
+
+
+@on_devices(
+    "cols, activation",
+    [(8, "silu"), (136, "gelu"), (520, "clamped_swiglu"), (4400, "silu")],
+    host=[],
+    gpu=[(17408, "silu"), (21504, "gelu")],
+)
+def test_gates_of_sums(device: Device, cols: int, activation: Activation) -> None:
+    """Longer rows than a block keeps in registers too."""
+    rng, n = np.random.default_rng(cols), 3
+    sums = rng.integers(-(1 << 20), 1 << 20, (n, 2 * cols), np.int32)
+    rows, features = rng.random(n).astype(F32) + F32(0.5), (rng.random(2 * cols) * 1e-5).astype(F32)
+    both = (sums.astype(np.float64) * rows[:, None] * features).astype(np.float64)
+    with mock.patch.object(int8_rows, "_GATED_THREADS", 64 if cols == 4400 else 768):
+        made = gated_to_int8(device, Int8Sums(*map(device.upload, (sums, rows, features))), activation)
+    assert made.shape == (n, cols)
+    _near(made, device, _GATES[activation](both[:, :cols], both[:, cols:]))
+
+
+@on_devices("d", [8, 136, 5128], host=[])
+@pytest.mark.parametrize("added", [False, True])
+def test_norms(device: Device, d: int, added: bool) -> None:
+    rng = np.random.default_rng(d)
+    x, delta, weight = (rng.standard_normal(shape).astype(F32) for shape in ((3, d), (3, d), d))
+    stream = device.upload(x)
+    made = rms_norm_to_int8(device, stream, device.upload(delta) if added else None, device.upload(weight), 1e-6)
+    total = x + delta if added else x
+    np.testing.assert_array_equal(device.download(stream), total)
+    exact = total.astype(np.float64)
+    _near(made, device, exact / np.sqrt((exact**2).mean(axis=1, keepdims=True) + 1e-6) * weight)
+
+
+@on_devices("d", [8, 136, 5128], host=[])
+def test_norms_after_sums(device: Device, d: int) -> None:
+    """The delta as sums gives the stream and the rows that the delta as floats gives."""
+    rng = np.random.default_rng(d)
+    x, weight = (rng.standard_normal(shape).astype(F32) for shape in ((3, d), d))
+    values = rng.integers(-(1 << 20), 1 << 20, (3, d), np.int32)
+    rows, features = rng.random(3).astype(F32), (rng.random(d) * 1e-6).astype(F32)
+    sums = Int8Sums(*map(device.upload, (values, rows, features)))
+    streams = [device.upload(x), device.upload(x)]
+    made = [
+        rms_norm_to_int8(device, stream, delta, device.upload(weight), 1e-6)
+        for stream, delta in zip(
+            streams, (sums, device.upload(values.astype(F32) * rows[:, None] * features)), strict=True
+        )
+    ]
+    for own, other in zip(
+        (streams[0], made[0].values, made[0].scale), (streams[1], made[1].values, made[1].scale), strict=True
+    ):
+        np.testing.assert_array_equal(device.download(own), device.download(other))
+    np.testing.assert_array_equal(device.download(streams[0]), x + values.astype(F32) * rows[:, None] * features)
+    floats = to_floats(device, sums)
+    np.testing.assert_array_equal(device.download(floats), values.astype(F32) * rows[:, None] * features)
+
+
+@on_devices("stored", [False, True], host=[])
+def test_sums_are_those_of_products(device: Device, stored: bool) -> None:
+    """In slices of the weight, or by its copy: sums times scales are the bits of the product."""
+    x = device.upload(_rows(BLAS_ROWS, 512, 5))
+    weight = upload_weight(device, [random_tensor(name, 260, 512, i) for i, name in enumerate(("Q4_K", "Q6_K"))])
+    assert not multiplies_int8(device, BLAS_ROWS, weight)
+    weight.int8 = True
+    assert multiplies_int8(device, BLAS_ROWS, weight) and not multiplies_int8(device, BLAS_ROWS - 1, weight)
+    assert not multiplies_int8(device, BLAS_ROWS, _weight(device, 257))
+    if stored:
+        store_copy(device, weight)
+    with mock.patch.object(matmul_prefill, "BUFFER_BYTES", 128 * 512 * 2):
+        sums = int8_sums(device, x, weight)
+        product = device.download(matmul(device, x, weight))
+    values, rows, features = (device.download(part) for part in (sums.values, sums.rows, sums.features))
+    np.testing.assert_array_equal(values.astype(F32) * rows[:, None] * features, product)
 
 
 def _weight(device: Device, features: int) -> Weight:
@@ -140,6 +234,7 @@ def test_the_error_of_products(device: Device) -> None:
 
 
 def test_rows_are_cut_with_their_scales() -> None:
-    rows = Int8Rows(np.arange(6).reshape(3, 2), np.arange(3))
+    rows = Int8Rows(2, np.arange(6).reshape(3, 2), np.arange(3))
+    assert rows[1:].shape == (2, 2)
     np.testing.assert_array_equal(rows[1:].values, [[2, 3], [4, 5]])
     np.testing.assert_array_equal(rows[1:].scale, [1, 2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.cluster_processes import EXPECTED, REFERENCE, ask, greedy, member_of, serve, starting
+from tests.support.cluster_processes import EXPECTED, REFERENCE, ask, greedy, member_of, serve, serving_member, starting
 from tests.support.daemons import within
 
 
@@ -32,9 +33,16 @@ def test_a_machine_joins_and_holds_layers(start: Any, tmp_path: Path) -> None:
     # The token is not on the command line, which every user of the machine can read.
     member = start("member", "join", "-", "--model-dir", str(models), "--devices", "cpu:0", stdin=command + "\n")
     assert within(200, lambda: ask(port, "/health") == (200, {"status": "ok"})), (server.log, member.log)
+    lines = [Path(f"/proc/{process.child.pid}/cmdline").read_bytes() for process in (server, member)]
+    assert b"--model-dir" in lines[1] and not any(command.encode() in line for line in lines)
     assert greedy(port) == EXPECTED
     shards = ask(port, "/props")[1]["runtime"]["target_sharding"]
     found = member_of(start)
+    status = start("server", "cluster", "status", "--json")
+    assert status.ended() == 0, status.log
+    assert [(m["name"], m["layers"]) for m in json.loads("".join(status.out))["members"]] == [
+        (found["name"], found["layers"])
+    ]
     name, layers = found["name"], shards[1]["layers"]
     assert found["layers"] == [f"{layers[0]}..{layers[1]}"]
     assert [shard["device"] for shard in shards] == ["cpu:0", f"member://{name}/cpu:0"]
@@ -82,7 +90,7 @@ def test_a_machine_that_comes_late_is_used_by_a_new_placement(start: Any, tmp_pa
     replanned = start("server", "cluster", "replan")
     assert replanned.ended() == 0, replanned.log
     assert greedy(port) == EXPECTED
-    assert within(60, lambda: devices() == 2) and member_of(start)["state"] == "serving", server.log
+    assert within(60, lambda: devices() == 2) and serving_member(start), server.log
     # Without the machine, the model comes back to what is there.
     member.child.send_signal(signal.SIGKILL)
     member.ended()

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.support.cluster_processes import REFERENCE, TOKENS, Process, Streams, ask, member_of, serve, starting
+from tests.support.cluster_processes import (
+    REFERENCE,
+    TOKENS,
+    Process,
+    Streams,
+    ask,
+    member_of,
+    processes_of,
+    serve,
+    serving_member,
+    starting,
+)
 from tests.support.daemons import within
 from tests.support.network_namespaces import ADDRESS, HERE, NAMESPACE, cable, ip
 
 __all__ = ["cable"]
-
-
-def processes_of(folder: Path) -> set[int]:
-    """Processes of this test, by their directories."""
-    found = set()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                if str(folder).encode() in (entry / "environ").read_bytes():
-                    found.add(int(entry.name))
-            except OSError:
-                continue
-    return found - {os.getpid()}
 
 
 def test_streams_go_on_behind_kills_freezes_and_pulled_cables(cable: None, tmp_path: Path) -> None:
@@ -65,8 +62,7 @@ def test_streams_go_on_behind_kills_freezes_and_pulled_cables(cable: None, tmp_p
             streams.wait_begun(tokens)
             member = disturb(member)
             assert streams.wait() == expected, (disturb.__name__, server.log[-30:], member.log[-30:])
-            found = member_of(start)
-            assert (found["state"], found["losses"]) == ("serving", losses), found
+            assert serving_member(start)["losses"] == losses
         member.child.send_signal(signal.SIGTERM)
         assert member.ended() == 0
         server.child.send_signal(signal.SIGTERM)

@@ -10,18 +10,12 @@ import pytest
 from luce.cluster import wire
 from luce.cluster.admin import ask as command
 from luce.cluster.cluster_files import ClusterFiles
-from tests.support.cluster_processes import EXPECTED, FLAGS, REFERENCE, Process, ask, greedy, port_of, serve, starting
+from tests.support.cluster_processes import EXPECTED, FLAGS, REFERENCE, ask, greedy, port_of, resident, serve, starting
 from tests.support.daemons import within
 
 MEMBERS = 8
 #: most MiB that the members may add to the server, and that one of them may take
 ADDED, OWN = 30, 80
-
-
-def resident(process: Process) -> float:
-    """MiB of a process's resident memory."""
-    status = Path(f"/proc/{process.child.pid}/status").read_text()
-    return int(status.partition("VmRSS:")[2].split()[0]) / 1024
 
 
 @pytest.mark.slow

@@ -5,7 +5,17 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-from tests.support.cluster_processes import EXPECTED, PROMPT, REFERENCE, ask, greedy, member_of, serve, starting
+from tests.support.cluster_processes import (
+    EXPECTED,
+    PROMPT,
+    REFERENCE,
+    ask,
+    greedy,
+    member_of,
+    serve,
+    serving_member,
+    starting,
+)
 from tests.support.daemons import within
 from tests.support.network_namespaces import ADDRESS, HERE, NAMESPACE, NETWORK, cable, ip
 
@@ -23,8 +33,8 @@ def test_a_pulled_cable_and_a_coordinator_that_is_killed(cable: None, tmp_path: 
         member = start("member", "join", server.found(r"luce join (\S+)"), *flags, prefix=prefix)
         assert within(200, lambda: ask(port, "/health")[0] == 200), (server.log, member.log)
         assert greedy(port) == EXPECTED
-        found = member_of(start)
-        assert (found["state"], found["address"]) == ("serving", f"{NETWORK}2")
+        found = serving_member(start)
+        assert found["address"] == f"{NETWORK}2"
 
         ip("link", "set", HERE, "down")
         # Nothing arrives any more, not even the end of the connection: it is missed.
@@ -42,6 +52,6 @@ def test_a_pulled_cable_and_a_coordinator_that_is_killed(cable: None, tmp_path: 
         again, port = serve(start, listen=address)
         # The member connects by itself, with the key that the coordinator still knows.
         assert within(200, lambda: ask(port, "/health")[0] == 200), (again.log, member.log)
-        assert greedy(port) == EXPECTED and member_of(start)["state"] == "serving"
+        assert greedy(port) == EXPECTED and serving_member(start)
         member.child.send_signal(signal.SIGTERM)
         assert member.ended() == 0

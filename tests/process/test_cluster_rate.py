@@ -1,51 +1,37 @@
-"""A cluster over a cable of 100 Mbit/s: the planner measures it, and predicts with it. CL-A9 of the acceptance tests.
-
-Predicted and measured speed are printed, not judged: what else runs here decides about them too.
+"""A cluster over a cable of 100 Mbit/s, and over one of 1 Gbit/s with a relay that delays: the planner measures both
+links, and predicts with them. CL-A9 of the acceptance tests. Predicted and measured speed are printed, not judged: what
+else runs here decides about them too.
 """
 
 from __future__ import annotations
 
-import json
+import os
+import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.cluster_processes import EXPECTED, PROMPT, REFERENCE, ask, greedy, serve, starting
-from tests.support.network_namespaces import ADDRESS, NAMESPACE, cable, limit_rate
+from tests.support.cluster_processes import REFERENCE
 
-__all__ = ["cable"]
-#: bytes per second that the cable carries, with what the first packets of a burst gain
-MOST = 100e6 / 8 * 1.1
+TOOL = Path(__file__).parents[2] / "tools" / "check_cluster_rate.py"
 
 
 @pytest.mark.slow
-def test_the_planner_sees_how_fast_the_cable_is(
-    cable: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    limit_rate(100)
-    models = tmp_path / "models"
-    models.mkdir()
-    (models / "model.gguf").symlink_to(REFERENCE.path)
-    with starting(tmp_path) as start:
-        planned = ["--devices", "cpu:1", "--optimize", "balanced", "--pin-devices", "--optimize-prompt", "187"]
-        planned += ["--measure-budget", "300"]
-        server, port = serve(start, *planned, listen=f"{ADDRESS}:0")
-        flags = ["--model-dir", str(models), "--devices", "cpu:0"]
-        prefix = ["ip", "netns", "exec", NAMESPACE]
-        start("member", "join", "-", *flags, prefix=prefix, stdin=server.found(r"luce join (\S+)") + "\n")
-        server.found("ready model=", 400)
-        assert greedy(port) == EXPECTED
-        for number in range(4):
-            body = {"prompt": [number, *PROMPT * 11], "n_predict": 64, "temperature": 0, "ignore_eos": True}
-            assert ask(port, "/completion", body)[0] == 200
-        shown = start("server", "cluster", "status", "--json")
-        assert shown.ended() == 0, shown.log
-        status = json.loads("".join(shown.out))
-        (box,), plan = status["members"], status["plan"]
-        assert [stage["device"] for stage in plan["stages"]] == ["cpu:0", "cpu:1", f"member://{box['name']}/cpu:0"]
-        assert 0 < box["bytes_per_second"] < MOST
-        with capsys.disabled():
-            print(f"\nlink {box['bytes_per_second'] / 1e6:.2f} MB/s, round trip {box['round_trip_ms']:.2f} ms")
-            for what in ("decode", "prompt"):
-                predicted, measured = (plan[f"{kind}_{what}_tok_s"] for kind in ("predicted", "measured"))
-                print(f"{what}: predicted {predicted:.0f} tok/s, measured {measured:.0f}: {measured / predicted:.2f}")
+@pytest.mark.timeout(900)
+def test_the_planner_sees_how_fast_a_cable_is(capsys: pytest.CaptureFixture[str]) -> None:
+    if os.geteuid() or shutil.which("tc") is None or len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("makes a network namespace, which only root can, with the programs ip and tc, and needs two cores")
+    command = [sys.executable, str(TOOL), str(REFERENCE.path), "--rounds", "1", "--prompt", "1024"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    with capsys.disabled():
+        print(done.stdout)
+    # 1: the speed is not what was predicted.
+    assert done.returncode in (0, 1)
+    links = re.findall(r"by the planner (\S+) MB/s, (\S+) ms", done.stdout)
+    assert len(links) == len(re.findall(r"^decoding: ", done.stdout, re.MULTILINE)) == 2
+    (slow, _), (fast, late) = ((float(rate), float(latency)) for rate, latency in links)
+    # What the first packets of a burst gain may be counted.
+    assert 0 < slow < 100e6 / 8 / 1e6 * 1.1 < fast and late >= 1

@@ -21,6 +21,7 @@ from luce.profiles.profile import DeviceProfile, FormatProfile, LinkProfile, Obs
 from luce.profiles.profile_cache import profile_path, read_profile
 from luce.runtime.device import DeviceName
 from luce.runtime.open import open_all
+from luce.shard.timing import SequenceRows
 from tests.support.daemons import HERE, devices, within
 from tests.support.drive import Driver
 from tests.support.reference import Reference
@@ -41,17 +42,17 @@ def test_layers_lie_on_the_named_devices_of_a_daemon(order: tuple[int, ...]) -> 
             sequence = driver.start()
             logits = driver.feed((sequence, PROMPT.astype(np.int32)))[0]
             assert int(logits[-1].argmax()) == GREEDY[0]
-            seen: dict[str, list[tuple[int, float]]] = {str(device.name): [] for device in own}
+            seen: dict[str, list[tuple[SequenceRows, float]]] = {str(device.name): [] for device in own}
             for name, steps in seen.items():
-                backend.watch_decoding(name, lambda position, seconds, steps=steps: steps.append((position, seconds)))
+                backend.watch_rows(name, lambda rows, seconds, steps=steps: steps.append((rows, seconds)))
             for token in GREEDY[:5]:
                 driver.feed((sequence, np.array([token], np.int32)))
             driver.feed((sequence, np.array(GREEDY[5:7], np.int32)))
             driver.feed((sequence, np.array([GREEDY[7]], np.int32)))
     for steps in seen.values():
-        assert [position for position, _ in steps][:5] == [17, 18, 19, 20, 21]
+        assert [rows for rows, _ in steps][:5] == [SequenceRows(position, 1, 1) for position in range(17, 22)]
         # Of the last step a device of this process may not be counted yet.
-        assert [position for position, _ in steps][5:] in ([], [24])
+        assert [rows for rows, _ in steps][5:] in ([], [SequenceRows(24, 1, 1)])
         assert all(0 < seconds < 60 for _, seconds in steps)
 
 
@@ -64,25 +65,25 @@ def test_a_daemon_keeps_what_a_server_observes_of_its_devices(monkeypatch: pytes
     figures = FormatProfile(1e9, {1: 1e9, 512: 1e10}, None, 0.1, False)
     known = DeviceProfile("cpu:0", "x", time.time(), 1e-5, 1e-9, LinkProfile(1e-6, 1e9), {"F32": figures})
     path.parent.mkdir(parents=True)
-    path.write_bytes(msgspec.json.encode({"format": 2, "profile": known}))
+    path.write_bytes(msgspec.json.encode({"format": 3, "profile": known}))
     settings: dict[str, Any] = {"max_ctx": 256, "kv_cache_dir": "off", "target_devices": "cpu:0,cpu:1"}
     settings |= {"target_shard_ipc_bin": HERE, "cpu_weights": "float32"}
     # The link to the daemon is measured before a load that plans.
     with open_gguf(REFERENCE.path) as file, devices("cpu:0,cpu:1") as opened:
         measured(ModelOnDevices(file, REFERENCE.spec, opened, ServingOptions(context=256)))
     stored: list[Observed] = []
-    monkeypatch.setattr(observation, "note_observed", lambda path, observed: stored.append(observed))
+    monkeypatch.setattr(observation, "note_observed", lambda path, phase, observed: stored.append(observed))
     with luce.load(REFERENCE.path, **settings) as model:
         assert model.plan is not None
         before = model.plan.prediction.shards[1].decode.total
         list(model.generate(PROMPT.tolist(), max_tokens=60, ignore_eos=True, temperature=0))
         # Of this process's device the server itself keeps it, of the other one the daemon.
-        assert within(60, lambda: (kept := read_profile(path)) is not None and kept.observed is not None)
+        assert within(60, lambda: (kept := read_profile(path)) is not None and bool(kept.observed))
     found = read_profile(path)
-    assert stored and found is not None and found.observed is not None
-    assert found.observed.steps in (20, 40)
+    assert stored and found is not None
+    assert found.observed["decode"].steps in (20, 40)
     with luce.load(REFERENCE.path, **settings) as model:
         assert model.plan is not None
-        ratio = min(2.0, max(0.5, found.observed.ratio))
+        ratio = min(2.0, max(0.5, found.observed["decode"].ratio))
         assert model.plan.prediction.shards[1].decode.total == pytest.approx(before * ratio, rel=0.1)
-        assert model.plan.facts["profiles"]["cpu:1"]["observed"] == found.observed.ratio
+        assert model.plan.facts["profiles"]["cpu:1"]["observed"] == found.observed["decode"].ratio

@@ -1,4 +1,4 @@
-"""Thirty turns of agents with a real model over shards here and in a daemon, and over a restart in the middle: from the
+"""Turns of agents with a real model over shards here and in a daemon, and over a restart in the middle: from the
 second turn on, only new tokens are read."""
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from luce.config.directories import user_cache_directory
 from tests.support.agent_conversations import ChatConversation, ClaudeConversation, CodexConversation
 
@@ -25,7 +27,8 @@ Json = dict[str, Any]
 ROOT = Path(__file__).parents[2]
 #: has recurrent state, which cannot be rewound, and a template that shows a reply again as it was
 MODEL = ROOT / "models" / "tiny" / "target.gguf"
-TURNS = 30
+#: twelve, of which the restart is in the middle, and in the nightly check thirty
+TURNS = (12, 30)
 #: three shards: the first is here, the others are in a daemon that runs this interpreter
 SPLIT = ("--devices", "cpu:0,cpu:1,cpu:2", "--shard-python", sys.executable)
 #: tools whose calls are short, so that none is cut, and have many spellings; in a conversation some come several times
@@ -103,7 +106,8 @@ def conversations() -> list[ChatConversation | CodexConversation | ClaudeConvers
     ]
 
 
-def test_only_what_is_new_is_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [TURNS[0], pytest.param(TURNS[1], marks=pytest.mark.slow)])
+def test_only_what_is_new_is_read(count: int, tmp_path: Path) -> None:
     known: dict[object, int] = {}
 
     def talk(url: str, turns: range, conversation: ChatConversation | CodexConversation | ClaudeConversation) -> int:
@@ -120,8 +124,8 @@ def test_only_what_is_new_is_read(tmp_path: Path) -> None:
         return calls
 
     talks = conversations()
-    half = TURNS // 2
-    for turns in (range(half), range(half, TURNS)):
+    half = count // 2
+    for turns in (range(half), range(half, count)):
         with serving(tmp_path, *SPLIT) as url, ThreadPoolExecutor(len(talks)) as threads:
             *forced, _ = threads.map(partial(talk, url, turns), talks)
             assert forced == [half, half, half]

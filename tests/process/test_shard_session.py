@@ -303,8 +303,8 @@ def test_steps(server: Server) -> None:
     server.send(Drop((5,)))
     server.refused(Restore(5, 1, ((3,),), 0), "no saved state 5")
     for device, ratio in ((1, 1.0), (-1, 1.0), (0, 0.0), (0, -1.0), (0, float("nan")), (0, 1e30)):
-        server.refused(Observe(device, Observed(ratio, 1000)), "nothing can be observed")
-    server.refused(Observe(0, Observed(1.0, 0)), "nothing can be observed")
+        server.refused(Observe(device, "decode", Observed(ratio, 1000)), "nothing can be observed")
+    server.refused(Observe(0, "prompt", Observed(1.0, 0)), "nothing can be observed")
     again = output().output
     assert again is not None and (again.logits == expected.logits).all()
 

@@ -15,6 +15,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+import msgspec
+import pytest
+
+from luce.cluster import admin, wire
+from luce.cluster.cluster_files import ClusterFiles
 from tests.support.clusters import needs_keys
 from tests.support.daemons import within
 from tests.support.reference import Reference
@@ -77,30 +82,45 @@ class Process:
         self.ended()
 
 
+class Start:
+    """Starts `luce` under a name, which has directories of its own below `folder`."""
+
+    def __init__(self, folder: Path, opened: contextlib.ExitStack) -> None:
+        self.folder = folder
+        self._opened = opened
+
+    def __call__(self, name: str, *arguments: str, **options: Any) -> Process:
+        process = Process(self.folder / name, *arguments, **options)
+        self._opened.callback(process.close)
+        return process
+
+
 @contextlib.contextmanager
-def starting(folder: Path) -> Iterator[Any]:
-    """A function that starts `luce` under a name, which has directories of its own."""
+def starting(folder: Path) -> Iterator[Start]:
+    """What starts the processes of a test, which end with it."""
     needs_keys()
     with contextlib.ExitStack() as opened:
-
-        def begin(name: str, *arguments: str, **options: Any) -> Process:
-            process = Process(folder / name, *arguments, **options)
-            opened.callback(process.close)
-            return process
-
-        yield begin
+        yield Start(folder, opened)
 
 
-def serve(start: Any, *more: str, listen: str = "127.0.0.1:0") -> tuple[Process, int]:
-    """A server of a cluster, and its port."""
-    flags = ["--cluster", "home", "--cluster-listen", listen, "--cluster-wait", "300", "--devices", "cpu:0"]
-    process = start("server", "serve", str(REFERENCE.path), *flags, *more, *FLAGS)
+def serve(
+    start: Any, *more: str, listen: str = "127.0.0.1:0", model: Path = REFERENCE.path, **options: Any
+) -> tuple[Process, int]:
+    """A server of a cluster, and its port; of a flag that comes twice the one of `more` counts."""
+    flags = ["--cluster", "home", "--cluster-listen", listen, "--cluster-wait", "300", "--cluster-drain", "0"]
+    process = start("server", "serve", str(model), *flags, "--devices", "cpu:0", *FLAGS, *more, **options)
     return process, port_of(process)
 
 
 def port_of(server: Process) -> int:
     """The port on which a server listens, once it does."""
     return int(server.found(r"listening url=http://127\.0\.0\.1:(\d+)"))
+
+
+def resident(process: Process) -> float:
+    """MiB of a process's resident memory."""
+    status = Path(f"/proc/{process.child.pid}/status").read_text()
+    return int(status.partition("VmRSS:")[2].split()[0]) / 1024
 
 
 def ask(port: int, path: str, body: Any = None) -> Any:
@@ -123,23 +143,51 @@ def greedy(port: int) -> list[int]:
     return list(answer["tokens"])
 
 
-def members_of(start: Any) -> dict[str, dict[str, Any]]:
+def command(start: Start, asked: wire.Command) -> wire.Status | wire.Done:
+    """What the coordinator answers to a command: asked for as by `luce cluster`, but by this process. An interpreter
+    takes half a second until it asks, in which a reply may end."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_DATA_HOME", str(start.folder / "server"))
+        return admin.ask(ClusterFiles("home", make=False), asked)
+
+
+def members_of(start: Start) -> dict[str, dict[str, Any]]:
     """The members by name, as `luce cluster status` has them."""
-    status = start("server", "cluster", "status", "--json")
-    assert status.ended() == 0, status.log
-    return {member["name"]: member for member in json.loads("".join(status.out))["members"]}
+    status = command(start, wire.AskStatus())
+    assert isinstance(status, wire.Status)
+    return {member["name"]: member for member in json.loads(msgspec.json.encode(status))["members"]}
 
 
-def member_of(start: Any) -> dict[str, Any]:
+def processes_of(folder: Path) -> set[int]:
+    """Processes of a test with this folder, by their environment."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if str(folder).encode() in (entry / "environ").read_bytes():
+                    found.add(int(entry.name))
+            except OSError:
+                continue
+    return found - {os.getpid()}
+
+
+def member_of(start: Start) -> dict[str, Any]:
     """The only member."""
     (member,) = members_of(start).values()
     return member
 
 
-def stream(port: int, tokens: int, ids: list[int], prompt: Sequence[int] = PROMPT) -> str:
-    """The error of a streamed greedy reply, "" without one. Its tokens go to `ids` as they come."""
+def serving_member(start: Start) -> dict[str, Any]:
+    """The only member, that serves: the model may answer a moment before the coordinator says so."""
+    assert within(30, lambda: member_of(start)["state"] == "serving"), member_of(start)
+    return member_of(start)
+
+
+def stream(port: int, tokens: int, ids: list[int], prompt: Sequence[int] = PROMPT, **fields: Any) -> str:
+    """The error of a streamed reply, "" without one. It is greedy unless `fields` say otherwise; its tokens go to `ids`
+    as they come."""
     body = {"prompt": list(prompt), "n_predict": tokens, "temperature": 0, "ignore_eos": True, "return_tokens": True}
-    data = json.dumps({**body, "stream": True}).encode()
+    data = json.dumps({**body, "stream": True, **fields}).encode()
     request = urllib.request.Request(f"http://127.0.0.1:{port}/completion", data, {"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=300) as answer:
@@ -150,7 +198,7 @@ def stream(port: int, tokens: int, ids: list[int], prompt: Sequence[int] = PROMP
                 if "error" in event:
                     return str(event["error"])
                 if not event.get("stop"):
-                    ids += event["tokens"]
+                    ids.extend(event["tokens"])
     except urllib.error.HTTPError as error:
         with error:
             return error.read().decode()

@@ -73,7 +73,7 @@ def impostor(folder: Path) -> Iterator[tuple[str, list[bytes]]]:
             with context.wrap_socket(plain, server_side=True) as sock:
                 heard.append(sock.recv(1))
 
-        thread = threading.Thread(target=serve)
+        thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         yield f"127.0.0.1:{listener.getsockname()[1]}", heard
         thread.join()
@@ -98,6 +98,8 @@ class Host:
     #: shares of the layers that were there meanwhile, and why they were not
     shares: list[float] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    #: how many placements it had served whenever it was told to free their weights
+    released: list[int] = field(default_factory=list)
     limit: int = 0
     verify: Verify = "never"
     #: seconds that it waits to be dismissed when it leaves
@@ -108,7 +110,12 @@ class Host:
     def start(self) -> Host:
         """Stay connected until the coordinator dismisses it."""
         host = self.host = MemberHost(
-            self.files, self.devices, Storage([self.folder], self.limit, self.verify), self._echo, self.patience
+            self.files,
+            self.devices,
+            Storage([self.folder], self.limit, self.verify),
+            self._echo,
+            self.patience,
+            lambda: self.served and self.released.append(len(self.served)),
         )
 
         def run() -> None:

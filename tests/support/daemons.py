@@ -55,7 +55,7 @@ def with_flags(path: Path) -> Path:
         "from luce.cli.main import main\n"
         "from luce.runtime.host import HostDevice\n"
         "HostDevice.uses_flags = True\n"
-        "sys.exit(main(sys.argv[4:]))\n",
+        "sys.exit(main(['shard', *sys.argv[5:]]))\n",
     )
 
 

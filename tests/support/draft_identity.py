@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 import luce
 from tests.support.drafts import DraftReference
@@ -64,6 +65,17 @@ PLACES: dict[str, dict[str, Any]] = {
     "draft in a daemon": {"target_devices": "cpu:0,cpu:1", "draft_ipc_bin": str(WARM), "verify_width": 9},
 }
 CASES = [(name, place) for name in PAIRS for place in PLACES if (name, place) != ("prompt lookup", "draft in a daemon")]
+
+
+def some(cases: Iterable[tuple[str, str]]) -> list[Any]:
+    """Parameters `name` and `place`: every pair on one device and half of them on every other placement; the nightly
+    check has the other half. Neighbours in PAIRS differ by one thing, and are in different halves."""
+    pairs, places = list(PAIRS), list(PLACES)
+
+    def chosen(name: str, place: str) -> bool:
+        return place == places[0] or pairs.index(name) % 2 == places.index(place) % 2
+
+    return [pytest.param(*case, marks=() if chosen(*case) else pytest.mark.repeated) for case in cases]
 
 
 def prompts(model: luce.Model, count: int) -> list[list[int]]:

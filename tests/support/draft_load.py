@@ -45,6 +45,9 @@ class Costs:
     #: on an H100, others 3 to 8
     reading: float = 0.15
     first_reading: tuple[float, float] = (8.0, 25.0)
+    #: how much the times of launches vary, and the share of launches that take so many ms more
+    noise: float = 0.0
+    stalls: tuple[float, float] = (0.0, 0.0)
 
     def step(self, rows: int, sequences: int) -> float:
         """A step."""
@@ -61,7 +64,8 @@ class Device:
 
     costs: Costs
     seconds: float = 0.0
-    shapes: Counter[Hashable] = field(default_factory=Counter)
+    shapes: Counter[tuple[Hashable, ...]] = field(default_factory=Counter)
+    random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
     #: a GPU as luce.draft sees it
     host: bool = False
     captures: bool = True
@@ -74,7 +78,10 @@ class Device:
         """Work of a shape."""
         seen, first = self.shapes[shape], first or self.costs.first
         self.shapes[shape] += 1
-        self.seconds += 1e-3 * (ms + (first[seen] if seen < len(first) else 0.0))
+        (share, stall), noise = self.costs.stalls, self.costs.noise
+        varied = ms * float(np.exp(self.random.normal(0.0, noise) - noise**2 / 2)) if noise else ms
+        held_up = stall if share and self.random.random() < share else 0.0
+        self.seconds += 1e-3 * (varied + held_up + (first[seen] if seen < len(first) else 0.0))
 
 
 class ReadingModel:
@@ -147,7 +154,7 @@ class Load:
     chances: Many[float]
     tokens: int = 96
     block: int = 7
-    step_rows: int = 16
+    step_rows: int = 64
     #: seconds of the device's time for measuring at first
     measured: float = 0.0
 
@@ -172,7 +179,9 @@ class Load:
             if any(len(one.reply) >= one.max_new_tokens for one in known) and not plain_steps:
                 seconds, tokens = self.device.seconds - begun, sum(len(one.reply) - 1 for one in known)
                 plain_steps = len(known)
-                plain = 1e-3 * (self.costs.step(plain_steps, plain_steps) + self.costs.host * plain_steps)
+                share, stall = self.costs.stalls
+                step = self.costs.step(plain_steps, plain_steps) + share * stall
+                plain = 1e-3 * (step + self.costs.host * plain_steps)
                 gain = tokens / seconds / (plain_steps / plain)
             for one in known:
                 if len(one.reply) >= one.max_new_tokens:

@@ -261,3 +261,32 @@ def check_restored(reference: Reference, driver: Driver) -> None:
         driver.feed((other, prompt[5:95]))
         back(other, what)
         assert (driver.feed((other, prompt[90:]))[0] == expected).all()
+
+
+def check_company(driver: Driver, vocab: int, rows: int) -> None:
+    """Verified rows of several sequences, `rows` in one step, have the bits of rows that are fed one by one, also
+    behind rows that were accepted."""
+    assert rows <= driver.backend.capacity.invariant_rows
+    random = np.random.default_rng(rows)
+    counts = [16] * (rows // 16) + [rows % 16] * (rows % 16 > 0)
+    texts = [random.integers(0, vocab, 8 + count, np.int32) for count in counts]
+    together, alone = [driver.start() for _ in counts], driver.start()
+    for number, (sequence, text) in enumerate(zip(together, texts, strict=True)):
+        driver.feed((sequence, text[: 5 + number]))
+    begun = [sequence.length for sequence in together]
+    verified = driver.verify(
+        *((s, t[s.length : s.length + n]) for s, t, n in zip(together, texts, counts, strict=True))
+    )
+    for number, sequence in enumerate(together):
+        driver.accept(sequence, min(1 + number, counts[number]))
+    behind = driver.feed(*((s, t[s.length : s.length + 1]) for s, t in zip(together, texts, strict=True)))
+    for number, (text, at, count) in enumerate(zip(texts, begun, counts, strict=True)):
+        driver.feed((alone, text[:at]))
+        every = [driver.feed((alone, text[i : i + 1]))[0] for i in range(at, at + count)]
+        np.testing.assert_array_equal(verified[number], np.concatenate(every), err_msg=f"sequence {number}")
+        if 1 + number < count:
+            np.testing.assert_array_equal(behind[number], every[1 + number], err_msg=f"sequence {number}")
+        driver.end(alone)
+        alone = driver.start()
+    for sequence in (alone, *together):
+        driver.end(sequence)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from luce.runtime.found import found
 from luce.runtime.gpu import GpuDevice
-from luce.runtime.open import found
 
 
 @pytest.fixture(scope="session")

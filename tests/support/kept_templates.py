@@ -2,7 +2,8 @@
 
 The process of a template (luce.text.template_child) takes 70 ms of CPU until it renders, and tests/golden opens 1400
 models. A process keeps nothing from one render to the next, so one that is no longer needed waits for the next model
-with its template. Tests of the process itself, or of what a model leaves behind, have real ones.
+with its template. Whether the template writes calls that are read back, which takes a quarter of a small model's load,
+is looked at once for each template. Tests of the process itself, or of what a model leaves behind, have real ones.
 """
 
 from __future__ import annotations
@@ -10,19 +11,21 @@ from __future__ import annotations
 import functools
 import subprocess
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 import luce.text.open
 from luce.text import template
+from luce.text.call_check import call_mismatch
+from luce.text.chat import ChatFormat
 from luce.text.template_child import TemplateChild
 from luce.text.template_message import pack, unpack
 
 #: folders and files whose tests open many models, and files there that count processes, threads or descriptors
-PLACES = ("golden", "test_cli_inspect_published.py", "test_cli_plan.py", "test_draft_open.py", "test_draft_sizes.py")
-COUNTING = ("test_split_requests.py",)
+PLACES = ("golden", "test_cli_inspect_published", "test_cli_plan", "test_draft_open", "test_draft_sizes")
+COUNTING = ("test_split_requests",)
 #: processes that wait
 MOST = 24
 
@@ -103,16 +106,32 @@ class KeptChild:
         return 0.0 if self._use.child is None else self._use.child.silence()
 
 
+def check_once() -> Callable[[ChatFormat], str | None]:
+    """`call_mismatch`, once for each template and format of calls."""
+    known: dict[tuple[str, str], str | None] = {}
+
+    def check(chat: ChatFormat) -> str | None:
+        if chat.template is None:
+            return None
+        key = chat.template.source, chat.calls.format
+        if key not in known:
+            known[key] = call_mismatch(chat)
+        return known[key]
+
+    return check
+
+
 @pytest.fixture(scope="module", autouse=True)
 def kept_templates(request: pytest.FixtureRequest) -> Iterator[None]:
     """Kept processes in the modules of PLACES, also for models of a whole module."""
     path = Path(request.path)
-    if not {path.name, path.parent.name} & {*PLACES} or path.name in COUNTING:
+    if not {path.stem, path.parent.name} & {*PLACES} or path.stem in COUNTING:
         yield
         return
     waiting = Waiting()
     with pytest.MonkeyPatch.context() as patch:
         for starts in (luce.text.open, template):
             patch.setattr(starts, "TemplateChild", functools.partial(KeptChild, waiting))
+        patch.setattr(luce.text.open, "call_mismatch", check_once())
         yield
     waiting.end()

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 
@@ -42,11 +43,60 @@ def drop_multicast() -> None:
         subprocess.run(command.split(), check=True, capture_output=True)
 
 
+def _needs_namespaces() -> None:
+    """Skips the test of a user who cannot make them."""
+    if os.geteuid() or shutil.which("ip") is None:
+        pytest.skip("makes a network namespace, which only root can, with the program ip")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A namespace behind a cable to a switch, at which this side has ADDRESS. `plug`: the switch's end of the cable."""
+
+    namespace: str
+    plug: str
+
+    @property
+    def prefix(self) -> list[str]:
+        """What runs a program on it."""
+        return ["ip", "netns", "exec", self.namespace]
+
+    def pull(self) -> None:
+        """Pull its cable: nothing arrives any more, and nobody is told."""
+        ip("link", "set", self.plug, "down")
+
+    def push(self) -> None:
+        """Put its cable back."""
+        ip("link", "set", self.plug, "up")
+
+
+@contextlib.contextmanager
+def machines(count: int) -> Iterator[list[Machine]]:
+    """So many machines at a switch. Skips the test where they cannot be made."""
+    _needs_namespaces()
+    with contextlib.ExitStack() as made:
+        try:
+            ip("link", "add", HERE, "type", "bridge")
+            made.callback(ip, "link", "del", HERE)
+            ip("addr", "add", f"{ADDRESS}/24", "dev", HERE)
+            ip("link", "set", HERE, "up")
+            found = [Machine(f"{NAMESPACE}{number}", f"{THERE}{number}") for number in range(count)]
+            for number, machine in enumerate(found):
+                ip("netns", "add", machine.namespace)
+                made.callback(ip, "netns", "del", machine.namespace)
+                ip("link", "add", machine.plug, "type", "veth", "peer", "name", "eth0", "netns", machine.namespace)
+                ip("link", "set", machine.plug, "master", HERE, "up")
+                ip("-n", machine.namespace, "addr", "add", f"{NETWORK}{2 + number}/24", "dev", "eth0")
+                ip("-n", machine.namespace, "link", "set", "eth0", "up")
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"network namespaces cannot be made here: {error.stderr.decode().strip()}")
+        yield found
+
+
 @pytest.fixture
 def cable() -> Iterator[None]:
     """A namespace and its cable. Skips the test where they cannot be made."""
-    if os.geteuid() or shutil.which("ip") is None:
-        pytest.skip("makes a network namespace, which only root can, with the program ip")
+    _needs_namespaces()
     with contextlib.ExitStack() as made:
         try:
             ip("netns", "add", NAMESPACE)

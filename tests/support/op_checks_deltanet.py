@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from luce.engine.draft_tree import tree_spans
 from luce.ops.deltanet import RECURRENT_ROWS, DeltaWeights, RecurrentState, gated_delta_net
+from luce.ops.int8_rows import Int8Sums
 from luce.runtime.device import Device
 from luce.runtime.step import Span, SpanArrays, branches_of
 from tests.support.op_checks_attention import same_output
@@ -192,9 +193,14 @@ def run(device: Device, case: Case, spans: Sequence[SpanRow], state: State | Non
 
 
 def queue(
-    device: Device, case: Case, spans: Sequence[SpanRow | Span], state: State | None = None, **named: bool
+    device: Device,
+    case: Case,
+    spans: Sequence[SpanRow | Span],
+    state: State | None = None,
+    sums: Int8Sums | None = None,
+    **named: int,
 ) -> tuple[Any, State]:
-    """`run`, with the outputs on the device."""
+    """`run`, with the outputs on the device; of sums, if given, instead of the case's rows."""
     state = state or case.state
     wide = np.concatenate((case.m, case.z, case.alpha, case.beta, case.beta[:, :1]), axis=1)
     slots, heads, _, _, d = state.past.shape
@@ -210,7 +216,7 @@ def queue(
         eps=EPS,
         key_heads=case.key_heads,
     )
-    x = device.upload(wide)[:, :-1]
+    x = device.upload(wide)[:, :-1] if sums is None else sums
     out = gated_delta_net(device, x, weights, RecurrentState(*arrays), span_arrays(device, spans), **named)
     return out, State(*(device.download(array) for array in arrays))
 
@@ -438,12 +444,25 @@ def check_no_rows(device: Device) -> None:
 
 
 def check_fp16_output(device: Device, rows: int, *, key_heads: int, heads: int, d: int) -> None:
-    """The halves of the outputs as floats, of rows that need a scale too, and the same states; rows of a step with
-    several spans stay floats."""
+    """The halves of the outputs as floats, of rows that need a scale too, and the same states, also of sums of int8
+    rows; rows of a step with several spans stay floats."""
     case = make_case(rows, key_heads=key_heads, heads=heads, d=d)
     case.z[::3] *= 1e-5
     floats, state = queue(device, case, [(0, 0, rows, 3)])
     halves, after = queue(device, case, [(0, 0, rows, 3)], fp16=True)
+    same_halves(device, halves, floats)
+    np.testing.assert_array_equal(after.memory, state.memory)
+    np.testing.assert_array_equal(after.past, state.past)
+    width = case.m.shape[1] + case.z.shape[1] + 2 * heads
+    rng = np.random.default_rng(1)
+    values = rng.integers(-(1 << 20), 1 << 20, (rows, width), np.int32)
+    scales = (rng.random(rows).astype(np.float32), (rng.random(width) * 1e-6).astype(np.float32))
+    x = values.astype(np.float32) * scales[0][:, None] * scales[1]
+    m, z, alpha, beta = np.split(x, np.cumsum([case.m.shape[1], case.z.shape[1], heads]), axis=1)
+    case = replace(case, m=m, z=z, alpha=alpha, beta=beta)
+    floats, state = queue(device, case, [(0, 0, rows, 3)])
+    sums = Int8Sums(*(device.upload(array) for array in (values, *scales)))
+    halves, after = queue(device, case, [(0, 0, rows, 3)], fp16=True, sums=sums)
     same_halves(device, halves, floats)
     np.testing.assert_array_equal(after.memory, state.memory)
     np.testing.assert_array_equal(after.past, state.past)

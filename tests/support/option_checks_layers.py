@@ -144,7 +144,7 @@ def _transport(name: str, patch: Patch, path: Path, log: Log) -> None:
 
 SLOW = (
     "from luce.cli.main import main\nfrom luce.remote import {0}\n"
-    "{0}.{1} = lambda *_: time.sleep(20)\nsys.exit(main(sys.argv[4:]))\n"
+    "{0}.{1} = lambda *_: time.sleep(20)\nsys.exit(main(['shard', *sys.argv[5:]]))\n"
 )
 
 
@@ -257,7 +257,7 @@ def _threads(patch: Patch, path: Path, log: Log) -> None:
         "opened = daemon.Session.open\ndef open_(*a):\n    hello = opened(*a)\n"
         "    info = [p['num_threads'] for p in threadpoolctl.threadpool_info() if p['user_api'] == 'blas']\n"
         f"    Path({str(told)!r}).write_text(str(max(info)))\n    return hello\n"
-        "daemon.Session.open = open_\nsys.exit(main(sys.argv[4:]))\n",
+        "daemon.Session.open = open_\nsys.exit(main(['shard', *sys.argv[5:]]))\n",
     )
     # The setting holds here too, and results of OpenBLAS depend on the number of threads: put back what was.
     with threadpoolctl.threadpool_limits(None, user_api="blas"):

@@ -22,6 +22,7 @@ from tests.support.scripted_backend import ScriptedBackend
 EOS, STOP = 1, 2
 #: a prompt for tests of drafting
 PROMPT = (20, 21, 22)
+#: seconds without progress that end a test
 TIMEOUT = 60.0
 
 
@@ -68,7 +69,11 @@ class Reply:
             self.on(event)
 
     def wait(self) -> Finished | Failed:
-        assert self.over.wait(TIMEOUT), "no last event"
+        # Thousands of tokens may take minutes on a machine with other work.
+        seen = -1
+        while not self.over.wait(TIMEOUT):
+            assert len(self.events) > seen, "no further event, and no last one"
+            seen = len(self.events)
         last = self.events[-1]
         assert isinstance(last, Finished | Failed)
         return last

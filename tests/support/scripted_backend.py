@@ -74,6 +74,7 @@ class ScriptedBackend:
         recurrent: bool = False,
         resumes: bool = False,
         verify: int = 16,
+        invariant_rows: int = 16,
         lag: int = 0,
         bound: int | None = None,
         branch_pages: int = 0,
@@ -100,6 +101,7 @@ class ScriptedBackend:
             max_resident_pages=bound,
             branch_pages=branch_pages,
             verify_rows=verify,
+            invariant_rows=invariant_rows,
             recurrent=recurrent,
             # A shard for each page group, and one for the recurrent state.
             layers=tuple(range(i, i + 1) for i in range(len(counts) + 1)),
@@ -248,7 +250,7 @@ class ScriptedBackend:
         assert sum(rows for rows in prompts if rows > FEW_ROWS) <= self.chunk, "more rows of prompts than a chunk"
         assert sum(rows for rows in prompts if rows <= FEW_ROWS) <= FEW_ROWS, "more than few rows of short prompts"
         verified = sum(s.rows for s in step.spans if s.speculative)
-        assert verified <= max(16, self.capacity.slots), "more rows to verify than products of few rows have"
+        assert verified <= max(self.capacity.invariant_rows, self.capacity.slots), "more rows than have the bits of one"
         roots = [s for s in step.spans if not s.ancestors]
         assert len({s.slot for s in roots}) == len(roots), "two spans of one slot"
         start, root = 0, step.spans[0]

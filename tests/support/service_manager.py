@@ -27,6 +27,9 @@ os.environ.update(LISTEN_PID=str(os.getpid()), LISTEN_FDS="1")
 os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
 """
 
+#: seconds that end a test which waits for a server: on a machine with ten times the work a start took more than 60
+_PATIENCE = 300
+
 
 class Child:
     """A server process, its log, and its notifications of the service manager."""
@@ -61,7 +64,7 @@ class Child:
 
     @property
     def port(self) -> int:
-        assert self._listening.wait(60) and self._port is not None, "".join(self.lines)
+        assert self._listening.wait(_PATIENCE) and self._port is not None, "".join(self.lines)
         return self._port
 
     def notified(self, wanted: str) -> list[str]:
@@ -76,7 +79,7 @@ class Child:
         self.process.send_signal(number)
 
     def wait(self) -> int:
-        status = self.process.wait(60)
+        status = self.process.wait(_PATIENCE)
         self._reader.join()
         return status
 
@@ -86,7 +89,7 @@ class Child:
 
     def request(self, path: str, body: Any = None, key: str = "") -> http.client.HTTPResponse:
         """A response whose headers have been read."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=_PATIENCE)
         data = None if body is None else json.dumps(body).encode()
         headers = ({"x-api-key": key} if key else {}) | ({} if data is None else {"Content-Type": "application/json"})
         connection.request("GET" if data is None else "POST", path, data, headers)
@@ -124,7 +127,7 @@ def service_manager(folder: Path) -> Iterator[StartServer]:
         ) -> Child:
             notify = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
             notify.bind(str(folder / f"notify-{notify.fileno()}"))
-            notify.settimeout(60)
+            notify.settimeout(_PATIENCE)
             if credentials is not None:
                 env["CREDENTIALS_DIRECTORY"] = str(_loaded(folder / f"credentials-{notify.fileno()}", credentials))
             verb = ["-m", "luce", "serve", str(model), "--target-devices", "cpu:0", "--port", "0", *flags]

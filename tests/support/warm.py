@@ -25,7 +25,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-_SHARD = "from luce.cli.main import main\nsys.exit(main(sys.argv[4:]))\n"
+_SHARD = "from luce.cli.main import main\nsys.exit(main(['shard', *sys.argv[5:]]))\n"
 #: of the interpreter that takes the arguments of `python -P -m luce shard`: no site, no environment, so 15 ms
 _PROGRAM = """#!{python} -IS
 import array, json, os, signal, socket, struct, sys

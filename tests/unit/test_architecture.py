@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -21,9 +22,40 @@ from tests.support.layering import FLOW
 
 ROOT = Path(__file__).parents[2]
 BESIDE = {"models": {"gguf"}, "gguf": set(), "hub": set()}
-UNDER = {"config", "errors", "log"}
+UNDER = {"config", "decoders", "errors", "log"}
 FAMILY = re.compile(rf"(?<![a-z0-9])({'|'.join(FAMILIES)})(?![a-z0-9])", re.IGNORECASE)
 SOURCES = sorted((ROOT / "luce").rglob("*.py"))
+
+
+@dataclass(frozen=True)
+class Module:
+    """What the tests below look at in a module of Luce."""
+
+    path: Path
+    imported: set[str]
+    #: the lines that read the environment
+    reading: list[int]
+    #: words outside docstrings that name a family
+    families: list[str]
+    #: what is beyond the limits, by line, and the lines that give a reason for it
+    large: dict[int, str]
+    reasons: set[int]
+
+
+@pytest.fixture(scope="module")
+def modules() -> list[Module]:
+    """All of them for each test: thousands of tests would cost more than what they look at. Of a tree that is kept, the
+    garbage collector would look at each node."""
+    return [module(path, ast.parse(path.read_text())) for path in SOURCES]
+
+
+def module(path: Path, tree: ast.Module) -> Module:
+    lines = path.read_text().splitlines()
+    # An exception has its reason in place: `# size: why` behind the def, or on a line of its own for the module.
+    reasons = {number for number, line in enumerate(lines, 1) if re.search(r"\S +# size: \w{3,}", line)}
+    reasons |= {1 for line in lines if re.match(r"# size: \w{3,}", line)}
+    large = too_large(tree, len(lines))
+    return Module(path, imported(tree), environment_reads(tree), family_names(tree), large, reasons)
 
 
 def part(module: str) -> str:
@@ -38,8 +70,7 @@ def docstring(node: ast.AST) -> ast.AST | None:
     return first.value if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) else None
 
 
-def imported(path: Path) -> set[str]:
-    tree = ast.parse(path.read_text())
+def imported(tree: ast.Module) -> set[str]:
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "luce":
@@ -50,42 +81,48 @@ def imported(path: Path) -> set[str]:
     return {part(name) for name in found} - {"", "__version__"}
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_imports_point_down(path: Path) -> None:
-    own = part(".".join(path.relative_to(ROOT).with_suffix("").parts))
-    if own in ("__init__", "__main__"):
-        return
-    for other in imported(path) - {own}:
-        if own in UNDER:
-            allowed = other in UNDER
-        elif own in BESIDE:
-            allowed = other in UNDER or other in BESIDE[own]
-        else:
-            allowed = other in UNDER or other in BESIDE or (other in FLOW and FLOW.index(other) > FLOW.index(own))
-        assert allowed, f"{own} imports {other}"
+def points_down(own: str, other: str) -> bool:
+    """Whether a part may import another one."""
+    if own in UNDER:
+        return other in UNDER
+    if own in BESIDE:
+        return other in UNDER or other in BESIDE[own]
+    return other in UNDER or other in BESIDE or (other in FLOW and FLOW.index(other) > FLOW.index(own))
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_environment_is_read_in_config_only(path: Path) -> None:
-    if path == ROOT / "luce" / "config" / "environment.py":
-        return
-    for node in ast.walk(ast.parse(path.read_text())):
-        assert not (isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")), f"line {node.lineno}"
+def test_imports_point_down(modules: list[Module]) -> None:
+    wrong = []
+    for module in modules:
+        own = part(".".join(module.path.relative_to(ROOT).with_suffix("").parts))
+        if own not in ("__init__", "__main__"):
+            others = module.imported - {own}
+            wrong += [f"{module.path}: imports {other}" for other in others if not points_down(own, other)]
+    assert wrong == []
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_families_are_named_by_models_only(path: Path) -> None:
-    relative = path.relative_to(ROOT / "luce")
-    # The tokenizer's names are values of tokenizer.ggml.model and tokenizer.ggml.pre; some sound like a family's.
-    if relative.parts[0] == "models" or relative == Path("text/tokenizer.py"):
-        return
-    tree = ast.parse(path.read_text())
+def environment_reads(tree: ast.Module) -> list[int]:
+    attributes = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    return [node.lineno for node in attributes if node.attr in ("environ", "getenv")]
+
+
+def test_environment_is_read_in_config_only(modules: list[Module]) -> None:
+    reading = {str(module.path.relative_to(ROOT)): module.reading for module in modules if module.reading}
+    assert reading.pop("luce/config/environment.py") and reading == {}
+
+
+def family_names(tree: ast.Module) -> list[str]:
     docstrings = {docstring(node) for node in ast.walk(tree)}
     nodes = (node for node in ast.walk(tree) if node not in docstrings)
     words = [value for node in nodes for _, value in ast.iter_fields(node) if isinstance(value, str)]
     # One search, as a family's name does not go over the end of a line.
-    if FAMILY.search("\n".join(words)):
-        assert [word for word in words if FAMILY.search(word)] == []
+    return [word for word in words if FAMILY.search(word)] if FAMILY.search("\n".join(words)) else []
+
+
+def test_families_are_named_by_models_only(modules: list[Module]) -> None:
+    named = {module.path.relative_to(ROOT / "luce"): module.families for module in modules if module.families}
+    # The tokenizer's names are values of tokenizer.ggml.model and tokenizer.ggml.pre; some sound like a family's.
+    named.pop(Path("text/tokenizer.py"), None)
+    assert {path: names for path, names in named.items() if path.parts[0] != "models"} == {}
 
 
 def executed(body: list[ast.stmt]) -> Iterator[ast.stmt]:
@@ -129,12 +166,10 @@ def test_the_architecture_page_is_the_map() -> None:
 LONGEST_FUNCTION, LONGEST_MODULE, MOST_PARAMETERS = 70, 500, 8
 
 
-def too_large(path: Path) -> dict[int, str]:
+def too_large(tree: ast.Module, lines: int) -> dict[int, str]:
     """What of a module is beyond the limits, by the line at which it begins."""
-    text = path.read_text()
-    lines = len(text.splitlines())
     found = {1: f"the module has {lines} lines"} if lines > LONGEST_MODULE else {}
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         length = (node.end_lineno or 0) - node.lineno + 1
@@ -147,15 +182,10 @@ def too_large(path: Path) -> dict[int, str]:
     return found
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_functions_constructors_and_modules_are_short(path: Path) -> None:
-    # An exception has its reason in place: `# size: why` behind the def, or on a line of its own for the module.
-    lines = path.read_text().splitlines()
-    reasons = {number for number, line in enumerate(lines, 1) if re.search(r"\S +# size: \w{3,}", line)}
-    module = {1 for line in lines if re.match(r"# size: \w{3,}", line)}
-    found = too_large(path)
-    assert {number: what for number, what in found.items() if number not in reasons | module} == {}
-    assert (reasons | module) <= found.keys(), "these are within the limits by now"
+def test_functions_constructors_and_modules_are_short(modules: list[Module]) -> None:
+    for module in modules:
+        assert {line: what for line, what in module.large.items() if line not in module.reasons} == {}, module.path
+        assert module.reasons <= module.large.keys(), f"{module.path}: these are within the limits by now"
 
 
 #: names that several modules share, and what each of these modules is

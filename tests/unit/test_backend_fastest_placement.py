@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from luce.backend import measured_devices
@@ -103,6 +104,22 @@ def test_what_is_found_fits_as_it_is_loaded(stored: dict[str, DeviceProfile], mo
         found = choose(both, Goal("decode", pinned=True), 10, silent)
         options = ServingOptions(context=256, chunk=64, layers=found.layers)
         assert all(shard.fits for shard in plan_shards(both.file, both.spec, both.devices, options))
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_keys_and_values_count_as_each_device_holds_them(
+    first: int, stored: dict[str, DeviceProfile], model: Any
+) -> None:
+    class Halves(Sized):
+        kv_dtype = np.dtype(np.float16)
+
+    devices: list[Device] = [Halves("cuda:0", GIB), Sized("cuda:2", GIB)]
+    both = model(*devices[first:], *devices[:first])
+    found = choose(both, Goal("decode", pinned=True), 10, silent)
+    options = ServingOptions(context=256, chunk=64, layers=found.layers)
+    shards = plan_shards(both.file, both.spec, both.devices, options)
+    states = {stage["device"]: stage["state"] for stage in found.plan.facts["stages"]}
+    assert states == {shard.device: shard.state for shard in shards}
 
 
 @pytest.mark.parametrize("objective", ["decode", "prompt", "balanced"])

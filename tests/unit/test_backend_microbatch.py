@@ -39,15 +39,28 @@ def tree_of(slot: int, start: int, rows: int) -> list[Span]:
     return tree_spans((0,) * (rows - 1), Span(slot, start, rows, 70))
 
 
-def parts_of(*spans: Span) -> list[int]:
+def parts_of(*spans: Span, invariant_rows: int = 16) -> list[int]:
     """Rows of the parts of a step of these spans."""
     step = step_of(*((span.rows, span.position) for span in spans))
-    parts = separate_prompts(replace(step, spans=spans))
+    parts = separate_prompts(replace(step, spans=spans), invariant_rows)
     for first, part in zip(itertools.accumulate([part.rows for part in parts], initial=0), parts, strict=False):
         assert all(row >= 0 for span in part.spans for row in span.ancestors)
         np.testing.assert_array_equal(part.tokens, step.tokens[first : first + part.rows])
     assert sum(len(part.spans) for part in parts) == len(spans)
     return [part.rows for part in parts]
+
+
+def test_replies_share_a_step_of_as_many_rows_as_have_the_bits_of_one() -> None:
+    chains = [Span(slot, 8 * slot, 8, 70, speculative=True) for slot in range(8)]
+    prompts = [Span(8, 64, 9, 0), Span(9, 73, 40, 0)]
+    assert parts_of(*chains, *prompts, invariant_rows=64) == [64, 9, 40]
+    assert parts_of(*chains, *prompts, invariant_rows=32) == [32, 32, 9, 40]
+    assert parts_of(*chains, *prompts, invariant_rows=16) == [16, 16, 16, 16, 9, 40]
+    # What a daemon does not say.
+    assert parts_of(*chains, *prompts, invariant_rows=0) == [16, 16, 16, 16, 9, 40]
+    # A tree is one sequence's.
+    trees = [span for slot in range(3) for span in tree_of(slot, 16 * slot, 16)]
+    assert parts_of(*trees, invariant_rows=40) == [32, 16]
 
 
 def test_replies_run_apart_from_prompts() -> None:

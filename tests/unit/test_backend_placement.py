@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,11 +18,14 @@ from luce.layers import build
 from luce.layers.tensors import shard_tensors
 from luce.layers.weight_pool import WeightPool
 from luce.layers.weights import WeightLoader
+from luce.models.keys import Source
+from luce.models.registry import read_spec
 from luce.models.spec import ModelSpec
 from luce.ops.kvtype import KVTypes
 from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
 from tests.support.emulated import EmulatedDevice
+from tests.support.published import PUBLISHED
 from tests.support.reference import Reference, references
 from tests.support.sized_device import GIB, Sized
 
@@ -29,6 +33,68 @@ from tests.support.sized_device import GIB, Sized
 def plan(reference: Reference, devices: Sequence[Device], **options: Any) -> tuple[ShardPlan, ...]:
     with open_gguf(reference.path) as file:
         return plan_shards(file, reference.spec, devices, ServingOptions(**options))
+
+
+#: by model and the GiB of devices, where shards ended before placements were predicted: with one sequence of 8192
+#: tokens, and with four of 32768
+BY_MEMORY: dict[str, dict[str, tuple[list[int], list[int]]]] = {
+    "Qwen3.6-27B": {
+        "cuda:0=24 cuda:1=24": ([35, 64], [36, 64]),
+        "cuda:0=24 cuda:1=16": ([44, 64], [44, 64]),
+        "cuda:0=8 cuda:1=24 cpu:0=64": ([6, 25, 64], [7, 31, 64]),
+        "cuda:0=6 cpu:0=64": ([25, 64], [31, 64]),
+        "cuda:0=12 cuda:1=12 cuda:2=12 cuda:3=12": ([17, 35, 53, 64], [18, 36, 54, 64]),
+    },
+    "Qwen3.6-35B-A3B": {
+        "cuda:0=24 cuda:1=24": ([21, 40], [21, 40]),
+        "cuda:0=24 cuda:1=16": ([25, 40], [25, 40]),
+        "cuda:0=8 cuda:1=24 cpu:0=64": ([5, 21, 40], [5, 22, 40]),
+        "cuda:0=6 cpu:0=64": ([21, 40], [22, 40]),
+        "cuda:0=12 cuda:1=12 cuda:2=12 cuda:3=12": ([10, 20, 31, 40], [10, 20, 31, 40]),
+    },
+    "Gemma4-E2B": {
+        "cuda:0=24 cuda:1=24": ([14, 35], [14, 35]),
+        "cuda:0=24 cuda:1=16": ([14, 35], [14, 35]),
+        "cuda:0=8 cuda:1=24 cpu:0=64": ([11, 34, 35], [9, 34, 35]),
+        "cuda:0=6 cpu:0=64": ([24, 35], [18, 35]),
+        "cuda:0=12 cuda:1=12 cuda:2=12 cuda:3=12": ([12, 21, 29, 35], [10, 20, 28, 35]),
+    },
+    "Gemma4-26B-A4B": {
+        "cuda:0=24 cuda:1=24": ([16, 30], [16, 30]),
+        "cuda:0=24 cuda:1=16": ([19, 30], [19, 30]),
+        "cuda:0=8 cuda:1=24 cpu:0=64": ([3, 11, 30], [3, 12, 30]),
+        "cuda:0=6 cpu:0=64": ([11, 30], [12, 30]),
+        "cuda:0=12 cuda:1=12 cuda:2=12 cuda:3=12": ([8, 16, 24, 30], [8, 16, 24, 30]),
+    },
+    "Laguna-XS.2": {
+        "cuda:0=24 cuda:1=24": ([21, 40], [21, 40]),
+        "cuda:0=24 cuda:1=16": ([25, 40], [25, 40]),
+        "cuda:0=8 cuda:1=24 cpu:0=64": ([6, 21, 40], [6, 22, 40]),
+        "cuda:0=6 cpu:0=64": ([21, 40], [22, 40]),
+        "cuda:0=12 cuda:1=12 cuda:2=12 cuda:3=12": ([11, 21, 31, 40], [11, 21, 31, 40]),
+    },
+    "Qwen2.5-7B": {
+        "cuda:0=24 cuda:1=24": ([15, 28], [15, 28]),
+        "cuda:0=24 cuda:1=16": ([18, 28], [18, 28]),
+        "cuda:0=8 cuda:1=24 cpu:0=64": ([7, 27, 28], [5, 21, 28]),
+        "cuda:0=6 cpu:0=64": ([5, 28], [3, 28]),
+        "cuda:0=12 cuda:1=12 cuda:2=12 cuda:3=12": ([7, 15, 22, 28], [7, 15, 22, 28]),
+    },
+    "gpt-oss-20b": {
+        "cuda:0=24 cuda:1=24": ([13, 24], [13, 24]),
+        "cuda:0=24 cuda:1=16": ([15, 24], [15, 24]),
+        "cuda:0=8 cuda:1=24 cpu:0=64": ([2, 9, 24], [2, 8, 24]),
+        "cuda:0=6 cpu:0=64": ([5, 24], [6, 24]),
+        "cuda:0=12 cuda:1=12 cuda:2=12 cuda:3=12": ([6, 13, 19, 24], [6, 13, 19, 24]),
+    },
+    "DeepSeek-V2-Lite": {
+        "cuda:0=24 cuda:1=24": ([14, 27], [14, 27]),
+        "cuda:0=24 cuda:1=16": ([17, 27], [17, 27]),
+        "cuda:0=8 cuda:1=24 cpu:0=64": ([4, 14, 27], [3, 12, 27]),
+        "cuda:0=6 cpu:0=64": ([3, 27], [3, 27]),
+        "cuda:0=12 cuda:1=12 cuda:2=12 cuda:3=12": ([7, 14, 21, 27], [7, 14, 21, 27]),
+    },
+}
 
 
 def splits(layers: int) -> list[int]:
@@ -200,3 +266,17 @@ def test_more_devices_than_layers() -> None:
     for weights in ((), [1] * count):
         with pytest.raises(UsageError, match=f"bad layer split for {count} devices and {count - 1} layers"):
             plan(reference, [HostDevice(index) for index in range(count)], layer_split=weights)
+
+
+@pytest.mark.parametrize("name", BY_MEMORY)
+def test_placements_by_memory_stay_what_they_were(name: str, tmp_path: Path) -> None:
+    (published,) = (each for each in PUBLISHED if each.name == name)
+    with open_gguf(published.write(tmp_path)) as file:
+        spec = read_spec(Source(str(file.paths[0]), file.metadata, file.tensors))
+        for machine, ends in BY_MEMORY[name].items():
+            sizes = [word.partition("=") for word in machine.split()]
+            devices = [Sized(device, int(gibibytes) * GIB) for device, _, gibibytes in sizes]
+            for load, expected in zip(((1, 8192), (4, 32768)), ends, strict=True):
+                options = ServingOptions(slots=load[0], context=load[1])
+                shards = plan_shards(file, spec, devices, options)
+                assert [shard.layers.stop for shard in shards] == expected, (machine, load)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from luce import __version__
+from luce.backend.placement_gains import Gain
 from luce.cli.main import main
 from luce.cluster import wire
 from luce.cluster.admin import answering
@@ -74,6 +75,21 @@ PLAN = wire.PlanStatus(
     None,
     0.5,
 )
+
+
+def test_what_members_without_layers_would_bring_is_shown(
+    home: Coordinator, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    host = joined(home, monkeypatch, folder).start()
+    assert within(30, lambda: home.status().members[0].state == "idle")
+    home.model_facts = lambda: ModelFacts(PLAN, gains={"box": Gain(0.234, -0.05), "den": Gain(1.0, 1.0)})
+    assert (home.status().members[0].gain_decode, home.status().members[0].gain_prompt) == (0.234, -0.05)
+    assert main(["cluster", "status"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "box has no layers; `luce cluster replan` would bring: decode +23%, prompts -5%"
+    home.model_facts = lambda: ModelFacts(PLAN)
+    assert main(["cluster", "status"]) == 0 and "would bring" not in capsys.readouterr().out
+    host.stop()
 
 
 def test_the_placement_is_shown_with_predicted_and_measured_speed(

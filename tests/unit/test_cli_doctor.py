@@ -16,7 +16,7 @@ from luce.cli import doctor
 from luce.cpu_kernels.lowering import INSTRUCTIONS
 from luce.errors import UsageError
 from luce.profiles import profile_cache
-from luce.profiles.measuring import ExpertSizes, ProfileSizes
+from luce.profiles.timer import ExpertSizes, ProfileSizes
 from luce.runtime import driver
 from luce.runtime.cores import thread_count
 from tests.support.fake_cuda import fake_driver
@@ -109,7 +109,7 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A CPU alone, measured with little work."""
     monkeypatch.setattr(driver, "load", lambda vendor: None)
     monkeypatch.setenv("CACHE_DIRECTORY", str(tmp_path))
-    sizes = ProfileSizes(1 << 16, 256, 32, (1, 32), 4, 1 << 12, 0.0, 64, 32, ExpertSizes(4, 2, 1 << 12, (1,)))
+    sizes = ProfileSizes(1 << 16, 256, 32, (1, 32), 4, 1 << 12, 0.0, 64, 32, ExpertSizes(4, 2, 1 << 12, (1,)), 1)
     monkeypatch.setattr(profile_cache, "HOST_PROFILE", sizes)
     return tmp_path / "profiles"
 

@@ -132,8 +132,8 @@ def test_how_weights_are_sent_is_set(monkeypatch: Patch) -> None:
         return source(path, rate, streams=streams)
 
     monkeypatch.setattr(module, "WeightSource", noted)
-    opened(config(), monkeypatch)
-    opened(config(cluster_stream="off", cluster_stream_rate="2"), monkeypatch)
+    opened(config(cluster_min="0"), monkeypatch)
+    opened(config(cluster_min="0", cluster_stream="off", cluster_stream_rate="2"), monkeypatch)
     assert made == [(0.0, True), (2e6, False)]
 
 
@@ -198,7 +198,8 @@ class Movable(Loaded):
     def stats(self) -> Any:
         return SimpleNamespace(running=0, waiting=0)
 
-    def relocate(self, replace: Any) -> None:
+    def relocate(self, replace: Any, drain: float) -> None:
+        self.drain = drain
         try:
             replace()
         finally:
@@ -252,7 +253,14 @@ def serving(
         cluster.reload = lambda: None
         patch.setattr(module, "plan_status", lambda model: None)
         Movable.memory = lambda self: {}  # type: ignore[attr-defined]
-        yield cluster, model, made
+        try:
+            yield cluster, model, made
+        finally:
+            # One that is left connects anew every few seconds, for as long as the process of these tests lives.
+            for host in made:
+                assert host.host is not None
+                host.host.stop()
+                host.end()
 
 
 def states(cluster: ServedCluster) -> dict[str, str]:
@@ -260,8 +268,9 @@ def states(cluster: ServedCluster) -> dict[str, str]:
 
 
 def test_a_member_leaves_once_the_model_does_without_it(folder: Path, monkeypatch: Patch) -> None:
-    with serving(folder, monkeypatch, lambda names: True) as (cluster, model, (box, den)):
+    with serving(folder, monkeypatch, lambda names: True, cluster_drain="12.5") as (cluster, model, (box, den)):
         box.stop()
+        assert model.drain == 12.5
         assert model.moves == [("member://den/cpu:0",)] and states(cluster)["box"] == "gone"
         assert cluster.status().replans["leave"] == 1
         den.stop()
@@ -282,7 +291,7 @@ def test_a_model_that_needs_a_member_that_leaves_stays_where_it_was(folder: Path
 
 def test_a_model_that_fits_nowhere_says_what_is_missing_until_that_is_back(folder: Path, monkeypatch: Patch) -> None:
     fits = {("box", "den")}
-    with serving(folder, monkeypatch, fits.__contains__, cluster_on_loss="replan") as (cluster, model, (box, den)):
+    with serving(folder, monkeypatch, fits.__contains__, cluster_on_loss="replan") as (cluster, model, (box, _)):
         assert box.host is not None
         box.host.stop()
         box.end()
@@ -292,9 +301,66 @@ def test_a_model_that_fits_nowhere_says_what_is_missing_until_that_is_back(folde
         box.start()
         assert within(30, lambda: cluster.status().replans.get("back") == 1)
         assert within(30, lambda: model.moves[-1] == ("member://box/cpu:0", "member://den/cpu:0"))
-        for host in (box, den):
-            assert host.host is not None
-            host.host.stop()
+
+
+def test_a_loss_may_cost_context_where_that_is_allowed(folder: Path, monkeypatch: Patch, caplog: Any) -> None:
+    fields = {"cluster_on_loss": "replan", "cluster_on_loss_context": "512", "max_ctx": "2048"}
+    with serving(folder, monkeypatch, lambda names: len(names) == 2, **fields) as (cluster, model, (box, _)):
+        loads: list[tuple[int, int]] = []
+
+        def open_model(path: Path, config: Config, progress: Any, connects: Any) -> Any:
+            loads.append((config.max_ctx, len(config.target_devices)))
+            if config.max_ctx > 512 and len(config.target_devices) < 3:
+                raise DeviceError("it needs 7 bytes more")
+            model.placement = tuple({"device": device, "layers": (0, 0)} for device in config.target_devices)
+            return model
+
+        def load_anew() -> Any:
+            assert reloaded.wait(30)
+            reloaded.clear()
+            settings = config(**fields)
+            return cluster.open_model(MODEL, settings, lambda share: None, lambda text: None)
+
+        monkeypatch.setattr(module, "open_model", open_model)
+        reloaded = threading.Event()
+        cluster.reload = reloaded.set
+        assert box.host is not None
+        box.host.stop()
+        box.end()
+        assert load_anew() is model and loads == [(2048, 2), (512, 2)]
+        assert "--cluster-on-loss-context: the model gets a context of 512, until it is placed anew" in caplog.text
+        # It does not move with that context, as it may get back its own; while it cannot, it keeps the smaller one.
+        cluster.replan()
+        assert load_anew() is model and loads[2:] == [(2048, 2), (512, 2)]
+        box.start()
+        assert within(30, lambda: states(cluster)["box"] == "idle")
+        cluster.replan()
+        assert load_anew() is model and loads[4:] == [(2048, 3)]
+
+
+@pytest.mark.parametrize(("allowed", "why"), [("0", "loss"), ("512", "leave"), ("4096", "loss")])
+def test_a_load_that_fails_costs_no_context_otherwise(allowed: str, why: str, monkeypatch: Patch) -> None:
+    settings, tried = config(cluster_on_loss_context=allowed, max_ctx="2048", cluster_min="0"), list[int]()
+
+    def open_model(path: Path, config: Config, progress: Any, connects: Any) -> Any:
+        tried.append(config.max_ctx)
+        if len(tried) > 1:
+            raise DeviceError("it needs 7 bytes more")
+        return Movable(lambda names: True)
+
+    monkeypatch.setattr(module, "open_model", open_model)
+    monkeypatch.setattr(module, "LOSS_SECONDS", 0.1)
+    with served_cluster(settings) as cluster:
+        assert cluster is not None
+        model: Any = cluster.open_model(MODEL, settings, lambda share: None, lambda text: None)
+        model.immovable = "--kvflash"
+        reloaded = threading.Event()
+        cluster.reload = reloaded.set
+        cluster.coordinator.want(why)
+        assert reloaded.wait(30)
+        with pytest.raises(DeviceError, match="it needs 7 bytes more"):
+            cluster.open_model(MODEL, settings, lambda share: None, lambda text: None)
+        assert tried == [2048, 2048]
 
 
 def test_a_lost_member_has_time_to_come_back(folder: Path, monkeypatch: Patch) -> None:
@@ -313,10 +379,15 @@ def test_a_lost_member_has_time_to_come_back(folder: Path, monkeypatch: Patch) -
         den.host.stop()
 
 
-@pytest.mark.parametrize(("rate", "taken"), [(115.1, True), (114.9, False)])
-def test_a_faster_placement_is_taken_by_itself(rate: float, taken: bool, folder: Path, monkeypatch: Patch) -> None:
+@pytest.mark.parametrize(("rate", "present", "taken"), [(115.1, 0.0, True), (114.9, 0.0, False), (130.0, 120.0, False)])
+def test_a_faster_placement_is_taken_by_itself(
+    rate: float, present: float, taken: bool, folder: Path, monkeypatch: Patch
+) -> None:
     def plan(decode: float) -> Any:
-        return SimpleNamespace(prediction=SimpleNamespace(decode_rate=decode), known=SimpleNamespace(ways={}))
+        on = SimpleNamespace(shard=SimpleNamespace(device="cpu:0"))
+        prediction = SimpleNamespace(decode_rate=decode, shards=(on,))
+        problem = SimpleNamespace(devices=(), links={}, offload="off")
+        return SimpleNamespace(prediction=prediction, problem=problem, known=SimpleNamespace(ways={}))
 
     asked: list[frozenset[str]] = []
 
@@ -325,32 +396,30 @@ def test_a_faster_placement_is_taken_by_itself(rate: float, taken: bool, folder:
             asked.append(idle)
         return len(asked) == 1 and bool(idle)
 
-    with serving(folder, monkeypatch, lambda names: True, cluster_replan="auto") as (cluster, model, (box, den)):
+    with serving(folder, monkeypatch, lambda names: True, cluster_replan="auto") as (cluster, model, (box, _)):
         box.stop()
         monkeypatch.setattr(module.AutoReplan, "due", due)
         model.moves.clear()
         model.plan, model.next = plan(100.0), plan(rate)
+        if present:
+            # By the figures of now, the present placement is faster than it was predicted.
+            monkeypatch.setattr(module, "present_prediction", lambda old, problem: plan(present).prediction)
         box.start()
         assert within(30, lambda: cluster.status().replans.get("auto", 0) == 2 - taken)
         both, one = ("member://box/cpu:0", "member://den/cpu:0"), ("member://den/cpu:0",)
         assert within(30, lambda: model.moves == ([both] if taken else [both, one])), model.moves
         assert asked[0] == frozenset({"box"}) and model.reason is None
-        for host in (box, den):
-            assert host.host is not None
-            host.host.stop()
+        assert within(30, lambda: model.plan is model.next)
 
 
 def test_what_keeps_a_model_from_moving_lets_it_be_loaded_anew(folder: Path, monkeypatch: Patch, caplog: Any) -> None:
     caplog.set_level("INFO")
-    with serving(folder, monkeypatch, lambda names: True) as (cluster, model, (box, den)):
+    with serving(folder, monkeypatch, lambda names: True) as (cluster, model, _):
         called = threading.Event()
         model.immovable = "--kvflash"
         cluster.reload = called.set
         cluster.replan()
         assert called.wait(30) and not model.moves
-        for host in (box, den):
-            assert host.host is not None
-            host.host.stop()
     reasons = [r.__dict__["fields"]["reason"] for r in caplog.records if "loaded anew" in r.getMessage()]
     assert reasons == ["--kvflash keeps it from moving"]
 
@@ -382,6 +451,7 @@ def test_a_new_placement_waits_for_nobody(monkeypatch: Patch) -> None:
         ({"cluster": "", "cluster_wait": "2"}, "--cluster-wait: requires --cluster"),
         ({"cluster": "", "cluster_replan": "never"}, "--cluster-replan: requires --cluster"),
         ({"cluster": "", "cluster_on_loss": "replan"}, "--cluster-on-loss: requires --cluster"),
+        ({"cluster": "", "cluster_on_loss_context": "512"}, "--cluster-on-loss-context: requires --cluster"),
         ({"cluster": "", "cluster_listen": "0.0.0.0:7443"}, "--cluster-listen: requires --cluster"),
         (
             {"cluster_listen": "127.0.0.1:7443", "target_devices": "cpu:0,cpu:1", "target_layer_split": "1,1"},

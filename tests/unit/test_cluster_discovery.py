@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import sys
@@ -10,10 +11,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from luce.cli.served_cluster import served_cluster
-from luce.cluster import discovery
+from luce.cluster import discovery, member
 from luce.cluster.cluster_files import ClusterFiles
 from luce.cluster.coordinator import Coordinator
 from luce.cluster.discovery import Announcement, find
@@ -53,36 +55,37 @@ def announce() -> Iterator[Callable[..., Announcement]]:
     assert set(threading.enumerate()) <= before
 
 
-def found(pin: bytes, seconds: float = 1.0) -> tuple[str, ...]:
+def found(pin: bytes, seconds: float = 1.0) -> set[tuple[str, ...]]:
     """What a lookup finds, nothing if it fails."""
     try:
-        return find(pin, seconds)
+        return set(find(pin, seconds))
     except DeviceError:
-        return ()
+        return set()
 
 
 def test_servers_side_by_side_are_told_apart(announce: Callable[..., Announcement]) -> None:
     other = PIN[::-1]
     first, _ = announce(PIN, "127.0.0.1:7443"), announce(other, "127.0.0.1:7444", "127.0.0.2:7444")
-    assert find(PIN) == ("127.0.0.1:7443",) and set(find(other)) == {"127.0.0.1:7444", "127.0.0.2:7444"}
+    assert next(find(PIN)) == ("127.0.0.1:7443",) and set(next(find(other))) == {"127.0.0.1:7444", "127.0.0.2:7444"}
     renewed = b"n" * 32
     first.renew(renewed)
-    assert find(renewed) == ("127.0.0.1:7443",) and found(PIN) == ()
+    assert next(find(renewed)) == ("127.0.0.1:7443",) and found(PIN) == set()
     first.close()
-    assert found(renewed) == ()
+    assert found(renewed) == set()
 
 
-def test_a_name_that_is_taken(announce: Callable[..., Announcement]) -> None:
-    first, _ = announce(PIN, "127.0.0.1:1"), announce(PIN, "127.0.0.1:2")
-    assert find(PIN) in (("127.0.0.1:1",), ("127.0.0.1:2",))
+def test_announcements_of_one_pin_do_not_hide_each_other(announce: Callable[..., Announcement]) -> None:
+    first, *_ = [announce(PIN, f"127.0.0.1:{port}") for port in (1, 2, 3)]
+    assert found(PIN) == {("127.0.0.1:1",), ("127.0.0.1:2",), ("127.0.0.1:3",)}
     first.close()
-    assert find(PIN) == ("127.0.0.1:2",)
+    assert found(PIN) == {("127.0.0.1:2",), ("127.0.0.1:3",)}
 
 
 def test_what_is_announced(announce: Callable[..., Announcement]) -> None:
     info = announce(PIN, "127.0.0.1:7443", "[::1]:7443").info
     assert info.properties == {b"v": b"1", b"id": b"0001020304050607"} and info.type == "_luce._tcp.local."
-    assert info.name == "luce-0001020304050607._luce._tcp.local." and info.server == "luce-0001020304050607.local."
+    name = re.fullmatch(r"(luce-0001020304050607-[0-9a-f]{8})\._luce\._tcp\.local\.", info.name)
+    assert name and info.server == f"{name[1]}.local."
     assert socket.gethostname() not in repr(info)
 
 
@@ -109,12 +112,27 @@ def test_answers_that_are_for_another_server(properties: Any, port: Any, address
 
 def test_nobody_answers() -> None:
     with pytest.raises(DeviceError) as caught:
-        find(PIN, 0.3)
+        next(find(PIN, 0.3))
     assert str(caught.value) == (
         "no server with this token's key has answered by mDNS within 0.3 s: such traffic may not pass this network, or "
         "the server runs without --cluster-announce; join with a token that has an address: `luce cluster token` "
         "without --lan"
     )
+
+
+def test_an_answer_whose_addresses_were_lost_is_asked_again(
+    announce: Callable[..., Announcement], monkeypatch: Patch
+) -> None:
+    announce(PIN, "127.0.0.1:7443")
+    asker_type = discovery.library_module().Zeroconf
+    whole, lost = asker_type.get_service_info, list[str]()
+
+    def loses(asker: Any, service: str, name: str, timeout: float) -> Any:
+        lost.append(name)
+        return whole(asker, service, name, timeout) if len(lost) > 1 else None
+
+    monkeypatch.setattr(asker_type, "get_service_info", loses)
+    assert next(find(PIN)) == ("127.0.0.1:7443",) and len(lost) == 2
 
 
 def test_a_machine_without_a_network(monkeypatch: Patch) -> None:
@@ -123,7 +141,7 @@ def test_a_machine_without_a_network(monkeypatch: Patch) -> None:
 
     monkeypatch.setattr("zeroconf.Zeroconf", fails)
     with pytest.raises(DeviceError, match=r"^cannot ask by mDNS: \[Errno 19\] No such device: .*without --lan$"):
-        find(PIN)
+        next(find(PIN))
     with pytest.raises(UsageError, match=r"^cannot announce the server by mDNS: \[Errno 19\] No such device$"):
         Announcement(["127.0.0.1:7443"], PIN)
 
@@ -155,7 +173,7 @@ def test_a_new_key_is_announced(home: Coordinator, folder: Path, monkeypatch: Pa
     before = decode_token(home.new_token(60, lan=True))
     home.rotate()
     after = decode_token(home.new_token(60, lan=True))
-    assert find(after.pin) == home.addresses and before.pin != after.pin and found(before.pin) == ()
+    assert next(find(after.pin)) == home.addresses and before.pin != after.pin and found(before.pin) == set()
     join(after, ClusterFiles("elsewhere"), "box")
 
 
@@ -165,10 +183,39 @@ def test_an_impostor_is_found_and_gets_nothing(folder: Path, announce: Callable[
         announce(PIN, address)
         token = JoinToken(1, b"8 bytes!", "home", (), PIN, b"sixteen secrets!", 0)
         with pytest.raises(
-            DeviceError, match=rf"^{address}: somebody else answers there: key [0-9a-f]{{8}}, the token"
+            DeviceError,
+            match=rf"^cannot join cluster home: {address}: somebody else answers there: key [0-9a-f]{{8}}, the token",
         ):
             join(token, ClusterFiles("elsewhere"), "box")
     assert heard == [b""] and ClusterFiles("elsewhere").read("server.json", dict) is None
+
+
+def test_an_impostor_keeps_nobody_from_the_right_server(
+    folder: Path, announce: Callable[..., Announcement], monkeypatch: Patch
+) -> None:
+    """Its answer is there first, beside one at which nobody listens and one who says nothing."""
+    with coordinator() as made, impostor(folder) as (address, heard), socket.create_server(("127.0.0.1", 0)) as silent:
+        token = msgspec.structs.replace(decode_token(made.new_token(60)), addresses=())
+        announce(token.pin, address)
+        announce(token.pin, "127.0.0.1:1")
+        announce(token.pin, f"127.0.0.1:{silent.getsockname()[1]}")
+        asked = list[tuple[str, ...]]()
+
+        def answers(pin: bytes) -> Iterator[tuple[str, ...]]:
+            # The last one is announced late: not before the silent one has been waited for.
+            for addresses in find(pin, 60):
+                asked.append(addresses)
+                if len(asked) == 3:
+                    announce(pin, *made.addresses)
+                yield addresses
+
+        monkeypatch.setattr(member, "find", answers)
+        files = ClusterFiles("elsewhere")
+        join(token, files, "box")
+        assert asked[-1] == made.addresses and len(asked) == 4 and (address,) in asked
+        (saved,) = files.read("server.json", dict[str, Any])["addresses"]  # type: ignore[index]
+        assert saved == made.addresses[0]
+    assert heard == [b""]
 
 
 def test_a_server_that_does_not_announce_itself() -> None:
@@ -184,7 +231,7 @@ def test_without_the_library(monkeypatch: Patch, folder: Path) -> None:
         join(token, ClusterFiles("elsewhere"), "box")
     why = r"^finding a server by mDNS needs the extra cluster: pip install 'luce-llm\[cluster\]'$"
     with pytest.raises(UsageError, match=why):
-        find(PIN)
+        next(find(PIN))
     with pytest.raises(UsageError, match=why):
         Coordinator("other", "127.0.0.1:0", announce=True)
     # A coordinator that cannot start leaves nothing behind.

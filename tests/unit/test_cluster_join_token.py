@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
+from pathlib import Path
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from luce import cluster
 from luce.cluster.join_token import (
     MAX_OPEN,
     RefusalLimit,
@@ -126,3 +129,10 @@ def test_five_refusals_in_a_minute_block_an_address_for_a_minute() -> None:
     for second in range(0, 75, 15):
         slow.note("10.0.0.1", second)
     assert not slow.blocks("10.0.0.1", 60.0)
+
+
+def test_only_the_coordinator_reads_the_time_of_day() -> None:
+    # Clocks of two machines are never compared: a member's may be years off.
+    folder = Path(cluster.__file__).parent
+    readers = {path.name for path in folder.glob("*.py") if re.search(r"time\.time\(|\.now\(", path.read_text())}
+    assert readers == {"coordinator.py"}

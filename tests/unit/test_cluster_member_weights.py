@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import socket
 import ssl
+import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -14,12 +17,12 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from luce.cluster import member_weights, wire
+from luce.cluster import member_weights, weight_source, wire
 from luce.cluster.cluster_status import place_of
 from luce.cluster.coordinator import Coordinator
 from luce.cluster.member import PinnedCoordinator
 from luce.cluster.member_weights import Weights
-from luce.cluster.weight_source import WeightSource
+from luce.cluster.weight_source import WeightSource, WeightStreams
 from luce.errors import UnreachableError
 from luce.gguf.fingerprint import fingerprint, sampled, tensors_begin
 from luce.gguf.reader import open_gguf
@@ -196,6 +199,31 @@ def test_a_disk_without_room_is_the_member_s_error(home: Coordinator, box: Host)
     assert "--cache-size allows 100000 in all" in box.problems[0]
 
 
+def test_a_small_disk_is_not_filled(home: Coordinator, box: Host, folder: Path) -> None:
+    disk = folder / "cache"
+    disk.mkdir(exist_ok=True)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300m", "none", str(disk)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"mounts a small disk, as root: {mounted.stderr.decode().strip()}")
+    try:
+        # Of which 256 MiB stay free, and another program has the rest.
+        (disk / "other").write_bytes(bytes(44 << 20))
+        before = shutil.disk_usage(disk).free
+        with placed(home, box, WeightSource(MODEL)):
+            assert within(30, lambda: state(home) == ("idle", "absent"))
+        (member,) = home.status().members
+        assert re.search(r"the weights of its layers need \d+ more bytes, 0 are free$", member.reason), member.reason
+        assert before - shutil.disk_usage(disk).free < size_of(0) and home.streams.sent < size_of(0)
+        (disk / "other").unlink()
+        # It is asked again for the next placement.
+        peer = home.plan(identity_of(MODEL), WeightSource(MODEL))[1][place_of("box")]("shard 1")
+        with peer.requests, peer.heartbeat:
+            assert within(30, lambda: state(home)[0] == "serving"), box.problems
+        check_layers(box.served[-1])
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
 def test_only_who_has_layers_of_the_placement_reads_the_file(home: Coordinator, box: Host, monkeypatch: Patch) -> None:
     connect, begun = tcp.connect, list[bytes]()
 
@@ -260,3 +288,68 @@ def test_a_removed_member_reads_no_further(home: Coordinator, box: Host) -> None
         home.remove(member.name)
         theirs.settimeout(10)
         assert theirs.recv(1) == b""
+
+
+def test_members_that_need_the_same_tensor_get_it_one_after_the_other(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(weight_source, "TURN_SECONDS", 30.0)
+    with contextlib.closing(WeightSource(MODEL)) as source, open_gguf(MODEL) as file, contextlib.ExitStack() as opened:
+        streams, size = WeightStreams(), 1024
+        info, other = file.tensors["token_embd.weight"], file.tensors["blk.1.ffn_up.weight"]
+        opened.callback(streams.close)
+        channels = dict[str, Channel[Any]]()
+        for name in ("box", "den"):
+            ours, theirs = socket.socketpair()
+            streams.begin(name, cast("ssl.SSLSocket", ours), source)
+            channels[name] = opened.enter_context(contextlib.closing(Channel(theirs, wire.Weights)))
+
+        def ask(name: str, tensor: Any, at: int) -> None:
+            channels[name].send(0, wire.AskBytes(tensor.part, tensor.offset + at, size), timeout=10)
+
+        def got(name: str) -> bytes:
+            _, answer = channels[name].receive(timeout=10, limit=size)
+            assert isinstance(answer, wire.FileBytes)
+            return answer.data.tobytes()
+
+        ask("box", info, 0)
+        first = got("box")
+        ask("den", info, 0)
+        # The one that has begun goes on; the other one waits.
+        for at in range(size, 4 * size, size):
+            ask("box", info, at)
+            got("box")
+        assert not channels["den"].ready(0.2)
+        channels["box"].send(0, wire.AskSum("token_embd.weight"), timeout=10)
+        channels["box"].receive(timeout=10)
+        assert got("den") == first
+        # What nobody else reads is nobody's turn; and a connection that ends, ends the turn.
+        ask("box", other, 0)
+        got("box")
+        ask("box", info, 0)
+        assert not channels["box"].ready(0.2)
+        channels["den"].close()
+        assert got("box") == first
+
+
+@pytest.mark.parametrize("name", ["TURN_SECONDS", "LONGEST_WAIT"])
+def test_nobody_waits_for_long_for_another_member(name: str, monkeypatch: Patch) -> None:
+    for limit in ("TURN_SECONDS", "LONGEST_WAIT"):
+        monkeypatch.setattr(weight_source, limit, 0.1 if limit == name else 3600.0)
+    with contextlib.closing(WeightSource(MODEL)) as source, open_gguf(MODEL) as file:
+        info = file.tensors["token_embd.weight"]
+        source.wait_turn("box", info.part, info.offset)
+        source.wait_turn("den", info.part, info.offset)
+        # Closed, nobody waits on.
+        monkeypatch.setattr(weight_source, name, 3600.0)
+        failed: list[str] = []
+
+        def wait() -> None:
+            try:
+                source.wait_turn("box", info.part, info.offset)
+            except ChannelError as error:
+                failed.append(str(error))
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        source.close()
+        thread.join(30)
+        assert failed == ["the model file is read no more"]

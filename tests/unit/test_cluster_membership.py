@@ -28,6 +28,7 @@ from luce.cluster.membership import (
     Membership,
     Planned,
     Refuse,
+    Release,
     Removed,
     Replan,
     Rotated,
@@ -118,6 +119,16 @@ def test_a_member_that_leaves_goes_on_where_the_model_fits_nowhere_else() -> Non
     assert membership.members["box"].losses == 0
 
 
+def test_only_members_without_layers_free_what_they_hold() -> None:
+    membership, _ = after(*SERVING, Admitted("den", DEN, ""))
+    membership.handle(connected(DEN, 2), 0.0)
+    assert membership.handle(Kept(frozenset({"box"})), 0.0) == [Release(2)]
+    # While a new placement begins they hold it: that may need it.
+    assert Release(1) not in membership.handle(Ended(), 0.0)
+    assert Release(1) not in membership.handle(Planned(("box", "den")), 0.0)
+    assert Release(1) in membership.handle(Unplaced(), 0.0)
+
+
 def test_a_member_without_layers_leaves_at_once() -> None:
     for events, replans in ((SERVING[:2], True), (SERVING, False), ((*SERVING, Kept(frozenset())), True)):
         membership, _ = after(*events)
@@ -151,6 +162,10 @@ def test_the_placement_does_without_a_member_that_stays_away() -> None:
         membership, _ = after(*SERVING, Disconnected(1, "it is silent"))
         membership.patience, membership.replans = patience, replans
         assert membership.handle(Tick(), 0.0 if replans else 1e6) == found
+    # Without patience at once, not at the next look at the time.
+    membership, _ = after(*SERVING)
+    membership.patience = 0.0
+    assert membership.handle(Disconnected(1, "it is silent"), 5.0)[-1] == Replan("loss", "box")
 
 
 def test_a_model_that_fits_nowhere_is_placed_once_a_member_comes() -> None:

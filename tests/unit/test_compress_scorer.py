@@ -386,8 +386,8 @@ def test_a_failure_anywhere_leaves_the_next_text_as_it_was(
     # 50 tokens are four steps of each layer.
     owner, name, call = {
         "embedding": (HostDevice, "copy", 1),
-        "layer 0": (AttentionLayer, "__call__", 0),
-        "layer 3": (AttentionLayer, "__call__", 3 * 4 + 1),
+        "layer 0": (AttentionLayer, "mix", 0),
+        "layer 3": (AttentionLayer, "mix", 3 * 4 + 1),
         "scores of a layer": (TailAttention, "add", 2),
         "output": (TailAttention, "result", 0),
     }[place]

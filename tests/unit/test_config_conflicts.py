@@ -22,7 +22,7 @@ far = st.tuples(st.sampled_from(["far", "[::1]"]), st.integers(1, 2**16 - 1), lo
 devices = st.one_of(local, far, st.integers(0, 2**31 - 1).map("auto:{}".format))
 
 BAD_DEVICES = (
-    *("", "cuda", "cuda:", ":0", "cuda:-1", "cuda:+1", "cuda: 0", " cuda:0", "cuda:0 ", "cuda:01", "CUDA:0", "rocm:0"),
+    *("", "gpu", "cuda:", ":0", "cuda:-1", "cuda:+1", "cuda: 0", " cuda:0", "cuda:0 ", "cuda:01", "CUDA:0", "rocm:0"),
     *("cuda:0:0", "cuda:0x1", "cpu:1.0", "cuda:0\n", "cuda:\u0663", "Auto", "auto:", f"cuda:{2**31}"),
     *("tcp://far/cpu:0", "tcp://far:65536/cpu:0", "tcp://far:0/cpu:0", "tcp://:9/cpu:0", "tcp://far:9/auto:0"),
 )
@@ -68,6 +68,16 @@ def test_bad_device(text: str) -> None:
     assert refusal(target_device=text).startswith("--target-device: expected auto or backend:index ")
     assert refusal(target_devices=f"cpu:0,{text}").startswith("--target-devices: expected backend:index[,backend:index")
     assert repr(text) in refusal(target_device=text)
+
+
+def test_a_device_without_an_index_is_the_first() -> None:
+    assert settings(target_device="cpu").target_device == "cpu:0"
+    assert settings(target_devices="cuda,tcp://far:9/hip,cuda:1").target_devices == (
+        "cuda:0",
+        "tcp://far:9/hip:0",
+        "cuda:1",
+    )
+    assert settings(device_margin="cuda=1GiB").device_margin == (("cuda:0", 1 << 30),)
 
 
 @pytest.mark.parametrize("text", BAD_LISTS)
@@ -120,6 +130,7 @@ def test_weights(text: str, values: tuple[float, ...]) -> None:
             {"target_devices": "cuda:1,cpu:0,cuda:1"},
             "--target-devices cuda:1,cpu:0,cuda:1: cuda:1 is named twice",
         ),
+        ({"target_devices": "cpu,cpu:0"}, "--target-devices cpu:0,cpu:0: cpu:0 is named twice"),
         ({"target_devices": "auto,auto"}, "--target-devices auto,auto: auto is named twice"),
         ({"max_ctx": "-1"}, "--max-ctx: expected an integer in 0..2147483647 (4k is 4096), got '-1'"),
     ],
@@ -135,7 +146,7 @@ def test_the_same_number_on_two_backends_is_two_devices() -> None:
 
 def test_several_errors_are_reported_together() -> None:
     message = refusal(
-        target_device="cpu", target_devices="cpu:0,cpu:0", target_layer_split="1,2,3", port="x", cache_type_k="q3"
+        target_device="gpu", target_devices="cpu:0,cpu:0", target_layer_split="1,2,3", port="x", cache_type_k="q3"
     )
     assert [re.split("[: ]", part)[0] for part in message.split("; ")] == [
         "--target-device",
@@ -209,6 +220,10 @@ TWO = {"target_devices": "cuda:0,cuda:1"}
 )
 def test_goals_that_cannot_be(given: dict[str, str], message: str) -> None:
     assert message in refusal(**given)
+
+
+def test_a_cluster_adds_devices_to_a_pinned_one() -> None:
+    assert settings(target_devices="cpu:0", pin_devices="true", optimize="decode", cluster="home").pin_devices
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from luce.cli.main import VERBS
 from luce.config.resolve import resolve
 from luce.config.settings import FIELDS, flag
 from luce.errors import ModelError, UsageError
+from luce.kvcache import cache_ram
 from luce.ops.kvtype import KVTypes
 from luce.runtime.device import Device, Memory
 from tests.support.layering import FLOW
@@ -131,7 +132,7 @@ def test_a_cache_path_that_is_not_a_directory_is_refused_before_the_model_is_rea
 
 def test_more_memory_than_the_machine_has_is_refused_before_the_model_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(total: int, **settings: Any) -> None:
-        monkeypatch.setattr(assembly, "host_memory", lambda: Memory(1, total << 20))
+        monkeypatch.setattr(cache_ram, "host_memory", lambda: Memory(1, total << 20))
         luce.load("/none.gguf", **settings)
 
     with pytest.raises(UsageError, match=r"^--cache-ram 8192: this machine has 8191 MiB of memory$"):

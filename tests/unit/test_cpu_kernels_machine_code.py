@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,12 @@ def gather(slot, addends, x, factor, negative, out):  # type: ignore[no-untyped-
             out[row * x.shape[1] + column] = value + slot + addends[0] + addends[1]
 
 
-GROUP = Group(compile_all({"gather": gather}), {"answer": 42})
+@cache
+def group() -> Group:
+    """Compiled where it is used: each process of xdist would import seconds of compiling."""
+    return Group(compile_all({"gather": gather}), {"answer": 42})
+
+
 X = np.arange(24, dtype=np.float32).reshape(4, 6)
 
 
@@ -42,7 +48,7 @@ def check(loaded: LoadedGroup) -> None:
 
 def test_a_group_is_compiled_once_and_then_read(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "folder"
-    check(load("some", lambda: GROUP, folder))
+    check(load("some", group, folder))
     check(load("some", no_compiler, folder))
     assert [path.name for path in folder.iterdir()] == ["some.bin"]
     assert folder.stat().st_mode & 0o777 == 0o700 and (folder / "some.bin").stat().st_mode & 0o777 == 0o600
@@ -54,11 +60,11 @@ def test_a_group_is_compiled_once_and_then_read(tmp_path: Path) -> None:
 def test_a_damaged_file_is_compiled_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[bytes], bytes]
 ) -> None:
-    load("some", lambda: GROUP, tmp_path)
+    load("some", group, tmp_path)
     file = tmp_path / "some.bin"
     whole = file.read_bytes()
     file.write_bytes(damage(whole))
-    check(load("some", lambda: GROUP, tmp_path))
+    check(load("some", group, tmp_path))
     assert "some.bin: damaged; its kernels are compiled again" in caplog.text
     assert file.read_bytes() == whole
 
@@ -67,8 +73,8 @@ def test_a_damaged_file_is_compiled_again(
 def test_code_that_others_could_have_written_does_not_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, open_to_all: str
 ) -> None:
-    load("some", lambda: GROUP, tmp_path)
-    foreign = Group(GROUP.functions, {"answer": 43})
+    load("some", group, tmp_path)
+    foreign = Group(group().functions, {"answer": 43})
     mode = (tmp_path / open_to_all).stat().st_mode
     (tmp_path / open_to_all).chmod(mode | 0o002)
     assert load("some", lambda: foreign, tmp_path).facts == {"answer": 43}
@@ -76,16 +82,16 @@ def test_code_that_others_could_have_written_does_not_run(
 
 
 def test_a_link_is_not_followed(tmp_path: Path) -> None:
-    load("some", lambda: GROUP, tmp_path)
+    load("some", group, tmp_path)
     (tmp_path / "other.bin").symlink_to(tmp_path / "some.bin")
-    foreign = Group(GROUP.functions, {"answer": 43})
+    foreign = Group(group().functions, {"answer": 43})
     assert load("other", lambda: foreign, tmp_path).facts == {"answer": 43}
     assert not (tmp_path / "other.bin").is_symlink()
 
 
 def test_a_folder_that_cannot_be_made_costs_only_the_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
-    check(load("some", lambda: GROUP, tmp_path / "file" / "folder"))
+    check(load("some", group, tmp_path / "file" / "folder"))
     assert "cannot be written to (Not a directory); these kernels are compiled at each start" in caplog.text
 
 
@@ -109,13 +115,13 @@ OUT = np.zeros(24, np.int64)
 )
 def test_an_array_of_another_type_is_refused(x: object, out: object, wrong: str) -> None:
     with pytest.raises(TypeError) as error:
-        LoadedGroup(GROUP).function("gather")(0, 0, 0, x, 1.0, False, out)
+        LoadedGroup(group()).function("gather")(0, 0, 0, x, 1.0, False, out)
     assert str(error.value) == f"gather: {wrong}"
 
 
 def test_the_number_of_arguments_counts() -> None:
     with pytest.raises(ValueError, match="shorter"):
-        LoadedGroup(GROUP).function("gather")(0, 0, 0, X, 1.0, False)
+        LoadedGroup(group()).function("gather")(0, 0, 0, X, 1.0, False)
 
 
 def test_what_numba_would_allocate_is_refused() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -16,6 +16,8 @@ from luce.cpu_kernels.machine_code import Group, LoadedGroup
 from luce.cpu_kernels.memory import stack_words
 from luce.cpu_kernels.thread_pool import MOST_PARTS, Job, Pool
 from luce.cpu_kernels.vectors import put_float, read_float, word
+
+Run = Callable[..., np.ndarray]
 
 
 @compiled
@@ -37,8 +39,11 @@ def count(slot, kernels, counts, turns):  # type: ignore[no-untyped-def]
     run_job(slot, kernels[0], arguments, len(counts))
 
 
-COMPILED = LoadedGroup(Group(compile_all({"count": count, "count_part": count_part}), {}))
-COUNT = Job(COMPILED.function("count"), (COMPILED.address("count_part"),))
+@pytest.fixture(scope="module")
+def count_job() -> Iterator[Job]:
+    """Compiled where it is used: each process of xdist would import seconds of compiling."""
+    group = LoadedGroup(Group(compile_all({"count": count, "count_part": count_part}), {}))
+    yield Job(group.function("count"), (group.address("count_part"),))
 
 
 @pytest.fixture(params=[1, 2, 5])
@@ -48,24 +53,28 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
     made.close()
 
 
-def run(pool: Pool, parts: int, turns: int = 0) -> np.ndarray:
-    counts = np.zeros(parts, np.float32)
-    pool.call(COUNT, counts, turns)
-    return counts
+@pytest.fixture(scope="module")
+def run(count_job: Job) -> Run:
+    def run(pool: Pool, parts: int, turns: int = 0) -> np.ndarray:
+        counts = np.zeros(parts, np.float32)
+        pool.call(count_job, counts, turns)
+        return counts
+
+    return run
 
 
 @pytest.mark.parametrize("parts", [1, 2, 7, 1000, MOST_PARTS])
-def test_each_part_runs_once(pool: Pool, parts: int) -> None:
+def test_each_part_runs_once(pool: Pool, run: Run, parts: int) -> None:
     for _ in range(3):
         assert (run(pool, parts, 10) == 1).all()
 
 
-def test_thousands_of_jobs_one_after_another(pool: Pool) -> None:
+def test_thousands_of_jobs_one_after_another(pool: Pool, run: Run) -> None:
     for number in range(5000):
         assert (run(pool, number % 9 + 1) == 1).all()
 
 
-def test_jobs_of_several_threads(pool: Pool) -> None:
+def test_jobs_of_several_threads(pool: Pool, run: Run) -> None:
     failed: list[int] = []
 
     def work(number: int) -> None:
@@ -79,7 +88,7 @@ def test_jobs_of_several_threads(pool: Pool) -> None:
     assert failed == []
 
 
-def test_workers_that_sleep_wake_for_a_job() -> None:
+def test_workers_that_sleep_wake_for_a_job(run: Run) -> None:
     pool = Pool(3, 64, kernels().work, kernels().replay)
     for _ in range(20):
         # Long enough that workers have given up looking for a job.

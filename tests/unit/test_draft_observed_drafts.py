@@ -20,7 +20,7 @@ from luce.draft.observed_drafts import DraftObservation, draft_load, observed_pa
 from luce.draft.open import plan_drafter
 from luce.gguf.reader import open_gguf
 from luce.planner.draft_time import DraftWork
-from luce.profiles.draft_cache import ObservedDrafts, drafts_path, read_drafts, write_drafts
+from luce.profiles.draft_cache import DRAFTS, ObservedDrafts
 from luce.profiles.profile import DeviceProfile, FormatProfile, LinkProfile
 from luce.profiles.profile_cache import profile_path
 from luce.runtime.host import HostDevice
@@ -115,7 +115,7 @@ def test_mtp_computes_its_layer_for_each_token() -> None:
 
 def test_later_plans_count_on_what_was_measured() -> None:
     _, path = drafting(FIT.target, str(FIT.path))
-    write_drafts(path, ObservedDrafts(6.6, 3.25, 1000))
+    DRAFTS.write(path, ObservedDrafts(6.6, 3.25, 1000))
     load, _ = drafting(FIT.target, str(FIT.path))
     assert load is not None
     assert (load.rows, load.tokens) == (7, 3.25)
@@ -150,23 +150,23 @@ def test_means_are_stored_after_1000_steps_and_when_they_have_doubled() -> None:
     ("rows", "tokens"), [(4.0, 0.5), (4.0, 5.0), (0.5, 0.5), (1e9, 2.0), (4.0, float("nan")), (float("inf"), 2.0)]
 )
 def test_what_cannot_be_counts_as_absent(rows: float, tokens: float, caplog: pytest.LogCaptureFixture) -> None:
-    path = drafts_path(["a", 1])
+    path = DRAFTS.path(["a", 1])
     path.parent.mkdir(parents=True)
-    content = f'{{"format":1,"measured":{time.time()},"drafts":{{"rows":{rows},"tokens":{tokens},"steps":1}}}}'
+    content = f'{{"format":2,"measured":{time.time()},"figures":{{"rows":{rows},"tokens":{tokens},"steps":1}}}}'
     path.write_text(content)
-    assert read_drafts(path) is None
+    assert DRAFTS.read(path) is None
     assert "profile_invalid" in caplog.text
 
 
 def test_what_is_old_or_of_another_format_counts_as_absent() -> None:
-    path = drafts_path(["a", 1])
-    write_drafts(path, ObservedDrafts(4.0, 2.0, 10))
-    assert read_drafts(path) == ObservedDrafts(4.0, 2.0, 10)
-    for change in ({"measured": time.time() - 91 * 86400}, {"format": 2}):
+    path = DRAFTS.path(["a", 1])
+    DRAFTS.write(path, ObservedDrafts(4.0, 2.0, 10))
+    assert DRAFTS.read(path) == ObservedDrafts(4.0, 2.0, 10)
+    for change in ({"measured": time.time() - 91 * 86400}, {"format": 1}):
         content = msgspec.json.decode(path.read_bytes()) | change
         other = path.with_suffix(".other")
         other.write_bytes(msgspec.json.encode(content))
-        assert read_drafts(other) is None
+        assert DRAFTS.read(other) is None
 
 
 def test_a_server_measures_its_drafts_and_the_next_plan_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +179,7 @@ def test_a_server_measures_its_drafts_and_the_next_plan_has_them(monkeypatch: py
             "cpu:0", "x", time.time(), 1e-5, 1e-9, LinkProfile(1e-6, 1e9), {"F32": figures}, recurrence=1e9
         )
     path.parent.mkdir(parents=True)
-    path.write_bytes(msgspec.json.encode({"format": 2, "profile": known}))
+    path.write_bytes(msgspec.json.encode({"format": 3, "profile": known}))
     settings |= {"draft": str(FIT.path), "verify_width": 4}
     with luce.load(FIT.target.path, **settings) as model:
         assert model.plan is not None

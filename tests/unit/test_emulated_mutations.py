@@ -102,6 +102,11 @@ def _deltanet_chunk(device: Device) -> None:
     device.products = frozenset()
     op_checks_deltanet.check_formula(device, (150, 17), key_heads=1, heads=2, d=128)
     op_checks_deltanet.check_formula(device, (70,), key_heads=2, heads=4, d=64)
+
+
+def _deltanet_output(device: Device) -> None:
+    op_checks_deltanet.check_formula(device, (150, 17), key_heads=1, heads=2, d=128)
+    op_checks_deltanet.check_formula(device, (70,), key_heads=2, heads=4, d=64)
     op_checks_deltanet.check_fp16_output(device, 20, key_heads=2, heads=6, d=128)
 
 
@@ -173,6 +178,7 @@ CHECKS: dict[str, Callable[[Device], None]] = {
     "deltanet.cu": _deltanet,
     "deltanet_chunk.cu": _deltanet_chunk,
     "deltanet_mma.cu": _deltanet_mma,
+    "deltanet_output.cu": _deltanet_output,
     "qkv.cu": _qkv,
     "matmul_tile.cu": _matmul_tile,
     "dot.h": _matmul_vec,
@@ -236,7 +242,7 @@ def _mutations() -> Iterator[ParameterSet]:
 
 def _copy(folder: Path) -> Path:
     kernels = folder / "kernels"
-    shutil.copytree(KERNELS, kernels)
+    shutil.copytree(KERNELS, kernels, ignore=shutil.ignore_patterns("*.md"))
     (kernels / "reductions.cu").write_text(REDUCTIONS, encoding="utf-8")
     return kernels
 

@@ -20,6 +20,9 @@ from tests.support.drafters import ScriptedDrafter
 from tests.support.replies import engine, submit
 from tests.support.scripted_backend import ScriptedBackend
 
+# 45 s of CPU, whose result the sources alone decide: each reply has a seed.
+pytestmark = pytest.mark.provable
+
 VOCAB = 8
 PROMPT = (3, 1, 4, 1, 5)
 #: logits of the token behind each token

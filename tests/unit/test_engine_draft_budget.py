@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from luce.draft.drafter import Proposal
-from luce.engine.draft_budget import AcceptanceRates, StepTimes, choose_draft_rows, worth_drafting
+from luce.engine.draft_budget import AcceptanceRates, choose_draft_rows, worth_drafting
+from luce.engine.draft_times import StepTimes
 
 
 def test_rows_are_chosen_by_what_they_gain() -> None:

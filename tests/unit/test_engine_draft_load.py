@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from luce.api import MEASURED_SECONDS
+from luce.runtime.step import StepShape
 from tests.support.draft_load import Costs, Load
+
+# 50 s of CPU, whose result the sources alone decide: the device's clock is a sum.
+pytestmark = pytest.mark.provable
 
 #: the synthetic 27B (Q4_K_M) with a DFlash2 draft of the published size, docs/measurements/2026-11-26-h100.md
 H100 = Costs(
@@ -12,24 +19,37 @@ H100 = Costs(
     sequence=0.12,
     drafting={1: 3.0, 2: 3.5, 3: 4.2, 4: 5.0, 8: 6.4},
 )
-# What drafting has to gain at least, by sequences and by acceptance 0, 0.3, 0.6 and 0.8.
+CHANCES = (0.0, 0.3, 0.6, 0.8, 0.95)
+# What drafting has to gain at least, by sequences and by acceptance.
 GAINS = {
-    1: (0.98, 0.98, 1.7, 2.8),
-    2: (0.98, 0.98, 1.7, 3.0),
-    4: (0.98, 0.98, 1.12, 1.6),
-    8: (0.98, 0.98, 0.98, 1.05),
-    16: (0.99, 0.99, 0.99, 0.99),
+    1: (0.985, 0.985, 1.65, 2.9, 4.0),
+    2: (0.985, 0.985, 1.65, 2.9, 4.3),
+    4: (0.985, 0.985, 1.15, 1.6, 2.5),
+    8: (0.985, 0.985, 0.985, 1.05, 1.85),
+    16: (0.985, 0.985, 0.985, 0.985, 1.15),
+    32: (0.985, 0.985, 0.985, 0.985, 1.03),
+    64: (1.0, 1.0, 1.0, 1.0, 1.0),
 }
 
 
 @pytest.mark.parametrize("sequences", GAINS)
 def test_replies_with_drafts_are_never_slower_than_without(sequences: int) -> None:
-    for chance, least in zip((0.0, 0.3, 0.6, 0.8), GAINS[sequences], strict=True):
-        load = Load(H100, [chance] * sequences, measured=3.0)
-        first, _, *gains = (load.replies() for _ in range(5))
+    for chance, least in zip(CHANCES, GAINS[sequences], strict=True):
+        load = Load(H100, [chance] * sequences, tokens=256, measured=MEASURED_SECONDS)
+        first, _, *gains = (load.replies() for _ in range(4 if sequences < 16 else 3))
         # Of the first replies each sequence is tried.
-        assert first > 0.945 and min(gains) > 0.98 and sum(gains) / len(gains) > least, (chance, first, gains)
-        assert load.drafter.asked != [0] * sequences or sequences == 16
+        assert first > 0.965 and min(gains) > 0.98 and sum(gains) / len(gains) >= least, (chance, first, gains)
+        assert load.drafter.asked != [0] * sequences or sequences == 64
+
+
+@pytest.mark.parametrize("costs", [replace(H100, noise=0.15), replace(H100, noise=0.02, stalls=(0.02, 10.0))])
+@pytest.mark.parametrize("sequences", [2, 8, 32])
+def test_noise_and_stalls_of_a_host_cost_no_more(sequences: int, costs: Costs) -> None:
+    """The mean of several runs: each has its own luck with the device, as those without drafts have."""
+    for chance in (0.0, 0.3, 0.6):
+        load = Load(costs, [chance] * sequences, tokens=256, measured=3.0)
+        gains = [load.replies() for _ in range(4 if sequences > 8 else 8)][1:]
+        assert sum(gains) / len(gains) > 0.975, (chance, gains)
 
 
 @pytest.mark.parametrize("sequences", [2, 4, 8])
@@ -51,12 +71,13 @@ def test_tries_behind_a_rest_cost_what_they_are_expected_to(sequences: int) -> N
 
 
 def test_replies_find_the_shapes_of_their_steps() -> None:
-    """What is measured before the first reply is captured then: drafted replies capture next to nothing."""
+    """What is measured before the first reply is captured then: drafted replies capture nothing, until some end."""
     for sequences in (1, 2, 4, 8):
         known, new = Load(H100, [0.8] * sequences, measured=3.0), Load(H100, [0.8] * sequences)
-        before = len(known.device.shapes)
+        before = set(known.device.shapes)
         assert known.replies() > new.replies() + 0.15
-        assert len(known.device.shapes) - before < len(new.device.shapes) / 2
+        found = [shape for (shape, *_) in known.device.shapes.keys() - before if isinstance(shape, StepShape)]
+        assert max((shape.spans for shape in found), default=0) < sequences
 
 
 def test_first_steps_of_shapes_are_no_debt() -> None:

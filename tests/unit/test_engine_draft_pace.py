@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from luce.engine.draft_budget import AcceptanceRates
-from luce.engine.draft_pace import Pace
+from luce.engine.draft_pace import LookupTurns, Pace
 from luce.engine.drafted import DraftedSequence
 
 SIZES = (2, 4, 8, 16)
@@ -131,3 +131,39 @@ def test_a_sequence_whose_drafter_failed_is_not_asked_for() -> None:
     run.known[1].off = True
     run.steps(5)
     assert run.asked == [0, 5]
+
+
+def test_drafts_beside_prompts_are_booked() -> None:
+    """Their cost, and their gains with the step that had them: not with the one before it."""
+    pace = Pace(SIZES)
+    for _ in range(5):
+        pace.record_step(2, 2, 1, 1.0, None, pending=False)
+        pace.record_time(8, 2, 4, 1.5, pending=True)
+    pace.record_step(2, 2, 1, 1.0, None, pending=False)
+    begun = 3.0 + 0.01 * 3
+    assert pace.account.affords(begun - 1e-6) and not pace.account.affords(begun + 0.05)
+    # Drafts of a step without prompts gain nothing, those of the next step, which reads a prompt, two tokens.
+    pace.record_step(8, 2, 4, 1.5, 0.5, pending=True)
+    pace.record_beside_prompts(8, 2, 0.5)
+    pace.record_accepted(2)
+    assert pace.account.affords(begun - 1.0 - 1e-6) and not pace.account.affords(begun - 1.0 + 0.05)
+    pace.record_beside_prompts(2, 2, None)
+    assert pace.account.affords(begun - 1.0 - 1e-6) and not pace.account.affords(begun - 1.0 + 0.05)
+    pace.record_beside_prompts(8, 2, 0.5)
+    pace.record_beside_prompts(0, 0, None)
+    assert pace.account.affords(begun - 2.0 - 1e-6) and not pace.account.affords(begun - 2.0 + 0.05)
+    # Without the time of a plain step nobody knows what it gains.
+    pace.record_beside_prompts(8, 5, 0.5)
+    pace.record_beside_prompts(0, 0, None)
+    assert not pace.account.affords(begun - 2.0 + 0.05)
+
+
+def test_texts_are_looked_up_in_turn() -> None:
+    turns = LookupTurns()
+    assert turns.choose([]) == [] and turns.choose([False] * 8) == [True] * 8
+    chosen = [turns.choose([place == 19 for place in range(20)]) for _ in range(5)]
+    assert LookupTurns(off=True).choose([True, False]) == [False, False]
+    # The one that copies each time, and of the others eight in turn: every one within three steps.
+    assert all(one[19] and sum(one) in (8, 9) for one in chosen)
+    for first in range(3):
+        assert all(any(one[place] for one in chosen[first : first + 3]) for place in range(20))

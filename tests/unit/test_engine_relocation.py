@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -49,13 +50,13 @@ class Held:
             assert self.go.wait(TIMEOUT)
 
 
-def move_at(made: Engine, hook: Held, replace: Any) -> list[BaseException | None]:
+def move_at(made: Engine, hook: Held, replace: Any, drain: float = 0.0) -> list[BaseException | None]:
     """Move behind the step at which the hook stops; returns, once that has been, with what it raised."""
     found: list[BaseException | None] = []
 
     def move() -> None:
         try:
-            made.relocate(replace)
+            made.relocate(replace, drain)
             found.append(None)
         except Exception as error:
             found.append(error)
@@ -120,6 +121,31 @@ def test_accepted_drafts_are_kept(at: int, recurrent: bool) -> None:
         drafted.finished()
         assert hook.count < TOKENS
     assert drafted.ids == backend.reply(PROMPT, TOKENS)
+
+
+def test_steps_have_as_many_rows_as_the_new_devices_take() -> None:
+    backend = ScriptedBackend(slots=6, context=256, invariant_rows=64)
+
+    def move() -> None:
+        wipe(backend)
+        backend.capacity = replace(backend.capacity, invariant_rows=16)
+
+    with engine(backend, eos=frozenset(), drafter=oracle(backend, sometimes(0.3, 1), block=4), verify_width=5) as made:
+        hook, begun = Held(16), threading.Event()
+
+        def wait(step: Step) -> None:
+            assert begun.wait(TIMEOUT)
+            hook(step)
+
+        backend.hook = wait
+        drafted = [submit(made, PROMPT[n:], max_tokens=120)[0] for n in range(6)]
+        begun.set()
+        assert move_at(made, hook, move) == [None]
+        for reply in drafted:
+            reply.finished()
+    # Behind the prompts.
+    assert max(rows for rows, _ in backend.steps[8:16]) > 16 >= max(rows for rows, _ in backend.steps[16:])
+    assert [reply.ids for reply in drafted] == [backend.reply(PROMPT[n:], 120) for n in range(6)]
 
 
 @pytest.mark.parametrize("options", [{"drafter": True}, {"temperature": 1.0, "seed": 7}], ids=["ngram", "draws"])
@@ -239,6 +265,76 @@ def test_requests_wait_while_it_moves_and_nothing_stalls() -> None:
         begun.finished()
         late.finished()
     assert late.ids == backend.reply([70, 71], 4)
+
+
+def test_replies_that_end_in_time_are_not_put_aside() -> None:
+    backend = ScriptedBackend(slots=2, context=256)
+    saves, late = list[int](), list[Any]()
+    with engine(backend, eos=frozenset()) as made:
+        hook = backend.hook = Held(5)
+        begun, _ = submit(made, PROMPT, max_tokens=TOKENS)
+
+        def replace() -> None:
+            # The first has ended, and the one that came meanwhile has not begun, although a slot was free.
+            assert begun.ids == backend.reply(PROMPT, TOKENS)
+            stats = made.stats()
+            saves.append(stats.running)
+            assert (stats.running, stats.waiting, late[0].ids) == (0, 1, [])
+            wipe(backend)
+
+        real = hook.go.set
+
+        def go() -> None:
+            late.append(submit(made, [70, 71], max_tokens=4)[0])
+            real()
+
+        with mock.patch.object(hook.go, "set", go):
+            assert move_at(made, hook, replace, drain=TIMEOUT) == [None]
+        late[0].finished()
+    assert saves == [0] and late[0].ids == backend.reply([70, 71], 4)
+
+
+def test_replies_that_run_on_are_put_aside() -> None:
+    backend = ScriptedBackend(slots=2, context=256)
+    with engine(backend, eos=frozenset()) as made:
+        ended = threading.Event()
+
+        class Slow(Held):
+            def __call__(self, step: Step) -> None:
+                super().__call__(step)
+                if self.count > self.at:
+                    ended.wait(0.02)
+
+        hook = backend.hook = Slow(5)
+        begun, _ = submit(made, PROMPT, max_tokens=TOKENS)
+        seen = list[int]()
+
+        def replace() -> None:
+            seen.append(len(begun.ids))
+            wipe(backend)
+            ended.set()
+
+        assert move_at(made, hook, replace, drain=0.01) == [None]
+        begun.finished()
+    assert begun.ids == backend.reply(PROMPT, TOKENS) and seen[0] < TOKENS
+
+
+def test_a_move_does_not_wait_for_replies_that_wait_for_a_shard() -> None:
+    backend = ScriptedBackend(slots=2, context=256)
+    with engine(backend, eos=frozenset(), resume_seconds=30) as made:
+        hook = backend.hook = Held(5)
+        begun, _ = submit(made, PROMPT, max_tokens=TOKENS)
+        assert hook.reached.wait(TIMEOUT)
+        backend.gone, backend.away = "shard 1 is gone", True
+
+        def replace() -> None:
+            wipe(backend)
+            backend.away = False
+
+        # It would have ended behind this wait.
+        assert move_at(made, hook, replace, drain=100 * TIMEOUT) == [None]
+        begun.finished()
+    assert begun.ids == backend.reply(PROMPT, TOKENS)
 
 
 def test_an_engine_that_has_ended_does_not_move() -> None:

@@ -240,7 +240,9 @@ def test_a_start_may_take_any_time_while_it_makes_progress(
         assert tuple(seen[1:]) == shares
 
 
-@pytest.mark.parametrize("lie", [{"kv_dtype": "frob"}, {"kv_dtype": "|O"}, {"lanes": 0}, {"free": -1}], ids=str)
+@pytest.mark.parametrize(
+    "lie", [{"kv_dtype": "frob"}, {"kv_dtype": "|O"}, {"lanes": 0}, {"free": -1}, {"kept": -1}, {"kept": 3}], ids=str
+)
 def test_invalid_facts_about_a_device(monkeypatch: pytest.MonkeyPatch, lie: dict[str, Any]) -> None:
     facts = {"host": True, "packed": False, "lanes": 1, "kv_dtype": "<f4", "free": 1, "total": 2, "facts": {}, **lie}
     monkeypatch.setattr(Peer, "devices", (DeviceFacts("cpu:0", **facts),))

@@ -15,7 +15,8 @@ Row = tuple[int, int, int, float, float, tuple[float, ...], int, int, int]
 
 def labels(rows: list[Row]) -> Labels:
     columns = [np.array(column) for column in zip(*rows, strict=True)]
-    return Labels(*columns, parent=np.arange(len(rows)))
+    columns += [np.arange(len(rows)), np.zeros(len(rows))]
+    return Labels(*columns)
 
 
 def beats(one: Row, other: Row) -> bool:

@@ -43,6 +43,32 @@ def test_a_row_of_a_reply_reads_the_keys_and_values_that_it_sees() -> None:
     assert faster.memory == pytest.approx(10.5)
 
 
+def test_a_row_takes_time_beside_what_it_reads_where_that_is_measured() -> None:
+    device = replace(DEVICE, layer=7.0, recurrence_row=10.0)
+    seconds = layer_time(device, LAYER, Pass("decode", 1, 1000))
+    # Keys and values: 6 x 1000 / 100; states: 50 / 10.
+    assert (seconds.launches, seconds.memory) == pytest.approx((9.0, 65.0))
+    work = Pass("prompt", 100, 1000)
+    assert layer_time(device, LAYER, work) == layer_time(DEVICE, LAYER, work)
+
+
+def test_what_servers_observed_corrects_the_times_of_its_phase() -> None:
+    device = replace(DEVICE, decode_ratio=1.5, prompt_ratio=0.5)
+    experts = ExpertWork(bytes=1600, macs=1, count=4, used=1, launches=2)
+    for layer in (LAYER, replace(LAYER, experts=experts)):
+        for work, ratio in ((Pass("decode", 1, 10), 1.5), (Pass("prompt", 100, 10), 0.5)):
+            assert layer_time(device, layer, work).total == pytest.approx(ratio * layer_time(DEVICE, layer, work).total)
+    head = HeadWork(1000, 1, 3)
+    assert head_time(device, head, 1).total == pytest.approx(1.5 * head_time(DEVICE, head, 1).total)
+    # Experts elsewhere take as long as observed of that CPU; their way does not change.
+    cpu, layer = replace(DEVICE, host=True, decode_ratio=2.0), replace(LAYER, experts=experts)
+    away, plain = (
+        layer_time(DEVICE, layer, Pass("decode", 1, 10), ExpertPlace(place, LinkFigures(3.0, 20.0), 40))
+        for place in (cpu, replace(cpu, decode_ratio=1.0))
+    )
+    assert (away.cpu_experts, away.bus, away.memory) == (2 * plain.cpu_experts, plain.bus, plain.memory)
+
+
 def test_rows_of_a_prompt_compute_their_attention() -> None:
     seconds = layer_time(DEVICE, LAYER, Pass("prompt", 100, 1000))
     # Attention: 2 x 5 x 100 x 1000 / 1000; the product: 2 x 30 x 100 / 1000.

@@ -91,7 +91,7 @@ def test_a_number_of_layers_is_those_at_the_end_of_the_model() -> None:
 
 @pytest.mark.parametrize("offload", ["off", 1, 2])
 def test_the_parts_of_a_shard_add_up_to_the_tables(offload: Offload) -> None:
-    device = replace(GPU, unpack=10.0, free=6000)
+    device = replace(GPU, unpack=10.0, free=6000, decode_ratio=1.25, prompt_ratio=0.75)
     found = problem((MOE, LAYER, MOE, MOE), device, CPU, offload=offload)
     tables = shard_tables(found, device, 4)
     for start, end in ((0, 4), (0, 2), (1, 4), (2, 3)):

@@ -4,22 +4,34 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from gguf import GGMLQuantizationType
 
 from luce.profiles import profile_cache
-from luce.profiles.measuring import ExpertSizes, Measuring, ProfileSizes
-from luce.profiles.profile import DeviceProfile, FormatProfile, LinkProfile, Observed
-from luce.profiles.profile_cache import note_observed, profile_key, profile_of, read_profile
+from luce.profiles.profile import DeviceProfile, FormatProfile, LinkProfile, Observed, Phase
+from luce.profiles.profile_cache import (
+    note_observed,
+    profile_key,
+    profile_of,
+    profile_path,
+    read_profile,
+    stored_profile,
+)
+from luce.profiles.timer import ExpertSizes, Measuring, ProfileSizes
 from luce.runtime import kernels
+from luce.runtime.device import DeviceName
+from luce.runtime.gpu import GpuDevice
 from luce.runtime.host import HostDevice
 
-SIZES = ProfileSizes(1 << 15, 256, 1 << 20, (1, 16), 4, 1 << 12, 0.0, 64, 32, ExpertSizes(4, 2, 1 << 12, (1,)))
+SIZES = ProfileSizes(1 << 15, 256, 1 << 20, (1, 16), 4, 1 << 12, 0.0, 64, 32, ExpertSizes(4, 2, 1 << 12, (1,)), 1)
 SMALL = Measuring(SIZES)
 Q8_0, Q4_0 = GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q4_0
 FOUND = FormatProfile(1e9, {1: 1e9, 16: 2e9}, None, 0.1, False)
@@ -34,7 +46,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def stored(path: Path, **changes: Any) -> Path:
     """A file of PROFILE, with changed values by their dotted names."""
-    content: dict[str, Any] = {"format": 2, "profile": json.loads(json.dumps(vars(PROFILE), default=vars))}
+    content: dict[str, Any] = {"format": 3, "profile": json.loads(json.dumps(vars(PROFILE), default=vars))}
     for name, value in changes.items():
         *parents, last = name.split("__")
         at = content
@@ -83,6 +95,38 @@ def test_whatever_speed_depends_on_makes_another_key(changed: str, monkeypatch: 
     assert profile_key(device) != before
 
 
+class Card(GpuDevice):
+    """What a key is made of, of a card that is not there."""
+
+    def __init__(self, **changes: Any) -> None:
+        own = {"name": "x", "driver": "1", "compiler": "2", "address": "0000:C1:00.0", "uuid": b"a", "watts": 350}
+        own |= changes
+        self.own, self.name = own, DeviceName("cuda", 0)
+        runtime = SimpleNamespace(
+            deviceGetPCIBusId=lambda index: own["address"], getDeviceProperties=lambda index: {"uuid": own["uuid"]}
+        )
+        self.cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
+
+    def describe(self) -> dict[str, str | int]:
+        return {name: self.own[name] for name in ("name", "driver", "compiler")}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"driver": "3"}, {"compiler": "3"}, {"name": "y"}, {"address": "0000:C2:00.0"}, {"uuid": b"b"}, {"watts": 250}],
+)
+def test_whatever_a_card_depends_on_makes_another_key(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    card, other = Card(), Card(**change)
+    keys = []
+    for device in (card, other, card):
+        monkeypatch.setattr(profile_cache, "power_limit", lambda kind, address, device=device: device.own["watts"])
+        keys.append(profile_key(device))
+    assert keys[0] == keys[2] != keys[1]
+    # A limit within 10 W is the same.
+    monkeypatch.setattr(profile_cache, "power_limit", lambda kind, address: 352)
+    assert profile_key(card) == keys[0]
+
+
 def test_a_stored_profile_is_read(tmp_path: Path) -> None:
     assert read_profile(stored(tmp_path / "a.json")) == PROFILE
     assert read_profile(tmp_path / "none.json") is None
@@ -91,7 +135,7 @@ def test_a_stored_profile_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"format": 1},
+        {"format": 2},
         {"profile__step": -1.0},
         {"profile__step": "1"},
         {"profile__way__bandwidth": 0.0},
@@ -105,13 +149,19 @@ def test_a_stored_profile_is_read(tmp_path: Path) -> None:
         {"profile__way__bandwidth": 1e30},
         {"profile__formats__Q8_0__unpack": -2.0},
         {"profile__formats__Q8_0__gather": {"1": 0.0}},
+        {"profile__formats__Q8_0__int8": {"512": 1e30}},
+        {"profile__formats__Q8_0__int8_unpack": 0.0},
+        {"profile__formats__Q8_0__layer": -1.0},
+        {"profile__observed": {"prompt": {"ratio": 0.0, "steps": 3}}},
         {"profile__formats__Q8_0__spread": float("inf")},
         {"profile__state_read": 0.0},
         {"profile__attention": float("nan")},
         {"profile__elementwise": 0.0},
         {"profile__recurrence": 1e30},
+        {"profile__recurrence_row": 0.0},
         {"profile__routing": -1.0},
-        {"profile__observed": {"ratio": -1.0, "steps": 3}},
+        {"profile__observed": {"decode": {"ratio": -1.0, "steps": 3}}},
+        {"profile__observed": {"neither": {"ratio": 1.0, "steps": 3}}},
     ],
 )
 def test_a_file_with_a_bad_figure_is_not_believed(
@@ -142,21 +192,36 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path: Path, caplog:
     assert "profile_not_stored" in caplog.text
 
 
-def test_two_that_write_at_the_same_time_leave_one_whole_profile(tmp_path: Path) -> None:
+def test_both_phases_are_kept_where_threads_note_them_at_the_same_time(tmp_path: Path) -> None:
+    for attempt in range(20):
+        path = stored(tmp_path / f"{attempt}.json")
+        phases: list[Phase] = ["decode", "prompt"]
+        threads = [threading.Thread(target=note_observed, args=(path, p, Observed(1.25, 1))) for p in phases]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert read_profile(path) == replace(PROFILE, observed=dict.fromkeys(phases, Observed(1.25, 1)))
+
+
+def test_two_processes_that_write_at_the_same_time_leave_one_whole_profile(tmp_path: Path) -> None:
     path = stored(tmp_path / "a.json")
-    both = [replace(PROFILE, observed=Observed(ratio, 1000)) for ratio in (1.25, 1.5)]
-
-    def write(observed: Observed | None) -> None:
-        assert observed is not None
-        for _ in range(50):
-            note_observed(path, observed)
-
-    threads = [threading.Thread(target=write, args=(own.observed,)) for own in both]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads):
+    script = (
+        "import sys, time; time.time = lambda: float(sys.argv[3]); from pathlib import Path;"
+        "from luce.profiles.profile import Observed;"
+        "from luce.profiles.profile_cache import note_observed;"
+        "[note_observed(Path(sys.argv[1]), 'decode', Observed(float(sys.argv[2]), 1000)) for _ in range(100)]"
+    )
+    both = [replace(PROFILE, observed={"decode": Observed(ratio, 1000)}) for ratio in (1.25, 1.5)]
+    writers = [
+        subprocess.Popen([sys.executable, "-c", script, str(path), str(own.observed["decode"].ratio), str(NOW)])
+        for own in both
+    ]
+    while any(writer.poll() is None for writer in writers):
         assert read_profile(path) in [PROFILE, *both]
+    assert [writer.returncode for writer in writers] == [0, 0]
     assert read_profile(path) in both
+    # Nobody leaves a temporary file.
     assert [file.name for file in tmp_path.iterdir()] == ["a.json"]
 
 
@@ -168,7 +233,9 @@ def test_recurrences_are_measured_where_they_are_missing(tmp_path: Path) -> None
     assert second.recurrence > 0
     assert second.formats == first.formats
     # A later measurement of another type keeps them.
-    assert profile_of(HostDevice(), [Q4_0], folder=tmp_path, how=SMALL).recurrence == second.recurrence
+    third = profile_of(HostDevice(), [Q4_0], folder=tmp_path, how=SMALL)
+    assert (third.recurrence, third.recurrence_row) == (second.recurrence, second.recurrence_row)
+    assert third.recurrence_row is not None
 
 
 def test_experts_are_measured_where_they_are_missing(tmp_path: Path) -> None:
@@ -183,12 +250,27 @@ def test_experts_are_measured_where_they_are_missing(tmp_path: Path) -> None:
     assert profile_of(HostDevice(), [Q8_0], folder=tmp_path, how=SMALL) == experts
 
 
+def test_products_in_int8_are_measured_where_they_are_missing_and_possible(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CACHE_DIRECTORY", str(tmp_path))
+    profile_path(HostDevice()).parent.mkdir()
+    stored(profile_path(HostDevice()))
+    assert stored_profile(HostDevice(), [Q8_0], int8=True) is not None
+    monkeypatch.setattr(profile_cache, "can_multiply_int8", lambda device, type: True)
+    assert stored_profile(HostDevice(), [Q8_0], int8=True) is None
+    assert stored_profile(HostDevice(), [Q8_0]) is not None
+
+
 def test_what_servers_observed_is_kept_until_a_measurement_of_everything(tmp_path: Path) -> None:
     first = profile_of(HostDevice(), [Q8_0], folder=tmp_path, how=SMALL)
     (file,) = tmp_path.iterdir()
-    note_observed(file, Observed(1.25, 1000))
-    assert read_profile(file) == replace(first, observed=Observed(1.25, 1000))
-    assert profile_of(HostDevice(), [Q4_0], folder=tmp_path, how=SMALL).observed == Observed(1.25, 1000)
-    assert profile_of(HostDevice(), [Q4_0], anew=True, folder=tmp_path, how=SMALL).observed is None
-    note_observed(tmp_path / "none.json", Observed(1.0, 1))
+    note_observed(file, "decode", Observed(1.25, 1000))
+    note_observed(file, "prompt", Observed(0.75, 16))
+    seen: dict[Phase, Observed] = {"decode": Observed(1.25, 1000), "prompt": Observed(0.75, 16)}
+    assert read_profile(file) == replace(first, observed=seen)
+    again = profile_of(HostDevice(), [Q4_0], folder=tmp_path, how=SMALL)
+    assert again.observed == seen
+    assert profile_of(HostDevice(), [Q4_0], anew=True, folder=tmp_path, how=SMALL).observed == {}
+    note_observed(tmp_path / "none.json", "decode", Observed(1.0, 1))
     assert not (tmp_path / "none.json").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 import subprocess
 import sys
@@ -12,11 +13,15 @@ from typing import Any
 import pytest
 
 from luce.cli.main import main
+from luce.cli.ray import report_lines
 from luce.errors import UsageError
-from luce.ray.actions import differences, read_token, resources
+from luce.ray.actions import differences, resources
 from luce.ray.child_server import listening_url
 from luce.ray.cluster_config import parse_config, plain_content
-from luce.ray.request_facts import PROMPTS, group_salt, lost_event, request_text
+from luce.ray.node import Node, read_token
+from luce.ray.node_resources import unlike_versions
+from luce.ray.private_folder import private_folder
+from luce.ray.request_facts import PROMPTS, body_limit, group_salt, lost_event, request_text
 from luce.ray.shared_routing import SharedRouting, routing_of
 from luce.server.cached_blocks import JOBS
 
@@ -26,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(
     "words, says",
     [
-        (["down", "--node", "10.0.0.2"], "luce ray down: --node is for up"),
+        (["down", "--node", "10.0.0.2"], "luce ray down: --node is for up and keys"),
         (["status", "--resources", "{}"], "luce ray status: --resources is for up"),
         (["up", "--json"], "luce ray up: --json is for status"),
         (["up", "--node", "box"], "box: expected the IP address"),
@@ -86,11 +91,89 @@ def test_a_configuration_crosses_as_plain_content() -> None:
 
 def test_where_ray_and_luce_disagree() -> None:
     app = {"deployments": {"replica": {"RUNNING": 1}}}
-    replicas = [{"replica": "a", "answers": True}, {"replica": "b", "answers": False}]
-    assert differences({"application": app, "replicas": replicas}) == ["replica b: Ray has it running, Luce is silent"]
-    replicas[1]["answers"] = True
-    assert differences({"application": app, "replicas": replicas}) == ["2 replicas answer, Ray has 1 running"]
-    assert differences({"application": None, "replicas": []}) == []
+    nodes = [{"address": "10.0.0.1", "alive": True}, {"address": "10.0.0.2", "alive": True}]
+    replicas: list[dict[str, Any]] = [
+        {"replica": "a", "answers": True, "node": "10.0.0.2"},
+        {"replica": "b", "answers": False},
+    ]
+    found: dict[str, Any] = {"application": app, "nodes": nodes, "replicas": replicas}
+    assert differences(found) == ["replica b: Ray has it running, Luce is silent"]
+    replicas[1] = {"replica": "b", "answers": True, "node": "10.0.0.1"}
+    assert differences(found) == ["2 replicas answer, Ray has 1 running"]
+    assert differences({"application": None, "nodes": nodes, "replicas": []}) == []
+    app["deployments"]["replica"]["RUNNING"] = 2
+    nodes[1]["alive"] = False
+    assert differences(found) == ["replica a: it answers, Ray has its node 10.0.0.2 dead"]
+    # A machine that was lost and is back is there twice.
+    nodes.append({"address": "10.0.0.2", "alive": True})
+    assert differences(found) == []
+
+
+def test_what_people_are_shown_has_places_versions_and_what_finds_none() -> None:
+    replica = {"replica": "a", "answers": True, "node": "10.0.0.2", "devices": ["cpu:0", "tcp://10.0.0.3:7/cpu:0"]}
+    load = {"luce": "0.1.0", "life": "0123456789abcdef", "requests": 1, "parallel": 4, "blocks": 3}
+    found = {
+        "ray": "2.60.0",
+        "python": "3.11.7",
+        "nodes": [{"address": "10.0.0.2", "alive": False, "resources": {"luce_cpu": 2.0}}],
+        "application": {"status": "RUNNING", "message": "", "deployments": {"replica": {"RUNNING": 1}}},
+        "replicas": [{**replica, **load}, {"replica": "b", "answers": False}],
+        "pending": [{"seconds": 75.2, "lacks": "no node has 1 luce_cuda"}],
+        "differences": ["replica b: Ray has it running, Luce is silent"],
+    }
+    assert list(report_lines(found)) == [
+        "Ray 2.60.0, Python 3.11.7",
+        "node 10.0.0.2: dead; 2 luce_cpu",
+        "application: running; replicas: 1 running",
+        "replica a: node 10.0.0.2; cpu:0, tcp://10.0.0.3:7/cpu:0; Luce 0.1.0; life 01234567; 1 of 4 requests, 3 blocks "
+        "cached",
+        "replica b: silent",
+        "a replica finds no place since 75 s; it lacks no node has 1 luce_cuda",
+        "replica b: Ray has it running, Luce is silent",
+    ]
+
+
+def test_only_like_versions_join() -> None:
+    def unlike(ray: str, python: str) -> str:
+        return unlike_versions({"head": {"ray": "2.60.0", "python": "3.11.7"}, "here": {"ray": ray, "python": python}})
+
+    assert unlike("2.60.0", "3.11.7") == unlike("2.60.0", "3.11.2") == ""
+    assert unlike("2.61.0", "3.11.7").startswith(
+        "the head runs Ray 2.60.0 and Python 3.11.7, this environment has Ray 2.61.0"
+    )
+    assert "has Ray 2.60.0 and Python 3.12.7" in unlike("2.60.0", "3.12.7")
+
+
+def test_what_a_node_has_written_goes_with_it_but_for_its_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    node = Node(parse_config({"model": "x", "luce_python": {"cpu": sys.executable}}), None)
+    folder = tmp_path / "node"
+    for name in ("session_1", "other"):
+        (folder / name / "logs").mkdir(parents=True)
+        (folder / name / "logs" / "raylet.out").write_text(name)
+    (folder / "session_latest").symlink_to("session_1")
+    node.state.mkdir(parents=True)
+    for text in ("first", "second"):
+        (node.state / "folder").write_text(str(folder))
+        assert node.stop() == 0
+        assert not folder.exists() and not (node.state / "folder").exists()
+        assert (node.state / "logs" / "raylet.out").read_text() == ("session_1" if text == "first" else text)
+        (folder / "session_2" / "logs").mkdir(parents=True)
+        (folder / "session_2" / "logs" / "raylet.out").write_text("second")
+
+
+def test_folders_of_processes_that_are_gone_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    mine = private_folder()
+    assert stat.S_IMODE(mine.stat().st_mode) == 0o700
+    # Another process with this one's id, long ago; and what is nobody's folder of keys.
+    gone, others = tmp_path / f"luce-process-{os.getpid()}-1-abc", tmp_path / "luce-process-x"
+    gone.mkdir()
+    others.mkdir()
+    (gone / "keys").write_text("secret")
+    assert sorted(tmp_path.iterdir()) == sorted([mine, gone, others])
+    another = private_folder()
+    assert sorted(tmp_path.iterdir()) == sorted([mine, another, others])
 
 
 def test_the_address_of_a_child_is_in_its_log() -> None:
@@ -98,6 +181,11 @@ def test_the_address_of_a_child_is_in_its_log() -> None:
     assert listening_url(line) == "http://127.0.0.1:3"
     for other in ('{"event": "ready"}', "listening url=http://x", "3", '["listening"]'):
         assert listening_url(other) == ""
+
+
+def test_an_ingress_takes_what_a_server_with_these_flags_takes() -> None:
+    assert body_limit([]) == body_limit(["--max-ctx", "8k"]) == 64 << 20
+    assert body_limit(["--threads", "1", "--max-body-mib", "2"]) == body_limit(["--max-body-mib=2"]) == 2 << 20
 
 
 def test_groups_do_not_share_keys() -> None:

@@ -22,7 +22,7 @@ def test_a_file_and_its_bundles(tmp_path: Path) -> None:
     config = read_config(path)
     assert (config.model, config.head.address, config.replica.most) == ("x.gguf", "10.0.0.1", 4)
     assert config.replica.flags == ("--max-ctx", "8k")
-    assert config.bundles == [{"CPU": 1, "luce_cuda": 2}, {"CPU": 1, "luce_hip": 1}]
+    assert config.bundles == [{"luce_cuda": 2}, {"luce_hip": 1}]
     assert config.strategy == "PACK"
     assert (
         parse_config({"model": "x", "luce_python": PYTHON, "replica": {"one_machine": True}}).strategy == "STRICT_PACK"

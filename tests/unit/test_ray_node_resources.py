@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from luce.errors import DeviceError
 from luce.ray.device_leases import DeviceLeases
-from luce.ray.node_resources import missing, resources_of
+from luce.ray.node_resources import missing, resources_of, room_for
 
 CUDA, HIP = {"CPU": 1.0, "luce_cuda": 1.0}, {"CPU": 1.0, "luce_hip": 1.0}
 
@@ -57,6 +57,13 @@ def test_bundles_fit_exactly_where_some_assignment_does(
     assert (missing(bundles, nodes, one_node=False) == []) == (possible and bool(nodes))
 
 
+def test_room_for_several_replicas() -> None:
+    bundles = [{"luce_cpu": 1.0}, {"luce_cpu": 1.0}]
+    nodes = [{"luce_cpu": 3.0}, {"luce_cpu": 1.0}]
+    assert room_for(2, bundles, nodes, one_node=False) and not room_for(3, bundles, nodes, one_node=False)
+    assert room_for(1, bundles, nodes, one_node=True) and not room_for(2, bundles, nodes, one_node=True)
+
+
 def test_devices_are_leased_once_and_come_back() -> None:
     leases = DeviceLeases({"cuda": 2, "cpu": 1})
     alive = {"a", "b", "c"}
@@ -64,10 +71,9 @@ def test_devices_are_leased_once_and_come_back() -> None:
     assert leases.acquire("cpu", "a", alive) == 0
     with pytest.raises(DeviceError, match="cuda: all 2 devices"):
         leases.acquire("cuda", "c", alive)
-    assert leases.release("a") == 2
-    assert leases.acquire("cuda", "c", alive) == 0
-    # b is gone without giving its device back.
-    assert leases.acquire("cuda", "a", {"a", "c"}) == 1
-    assert leases.leases() == {"cuda:0": "c", "cuda:1": "a"}
+    # b is gone, and its device with it; those of the others stay theirs.
+    assert leases.acquire("cuda", "c", {"a", "c"}) == 1
+    with pytest.raises(DeviceError, match="cuda: all 2 devices"):
+        leases.acquire("cuda", "d", {"a", "c", "d"})
     with pytest.raises(DeviceError, match="hip: all 0"):
         leases.acquire("hip", "a", alive)

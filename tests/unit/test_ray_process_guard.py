@@ -88,12 +88,35 @@ def test_a_child_whose_parent_is_gone_already_does_not_begin() -> None:
 
 def test_when_to_end() -> None:
     guard = Watch(parent=7, timeout=15.0, now=100.0)
-    assert guard.reason(7, 114.0, answers=False) == ""
-    assert guard.reason(7, 114.5, answers=True) == ""
-    assert guard.reason(7, 129.5, answers=False) == ""
-    assert guard.reason(7, 129.6, answers=False) == "the control store has not answered for 15 s"
-    assert guard.reason(1, 100.0, answers=True) == "the raylet that started this process is gone"
-    assert Watch(7, 0.0, 100.0).reason(7, 1e9, answers=False) == ""
+    assert guard.reason(7, 114.0, []) == ""
+    assert guard.reason(7, 114.5, [True]) == ""
+    assert guard.reason(7, 129.5, []) == ""
+    assert guard.reason(7, 129.6, []) == "the control store has not answered for 15 s"
+    assert guard.reason(1, 100.0, [True]) == "the raylet that started this process is gone"
+
+
+def test_a_silent_control_store_ends_nothing_and_one_that_has_given_the_node_up_does() -> None:
+    guard = Watch(parent=7, timeout=0.0, now=100.0)
+    assert guard.reason(7, 1e9, []) == ""
+    assert guard.reason(7, 1e9, [True, True]) == ""
+    # What it has said once stands, whatever follows.
+    for answers in ([False], [True, False], [False, True]):
+        assert guard.reason(7, 1e9, answers) == "the control store has given this node up"
+    assert guard.reason(1, 1e9, []) == "the raylet that started this process is gone"
+
+
+@pytest.mark.parametrize("answer, timeout, says", [(None, 0.1, "has not answered"), (False, 0.0, "given this node up")])
+def test_a_process_asks_the_control_store_and_ends_by_what_it_says(
+    answer: bool | None, timeout: float, says: str
+) -> None:
+    ended, reasons = threading.Event(), list[str]()
+
+    def end(reason: str) -> None:
+        reasons.append(reason)
+        ended.set()
+
+    watch(lambda: answer, timeout, end)
+    assert ended.wait(60) and says in reasons[0]
 
 
 def test_a_control_store_that_hangs_ends_the_process() -> None:

@@ -87,6 +87,21 @@ def test_equal_scores_go_to_the_least_loaded() -> None:
     assert here.ranked(KEYS, 1.0) == ["a", "b"]
 
 
+def test_a_beginning_that_all_requests_share_queues_up_at_no_replica() -> None:
+    router, draw = state(a=report(KEYS, parallel=4), b=report(parallel=4)), random.Random(5)
+    under_way = list[str]()
+    for number in range(400):
+        name = router.ranked(KEYS, float(number))[0]
+        router.began(name, KEYS)
+        under_way.append(name)
+        if len(under_way) > 9:
+            router.ended(ended := under_way.pop(draw.randrange(4)), KEYS, float(number))
+            assert ended in ("a", "b")
+        least, most = sorted(under_way.count(each) for each in ("a", "b"))
+        # The first ones go where the beginning is cached; the other replica reads it once they would wait too long.
+        assert number < 16 or most <= 2 * least
+
+
 def test_an_unknown_prompt_stays_with_its_replica_by_its_fourth_block() -> None:
     names = [f"r{number}" for number in range(8)]
     here = state(**{name: report() for name in names})

@@ -24,9 +24,10 @@ from luce.ipc.lifecycle import Open
 from luce.ipc.supervisor import Supervisor, Timeouts
 from luce.models.keys import Source
 from luce.models.registry import read_spec
-from luce.profiles.link_cache import link_path, read_link, write_link
-from luce.profiles.measuring import ExpertSizes, Measuring, ProfileSizes
+from luce.profiles import link_cache
+from luce.profiles.link_cache import LINKS, link_path
 from luce.profiles.profile import DeviceProfile, FormatProfile, LinkProfile
+from luce.profiles.timer import ExpertSizes, Measuring, ProfileSizes
 from luce.remote import daemon, probe
 from luce.remote.device import RemoteDevice, Transport
 from luce.remote.messages import Measure, Measured, MeasuredDevice, PeerFigures, Probe, Probed, Request, Response
@@ -36,7 +37,7 @@ from luce.runtime.host import HostDevice
 from tests.support.reference import Reference
 from tests.support.threaded_daemon import ThreadedDaemon
 
-SIZES = ProfileSizes(1 << 15, 256, 1 << 20, (1, 16), 4, 1 << 12, 0.0, 64, 32, ExpertSizes(4, 2, 1 << 12, (1,)))
+SIZES = ProfileSizes(1 << 15, 256, 1 << 20, (1, 16), 4, 1 << 12, 0.0, 64, 32, ExpertSizes(4, 2, 1 << 12, (1,)), 1)
 FOUND = FormatProfile(1e9, {1: 1e9, 512: 1e10}, None, 0.1, False)
 PROFILE = DeviceProfile("cpu:0", "x", time.time(), 1e-5, 1e-6, LinkProfile(1e-6, 1e9), {"F32": FOUND})
 LINK = LinkProfile(1e-4, 1e8)
@@ -172,16 +173,18 @@ def test_as_many_devices_answer_as_are_there(monkeypatch: pytest.MonkeyPatch) ->
 
 
 class Line:
-    """A link with a clock of its own: what `probe_link` asks takes the time that such a link takes."""
+    """A link with a clock of its own: what `probe_link` asks takes the time that such a link takes. The first `burst`
+    bytes of a message take none."""
 
-    def __init__(self, latency: float, bandwidth: float) -> None:
-        self.latency, self.bandwidth, self.now, self.sent = latency, bandwidth, 0.0, 0
+    def __init__(self, latency: float, bandwidth: float, burst: int = 0) -> None:
+        self.latency, self.bandwidth, self.burst, self.now, self.sent = latency, bandwidth, burst, 0.0, 0
 
     def clock(self) -> float:
         return self.now
 
     def ask(self, request: Any, response: type[Any]) -> Any:
-        self.now += 2 * self.latency + (len(request.data) + request.answer) / self.bandwidth
+        slow = sum(max(0, size - self.burst) for size in (len(request.data), request.answer))
+        self.now += 2 * self.latency + slow / self.bandwidth
         self.sent += len(request.data)
         return Probed(np.zeros(request.answer, np.uint8))
 
@@ -192,6 +195,13 @@ def test_a_link_has_its_latency_and_its_bandwidth(latency: float, bandwidth: flo
     found = probe_link(line.ask, line.clock)
     assert found.latency == pytest.approx(latency, rel=1e-6, abs=1e-9)
     assert found.bandwidth == pytest.approx(bandwidth, rel=1e-6)
+
+
+def test_a_link_that_carries_a_burst_faster_keeps_its_latency() -> None:
+    line = Line(5e-4, 1.2e7, burst=16384)
+    found = probe_link(line.ask, line.clock)
+    assert found.latency == pytest.approx(5e-4, rel=0.02)
+    assert found.bandwidth == pytest.approx(1.2e7, rel=0.02)
 
 
 def test_a_slow_link_is_measured_with_few_bytes() -> None:
@@ -235,25 +245,33 @@ def test_an_error_of_what_is_done_before_a_load_is_seen(caplog: pytest.LogCaptur
         supervisor.before_load(breaks).result(60)
 
 
-def test_links_are_stored_by_devices_way_and_address(tmp_path: Path) -> None:
+def test_links_are_stored_by_both_ends_way_and_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = {link_path(*facts) for facts in [(["a"], "s", ""), (["b"], "s", ""), (["a"], "m", ""), (["a"], "s", "x")]}
     assert len(paths) == 4
+    before = link_path(["a"], "s", "")
+    assert before in paths
+    # The end here counts as well as that of the daemon.
+    monkeypatch.setattr(link_cache, "profile_key", lambda device: "another")
+    assert link_path(["a"], "s", "") != before
+    monkeypatch.undo()
+    monkeypatch.setattr("platform.node", lambda: "another")
+    assert link_path(["a"], "s", "") != before
     path = link_path(["a"], "messages", "tcp://b:1", tmp_path)
-    assert read_link(path) is None
-    write_link(path, LINK)
-    assert read_link(path) == LINK
+    assert LINKS.read(path) is None
+    LINKS.write(path, LINK)
+    assert LINKS.read(path) == LINK
     assert path.stat().st_mode & 0o777 == 0o600
     for text in (path.read_text()[:-9], path.read_text().replace("1e8", "-1").replace("100000000.0", "-1.0"), "{}"):
         path.write_text(text)
-        assert read_link(path) is None
+        assert LINKS.read(path) is None
 
 
 def test_an_old_link_is_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = link_path(["a"], "messages", "", tmp_path)
-    write_link(path, LINK)
+    LINKS.write(path, LINK)
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + 91 * 86400)
-    assert read_link(path) is None
+    assert LINKS.read(path) is None
 
 
 class Faked:
@@ -326,6 +344,38 @@ def test_devices_of_a_daemon_have_links_of_their_own(monkeypatch: pytest.MonkeyP
     assert found.links[second, first].bandwidth == pytest.approx(5e8)
 
 
+def test_gpus_of_daemons_are_measured_at_the_same_time_and_cpus_when_they_are_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(measured_devices, "is_remote", lambda device: device.remote)
+    order: list[str] = []
+
+    class Noted(Faked):
+        def __init__(self, name: str) -> None:
+            super().__init__([PROFILE], {})
+            self.name = name
+
+        def before_load(self, work: Callable[[Any], Any]) -> Any:
+            future = super().before_load(work)
+            if work is probe_link:
+                return future
+            order.append(f"{self.name} begins")
+            return type("Future", (), {"result": lambda own: (order.append(f"{self.name} ends"), future.result())[1]})()
+
+    def own(device: Device, types: Any, **how: Any) -> DeviceProfile:
+        order.append(str(device.name))
+        return PROFILE
+
+    monkeypatch.setattr(measured_devices, "profile_of", own)
+    monkeypatch.setattr(measured_devices, "stored_profile", lambda *device, **how: None)
+    far = [Far(Noted(name), number, Transport(), host=name == "c") for number, name in enumerate("abc")]
+    # Each daemon has one device.
+    for device in far:
+        device.number = 0
+    measured(model_on(HostDevice(), *far), anew=True)
+    assert order == ["a begins", "b begins", "a ends", "b ends", "cpu:0", "c begins", "c ends"]
+
+
 def test_a_daemon_without_figures_is_an_error_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measured_devices, "is_remote", lambda device: device.remote)
     device = Far(Faked([None], {}), 0, Transport(), host=True)
@@ -336,7 +386,7 @@ def test_a_daemon_without_figures_is_an_error_with_its_name(monkeypatch: pytest.
 
 def test_a_slow_link_is_warned_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(measured_devices, "is_remote", lambda device: device.remote)
-    monkeypatch.setattr(measured_devices, "read_link", lambda path: LinkProfile(0.3, 1e9))
+    monkeypatch.setattr(measured_devices.LINKS, "read", lambda path: LinkProfile(0.3, 1e9))
     measured(model_on(Far(Faked([PROFILE], {}), 0, Transport(), host=True)))
     assert "link_slow" in caplog.text
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 
 import msgspec
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from luce import __version__
 from luce.backend.layersplit import LayerSplitBackend
@@ -18,11 +21,16 @@ from luce.ipc.arena import Arena, shared_arena
 from luce.ipc.lifecycle import Open
 from luce.ipc.supervisor import Supervisor, Timeouts
 from luce.layers.build import LayerBuilder
-from luce.remote import daemon_shard, shard
-from luce.remote.device import RemoteDevice
-from luce.remote.messages import Loaded, LoadedLayers, Response
+from luce.remote import daemon_layers, daemon_shard, shard
+from luce.remote.device import RemoteDevice, Transport
+from luce.remote.messages import Announce, Forward, Loaded, LoadedLayers, Response
+from luce.remote.service import Work
 from luce.runtime.device import DeviceName
 from luce.runtime.host import HostDevice
+from luce.runtime.step import Step
+from luce.shard.local import LocalShard
+from luce.shard.shard import Activation, Pending
+from luce.shard.timing import SequenceRows
 from tests.support.drive import Driver
 from tests.support.reference import Reference
 from tests.support.threaded_daemon import ThreadedDaemon
@@ -120,14 +128,50 @@ def test_each_device_of_a_daemon_has_its_own_time(monkeypatch: pytest.MonkeyPatc
         stack.callback(daemon.close)
         devices = [RemoteDevice(DeviceName("cpu", 1 + number), daemon, number) for number in range(2)]
         backend = stack.enter_context(closing(LayerSplitBackend(file, SPEC, devices, OPTIONS)))
-        seen: list[tuple[str, int, float]] = []
-        backend.watch_decoding("cpu:1", lambda position, seconds: seen.append(("cpu:1", position, seconds)))
-        backend.watch_decoding("cpu:2", lambda position, seconds: seen.append(("cpu:2", position, seconds)))
+        seen: list[tuple[str, SequenceRows, float]] = []
+        backend.watch_rows("cpu:1", lambda rows, seconds: seen.append(("cpu:1", rows, seconds)))
+        backend.watch_rows("cpu:2", lambda rows, seconds: seen.append(("cpu:2", rows, seconds)))
         driver = Driver(backend)
         sequence = driver.start()
         driver.feed((sequence, np.array([1, 2, 3], np.int32)))
         driver.feed((sequence, np.array([4], np.int32)))
-    assert seen == [("cpu:1", 3, 0.25), ("cpu:2", 3, 0.5)]
+    row = SequenceRows(3, 1, 1)
+    assert seen[-2:] == [("cpu:1", row, 0.25), ("cpu:2", row, 0.5)]
+
+
+def test_a_cpu_in_a_daemon_computes_a_piece_while_the_next_one_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrived, overlapped, ran = threading.Semaphore(0), list[bool](), daemon_shard.ServedModel.run
+
+    class Waiting(LocalShard):
+        """Computes the first piece once the second one is there."""
+
+        def forward(self, step: Step, activation: Activation | None) -> Activation | Pending:
+            if not overlapped:
+                overlapped.append(arrived.acquire(timeout=5) and arrived.acquire(timeout=5))
+            return super().forward(step, activation)
+
+    def run(self: daemon_shard.ServedModel, message: Forward) -> Work:
+        arrived.release()
+        return ran(self, message)
+
+    def logits(transport: Transport) -> NDArray[np.float32]:
+        opening = Open(__version__, ("cpu:1",), "error", 0, "float32")
+        with ExitStack() as stack:
+            file = stack.enter_context(open_gguf(REFERENCE.path))
+            daemon = Supervisor("cpu:1", ThreadedDaemon, opening, Timeouts(60, 60), Response)
+            stack.callback(daemon.close)
+            devices = [HostDevice(0), RemoteDevice(DeviceName("cpu", 1), daemon, transport=transport)]
+            options = replace(OPTIONS, context=512, microbatch=64)
+            driver = Driver(stack.enter_context(closing(LayerSplitBackend(file, SPEC, devices, options))))
+            sequence, tokens = driver.start(), np.arange(200, dtype=np.int32)
+            driver.feed((sequence, tokens), wanted=False)
+            return driver.feed((sequence, tokens[:1]))[0]
+
+    expected = logits(Transport(shared=True))
+    monkeypatch.setattr(daemon_layers, "LocalShard", Waiting)
+    monkeypatch.setattr(daemon_shard.ServedModel, "run", run)
+    assert np.array_equal(logits(Transport(shared=False)), expected)
+    assert overlapped == [True]
 
 
 def test_shards_in_daemons_are_closed_when_a_layer_here_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,3 +193,31 @@ def test_shards_in_daemons_are_closed_when_a_layer_here_cannot_be_loaded(monkeyp
             LayerSplitBackend(file, SPEC, devices, OPTIONS)
         # The daemon still lives, and so does the error, whose frames refer to the shards.
         assert caught.value and [arena.fd for arena in arenas] == [None]
+
+
+def test_a_daemon_reads_a_step_while_the_cpu_before_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[Step] = []
+    arrived, forward, announce = threading.Event(), LocalShard.forward, daemon_shard.ServedModel.announce
+
+    def compute(self: LocalShard, step: Step, activation: Activation | None) -> Activation | Pending:
+        if activation is None:
+            assert arrived.wait(30)
+            arrived.clear()
+        return forward(self, step, activation)
+
+    def hear(self: daemon_shard.ServedModel, message: Announce) -> None:
+        announce(self, message)
+        heard.append(message.step)
+        arrived.set()
+
+    monkeypatch.setattr(LocalShard, "forward", compute)
+    monkeypatch.setattr(daemon_shard.ServedModel, "announce", hear)
+    with placement() as (file, devices):
+        backend = LayerSplitBackend(file, SPEC, devices, OPTIONS)
+        with closing(backend):
+            driver = Driver(backend)
+            sequence = driver.start()
+            for token in (1, 2, 3):
+                driver.feed((sequence, np.array([token], np.int32)))
+    # Each of them once.
+    assert [step.positions.tolist() for step in heard] == [[0], [1], [2]]

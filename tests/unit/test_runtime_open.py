@@ -14,6 +14,7 @@ from luce.errors import DeviceError, UsageError
 from luce.runtime import compiler, driver
 from luce.runtime import open as opening
 from luce.runtime.device import DeviceName
+from luce.runtime.found import found
 from luce.runtime.gpu import GpuDevice
 from luce.runtime.host import HostDevice, host_memory
 from luce.runtime.open import open_all, open_devices, total_memory
@@ -68,12 +69,12 @@ def test_without_a_driver() -> None:
     with pytest.raises(UsageError, match=r"^--target-device hip:1: no hip devices are available") as caught:
         open_devices(Config(target_device="hip:1"))
     assert caught.value.param == "target_device"
-    assert opening.found() == []
+    assert found() == []
 
 
 @pytest.mark.usefixtures("two_fakes")
 def test_found_needs_no_cupy() -> None:
-    assert [(str(f.name), f.properties.name) for f in opening.found()] == [
+    assert [(str(f.name), f.properties.name) for f in found()] == [
         ("cuda:0", "Fake One"),
         ("cuda:1", "Fake Two"),
     ]

@@ -62,7 +62,7 @@ def test_containers_and_keys_are_counted_outside_strings(value: Any, limit: int,
     ],
 )
 def test_bodies_that_would_build_too_much(body: bytes, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schema, "decoder", None)
+    monkeypatch.setattr(schema, "json_decoder", None)
     with pytest.raises(TooLargeError, match=f"too many {what}"):
         decode(body, ChatRequest)
 
@@ -102,7 +102,7 @@ def test_the_collector_is_off_meanwhile_and_on_again(monkeypatch: pytest.MonkeyP
             seen.append(gc.isenabled())
             return real(prompt="a")
 
-    monkeypatch.setattr(schema, "decoder", lambda kind: Spy())
+    monkeypatch.setattr(schema, "json_decoder", lambda kind: Spy())
     assert gc.isenabled()
     decode(b"{}", CompletionRequest)
     assert seen == [False] and gc.isenabled()

@@ -14,7 +14,14 @@ FILES = sorted((ROOT / "tests").rglob("*.py"))
 PRIVATE = re.compile(r"(?:^|\.)_[^_.][^.]*$")
 #: public names of the standard library that begin with an underscore
 PUBLIC = {"_exit", "_replace", "_asdict", "_fields"}
-each = pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[Path, tuple[set[str], set[str]]]:
+    """The private names and the modules of tests that each module of tests uses. Each test goes over all modules: a
+    thousand tests would cost more than what they look at."""
+    trees = ((path, ast.parse(path.read_text())) for path in FILES)
+    return {path: (set(private_names(tree)) - PUBLIC, set(imported(tree))) for path, tree in trees}
 
 
 def private_names(tree: ast.AST) -> Iterator[str]:
@@ -39,25 +46,24 @@ def imported(tree: ast.AST) -> Iterator[str]:
             yield node.module or ""
 
 
-@each
-def test_tests_reach_into_no_private_names(path: Path) -> None:
-    assert set(private_names(ast.parse(path.read_text()))) - PUBLIC == set()
+def test_tests_reach_into_no_private_names(found: dict[Path, tuple[set[str], set[str]]]) -> None:
+    assert {path: names for path, (names, _) in found.items() if names} == {}
 
 
-@each
-def test_tests_import_nothing_from_each_other(path: Path) -> None:
-    assert set(imported(ast.parse(path.read_text()))) == set()
+def test_tests_import_nothing_from_each_other(found: dict[Path, tuple[set[str], set[str]]]) -> None:
+    assert {path: modules for path, (_, modules) in found.items() if modules} == {}
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "tools").rglob("*.py")), ids=lambda path: path.name)
-def test_tools_import_nothing_from_tests(path: Path) -> None:
-    names = [
-        name
+def test_tools_import_nothing_from_tests() -> None:
+    found = [
+        f"{path}: {name}"
+        for path in (ROOT / "tools").rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         for name in ([node.module] if isinstance(node, ast.ImportFrom) else [])
         + ([alias.name for alias in node.names] if isinstance(node, ast.Import) else [])
+        if name and name.partition(".")[0] == "tests"
     ]
-    assert [name for name in names if name and name.partition(".")[0] == "tests"] == []
+    assert found == []
 
 
 @pytest.mark.parametrize(

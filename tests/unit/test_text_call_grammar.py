@@ -27,6 +27,9 @@ from tests.support.call_grammars import (
 from tests.support.call_parts import read
 from tests.support.tool_templates import byte_tokenizer, format_named
 
+# 25 s of CPU, whose result the sources alone decide.
+pytestmark = pytest.mark.provable
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import os
 import runpy
 import subprocess
@@ -60,10 +61,19 @@ def test_the_longer_one_of_two_steps_may_fail(capfd: pytest.CaptureFixture[str])
     assert "types\n" in out and out.endswith("\n== json.tool failed\n")
 
 
-def test_tests_run_in_a_process_more_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tests_run_in_two_processes_more_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {2, 3, 7})
     (tests,) = CHECK["steps"](SimpleNamespace(nightly=False, prove=False), ["-n", "0"])
-    assert tests[:3] == ["pytest", "-n", "4"] and tests[-2:] == ["-n", "0"]
+    assert tests[:3] == ["pytest", "-n", "5"] and tests[-2:] == ["-n", "0"]
+
+
+def test_the_nightly_check_runs_what_the_other_one_leaves_out() -> None:
+    *_, tests = CHECK["steps"](SimpleNamespace(nightly=True, prove=False), [])
+    left_out = configparser.ConfigParser(interpolation=None)
+    left_out.read(CHECK["ROOT"] / "setup.cfg")
+    assert left_out["tool:pytest"]["addopts"].endswith('-m "not slow and not repeated"')
+    # The last -m counts.
+    assert tests[-2:] == ["-m", "slow or not slow"] and "--skip-proved" not in tests
 
 
 def test_interpreters_keep_bytecode(monkeypatch: pytest.MonkeyPatch) -> None:

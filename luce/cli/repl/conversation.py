@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from luce.config.directories import user_state_directory
+from luce.decoders import json_decoder
 from luce.errors import UsageError
 
 
@@ -73,7 +74,7 @@ class Conversation(msgspec.Struct):
 def read(path: Path) -> Conversation:
     """A conversation from its JSON file. Raises UsageError naming the file."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Conversation)
+        return json_decoder(Conversation).decode(path.read_bytes())
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None
     except msgspec.DecodeError as error:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from luce.decoders import json_decoder
 from luce.kvcache.disk.files import OpenDirectory, open_directory
 from luce.kvcache.disk.threads import Threads
 
@@ -68,7 +69,7 @@ def write_about(directory: OpenDirectory, fingerprint: Fingerprint) -> None:
 def read_about(directory: OpenDirectory) -> Fingerprint | None:
     """The fingerprint in a model's directory, None if it cannot be read."""
     try:
-        return msgspec.json.decode(directory.read(_ABOUT, _MOST_BYTES), type=Fingerprint)
+        return json_decoder(Fingerprint).decode(directory.read(_ABOUT, _MOST_BYTES))
     except (OSError, msgspec.DecodeError, RecursionError):
         return None
 
@@ -125,7 +126,7 @@ def _identity(paths: Sequence[Path]) -> str:
 def _read_record(directory: OpenDirectory) -> dict[str, str]:
     """The record in --kv-cache-dir, empty if there is none."""
     try:
-        return msgspec.json.decode(directory.read(RECORD, _MOST_BYTES), type=dict[str, str])
+        return json_decoder(dict[str, str]).decode(directory.read(RECORD, _MOST_BYTES))
     except FileNotFoundError:
         return {}
     except (OSError, msgspec.DecodeError, RecursionError) as error:

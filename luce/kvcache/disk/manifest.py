@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
+from luce.decoders import json_decoder
 from luce.kvcache.disk.part import DamagedError, PartInfo, digest
 from luce.kvcache.prefix_ids import PrefixIds, key_bytes
 from luce.runtime.step import PAGE
@@ -102,7 +103,7 @@ def decode(data: bytes, model: str, id: str) -> Manifest:
     if rest != digest(line).encode() + b"\n":
         raise DamagedError(f"{id}: wrong checksum of the manifest")
     try:
-        manifest = msgspec.json.decode(line, type=Manifest)
+        manifest = json_decoder(Manifest).decode(line)
     except (msgspec.DecodeError, RecursionError) as error:
         raise DamagedError(f"{id}: {error}") from error
     if (manifest.format, manifest.model, manifest.id) != (FORMAT, model, id):

@@ -19,6 +19,7 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
+from luce.decoders import json_decoder
 from luce.errors import LuceError
 from luce.kvcache.disk.files import IrregularFileError, OpenDirectory
 from luce.kvcache.disk.open_files import ReopenedFile
@@ -295,7 +296,7 @@ class PartReader:
         if digest(index) != info.index:
             raise DamagedError(f"{info.name}: wrong checksum of the index")
         try:
-            frames = msgspec.json.decode(index, type=tuple[Frame, ...])
+            frames = json_decoder(tuple[Frame, ...]).decode(index)
         except (msgspec.DecodeError, RecursionError) as error:
             raise DamagedError(f"{info.name}: {error}") from error
         for frame in frames:
