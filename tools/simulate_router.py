@@ -23,7 +23,7 @@ import random
 import statistics
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -34,7 +34,7 @@ from tools.router_traffic import Arrival, Recording, Request, drawn
 
 REPORT_SECONDS = 0.5
 PAUSE = 4.0
-#: replicas of a cell, which has a router of its own
+#: most replicas of a cell, which has a router of its own
 CELL = 32
 
 
@@ -112,6 +112,13 @@ class Replica:
         }
 
 
+def even_cells(names: Sequence[str]) -> list[Sequence[str]]:
+    """As few cells of at most CELL replicas as hold them all, whose sizes differ by one at most: the hash sends each of
+    them the same traffic, and a small one would never catch up."""
+    cells = -(-len(names) // CELL)
+    return [names[number * len(names) // cells : (number + 1) * len(names) // cells] for number in range(cells)]
+
+
 Policy = Callable[[Request, float], str]
 
 
@@ -137,9 +144,9 @@ class Simulation:
         self._draw = random.Random(seed)
         self._replicas = {f"r{number}": Replica(f"r{number}", speeds) for number in range(replicas)}
         self._names = list(self._replicas)
-        self._cell_names = [self._names]
+        self._cell_names: list[Sequence[str]] = [self._names]
         if policy == "cells":
-            self._cell_names = [self._names[begin : begin + CELL] for begin in range(0, replicas, CELL)]
+            self._cell_names = even_cells(self._names)
         self._states = [RoutingState() for _ in self._cell_names]
         #: by replica, the state of its router
         self._state_of: dict[str, RoutingState] = {}
@@ -245,7 +252,7 @@ POLICIES = {
     "session": "by the hash of the conversation",
     "rendezvous": "by the hash of the prompt's first 256 tokens",
     "prefix": "by cached prefix and waiting time (luce.ray)",
-    "cells": f"by the hash of the conversation to {CELL} replicas, among these as luce.ray",
+    "cells": f"by the hash of the conversation to cells of up to {CELL} replicas, in each as luce.ray",
 }
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from luce.kvcache.block_keys import TOKENS
 from tools.router_traffic import COMMON, Recording, Request, drawn
-from tools.simulate_router import CELL, POLICIES, Simulation, Speeds
+from tools.simulate_router import CELL, POLICIES, Simulation, Speeds, even_cells
 
 #: tokens of a recorded block, and blocks of the prefix cache in it
 BLOCK = 512
@@ -77,6 +77,14 @@ def test_each_policy_answers_all_requests(policy: str) -> None:
     sent = [(n / 10, iter([each])) for n, each in enumerate(_turns(60))]
     outcome = simulation.run(sent, 600)
     assert len(outcome.first) == 60 and 0 < outcome.cached <= outcome.repeated
+
+
+@pytest.mark.parametrize("replicas, cells", [(1, 1), (CELL, 1), (CELL + 1, 2), (1000, 32)])
+def test_cells_have_the_same_size(replicas: int, cells: int) -> None:
+    found = even_cells([str(number) for number in range(replicas)])
+    sizes = [len(each) for each in found]
+    assert len(sizes) == cells and max(sizes) <= CELL and max(sizes) - min(sizes) <= 1
+    assert [name for each in found for name in each] == [str(number) for number in range(replicas)]
 
 
 def _turns(count: int) -> list[Request]:
