@@ -24,6 +24,7 @@ only what needs no further package.
     shard_host       an actor with `luce shard` as its child, for the further devices of a replica
     replica          an actor of Serve with that child; reports what it has cached
     ingress          what clients talk to: routes requests, and passes bytes on; ingress_scaling: one on each node
+    client_keys      the clients' API keys at an ingress
     relayed_stream   pure: what a client has of a stream, with which another replica goes on
     request_facts    pure: what the ingress reads of a request
     request_router   Serve's interface to the routing state; shared_routing: the state of a process

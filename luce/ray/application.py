@@ -81,7 +81,8 @@ def application(config: ClusterConfig, nodes: int, *, spare: bool) -> Any:
 
 def ingress_version(config: ClusterConfig) -> str:
     """A text that changes with Luce's code, and with what an ingress reads of a configuration."""
-    digest = hashlib.sha256(repr((config.name, config.routing, config.resume, config.head.timeout)).encode())
+    read = (config.name, config.routing, config.resume, config.head.timeout, config.api_key_file)
+    digest = hashlib.sha256(repr(read).encode())
     digest.update(b"%d" % body_limit(config.replica.flags))
     package = Path(luce.__file__).parent
     for path in sorted(package.rglob("*.py")):

@@ -25,10 +25,11 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from luce.errors import TooLargeError
 from luce.kvcache.block_keys import salted, text_keys
 from luce.ray.actor_guard import guard_this_actor
+from luce.ray.client_keys import ClientKeys
 from luce.ray.cluster_config import parse_config
 from luce.ray.group_watch import GroupWatch
 from luce.ray.relayed_stream import PING, PING_SECONDS, RELAYING, RelayedStream, is_framed
-from luce.ray.request_facts import PROMPTS, body_limit, group_salt, lost_event, request_text
+from luce.ray.request_facts import PROMPTS, body_limit, group_salt, lost_event, raw_target, request_text
 from luce.ray.shared_routing import routing_of
 from luce.server.errors import openai_error
 
@@ -47,7 +48,7 @@ _log = logging.getLogger("ray.serve")
 
 
 class Sent(NamedTuple):
-    """A client's request: method, path, headers and body, and what the router gets to know of it."""
+    """A client's request: method, path with query, headers and body, and what the router gets to know of it."""
 
     request: tuple[str, str, list[tuple[str, str]], bytes]
     routing: Mapping[str, Any]
@@ -77,7 +78,7 @@ class Ingress:
         self._routing, self._groups = routing_of(config.name), GroupWatch()
         self._ask = replicas
         self._forward = replicas.options(method_name="forward", stream=True)
-        self._limit = body_limit(config.replica.flags)
+        self._limit, self._clients = body_limit(config.replica.flags), ClientKeys(config.api_key_file)
         #: when a client's last request came
         self._requested = time.monotonic()
         if self._by_prefix:
@@ -90,8 +91,8 @@ class Ingress:
         if body is None:
             error = TooLargeError(f"the request body exceeds {self._limit >> 20} MiB (--max-body-mib)")
             return JSONResponse(openai_error(error), error.status)
-        path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
-        sent = Sent((request.method, path, list(request.headers.items()), body), await self._keys(request, body))
+        headers = list(request.headers.items())
+        sent = Sent((request.method, raw_target(request.scope), headers, body), await self._keys(request, body))
         answer = await self._answer(sent)
         if answer is None:
             lost = {"message": "no replica answers", "type": "server_error", "param": None, "code": "replica_lost"}
@@ -135,6 +136,9 @@ class Ingress:
         path = request.url.path
         if not self._by_prefix or request.method != "POST" or path.removeprefix("/v1") not in PROMPTS:
             return {"keys": ()} if self._by_prefix else {}
+        if not self._clients.may_ask(request.headers):
+            # Any replica refuses it; nothing is tokenised for it before.
+            return {"keys": ()}
         salt = group_salt(self._name, request.headers)
         try:
             async with asyncio.timeout(KEYS_SECONDS):

@@ -14,6 +14,7 @@ from typing import Any
 
 import aiohttp
 from ray import serve
+from yarl import URL
 
 from luce.cluster.identity import new_key_pair
 from luce.errors import ServerError
@@ -112,13 +113,17 @@ class Replica:
         **routing: Any,
     ) -> AsyncIterator[bytes]:
         """The child's response: first JSON with `status` and `headers`, then its bytes, in frames if it is a stream.
-        `record`: of a stream that goes on here. `routing` is the router's, but for `salt` and `plain`: the salt of the
-        client's group, and the keys of the prompt's blocks without it."""
+        `path`: as raw_target has it. `record`: of a stream that goes on here. `routing` is the router's, but for `salt`
+        and `plain`: the salt of the client's group, and the keys of the prompt's blocks without it."""
         if plain := routing.get("plain"):
             self._note(self._groups.sent(plain, routing["salt"]), ())
         began = time.monotonic()
         async with self._session.request(
-            method, self._url + path, headers=self._headers(headers, record), data=body + record, allow_redirects=False
+            method,
+            URL(self._url + path, encoded=True),
+            headers=self._headers(headers, record),
+            data=body + record,
+            allow_redirects=False,
         ) as response:
             kept = [(name, value) for name, value in response.headers.items() if name.lower() not in HOP_BY_HOP]
             yield json.dumps({"status": response.status, "headers": kept}).encode()

@@ -6,6 +6,7 @@ import argparse
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from luce.config.server_settings import ServerSettings
 
@@ -25,6 +26,13 @@ def group_salt(name: str, headers: Mapping[str, str]) -> bytes:
     application, so that two models do not share keys."""
     key = headers.get("authorization") or headers.get("x-api-key") or headers.get("api-key") or ""
     return hashlib.sha256(f"{name}\0{key}".encode()).digest()
+
+
+def raw_target(scope: Mapping[str, Any]) -> str:
+    """Path and query of a request's ASGI scope as the client has sent them: `%2F` is a part of a name, `/` is not. It
+    begins with `/`, so that behind a replica's address it names nothing but a path of it."""
+    path, query = (bytes(scope[name]).decode("latin-1") for name in ("raw_path", "query_string"))
+    return ("" if path.startswith("/") else "/") + path + (f"?{query}" if query else "")
 
 
 def request_text(body: bytes) -> str:

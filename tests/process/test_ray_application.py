@@ -77,6 +77,7 @@ def test_each_node_has_an_ingress_that_updates_of_replicas_keep() -> None:
     same = told(replica={"parallel": 2, "drain": 5, "flags": ["--max-ctx", "8k"]})["ingress"]
     assert same["version"] == ingress["version"]
     others = [{"routing": "default"}, {"resume": 1}, {"name": "other"}, {"head": {"timeout": 9}}]
+    others.append({"api_key_file": "/keys"})
     others.append({"replica": {"flags": ["--max-body-mib", "1"]}})
     versions = {told(**other)["ingress"]["version"] for other in others}
     assert len(versions) == len(others) and ingress["version"] not in versions

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import json
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import pytest
 from luce.ray import process_list
 from luce.ray.process_list import Process
 from tests.support.daemons import within
+from tests.support.key_files import write_keys
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "models" / "tiny" / "target.gguf"
@@ -30,10 +32,12 @@ SECONDS = 300
 
 
 def free_port() -> int:
-    """A port that is free now."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    """A port that is free now, and below those of outgoing connections, one of which could take it before Ray does."""
+    while True:
+        port = 20_000 + secrets.randbelow(10_000)
+        with socket.socket() as found, contextlib.suppress(OSError):
+            found.bind(("", port))
+            return port
 
 
 class RayCluster:
@@ -62,6 +66,8 @@ class RayCluster:
         self.file = folder / "ray.toml"
         self._replica, self._head, self._routing = replica, head, routing
         self._flags = flags
+        #: that clients need from the next `write` on; "": they need none
+        self.api_key = ""
         #: the folder of what `up` writes down, and what a command begins with
         self.state, self.inside = folder / "state", list[str]()
         #: this one and its further machines
@@ -90,8 +96,11 @@ class RayCluster:
     def write(self, *flags: str, replica: str = "") -> None:
         """Write the configuration, with further flags of the replicas and lines of their table."""
         listed = ["--kv-cache-dir", "off", "--threads", "1", "--no-warmup", *self._flags, *flags]
+        keys = ""
+        if self.api_key:
+            keys = f'api_key_file = "{write_keys(self.folder / "keys", self.api_key)}"\n'
         self.file.write_text(
-            f'model = "{MODEL}"\nresume = {SECONDS}\nrouting = "{self._routing}"\n'
+            f'{keys}model = "{MODEL}"\nresume = {SECONDS}\nrouting = "{self._routing}"\n'
             f'[luce_python]\ncpu = "{sys.executable}"\ncuda = "{sys.executable}"\n'
             f'[head]\naddress = "{self.address}"\nport = {self.head_port}\n'
             f'http_host = "{self._http}"\nhttp_port = {self.port}\n{self._head}\n'
@@ -194,21 +203,23 @@ class RayCluster:
         """The replicas' `luce serve`."""
         return self.processes("luce", "serve")
 
-    def post(self, path: str, body: Any, timeout: float = SECONDS) -> Any:
-        """The status and the JSON of a reply."""
+    def post(self, path: str, body: Any, key: str | None = None) -> Any:
+        """The status and the JSON of a reply. `body`, `key`: as of open."""
         try:
-            with self.open(path, body, timeout) as answer:
+            with self.open(path, body, key) as answer:
                 return answer.status, json.load(answer)
         except urllib.error.HTTPError as error:
             with error:
                 return error.code, json.load(error)
 
-    def open(self, path: str, body: Any, timeout: float = SECONDS) -> Any:
-        """A response that is read by the caller."""
+    def open(self, path: str, body: Any, key: str | None = None) -> Any:
+        """A response that is read by the caller. `body`: None for GET. `key`: instead of the clients'."""
         headers = {"Content-Type": "application/json"}
+        if key or (key is None and self.api_key):
+            headers["Authorization"] = f"Bearer {key or self.api_key}"
         url = f"http://{self.reached}:{self.port}{path}"
         data = None if body is None else json.dumps(body).encode()
-        return urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=timeout)
+        return urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=SECONDS)
 
 
 def events(response: Any) -> Iterator[dict[str, Any]]:
