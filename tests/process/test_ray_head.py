@@ -1,4 +1,7 @@
-"""Two machines under Ray of which the head is lost: what runs on the other one goes on, until its raylet ends."""
+"""Two machines under Ray, of which the head is lost, or gives the other one up: what goes on, and what comes back.
+
+One cluster, which each test but the last leaves as it was: they run in their order.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +17,23 @@ import pytest
 
 from luce.ray.process_list import Process
 from tests.support.daemons import within
-from tests.support.network_namespaces import ADDRESS, NAMESPACE, NETWORK, cable, ip
-from tests.support.ray_cluster import RayCluster, command_of, ended, events, gone, streamed
+from tests.support.network_namespaces import ADDRESS, NAMESPACE, NETWORK, cabled, ip
+from tests.support.ray_cluster import SECONDS, RayCluster, command_of, ended, events, gone, streamed
 
 pytestmark = pytest.mark.ray
-__all__ = ["cable"]
 
 BODY = {"prompt": "Once upon a time", "max_tokens": 2000, "temperature": 0, "ignore_eos": True, "stream": True}
 
 
-@pytest.fixture
-def machines(cable: None, tmp_path: Path) -> Iterator[tuple[RayCluster, RayCluster]]:
+@pytest.fixture(scope="module")
+def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RayCluster, RayCluster]]:
     """The head and a further node, with a replica each."""
-    ip("-n", NAMESPACE, "link", "set", "lo", "up")
-    head = RayCluster(tmp_path, 1, address=ADDRESS, http="0.0.0.0")
+    # What cannot ask the head any more is told to end, and killed when its replicas have had their time.
+    head = RayCluster(tmp_path_factory.mktemp("ray"), 1, address=ADDRESS, http="0.0.0.0", drain=1)
     other = head.node(f"{NETWORK}2", "ip", "netns", "exec", NAMESPACE)
     with contextlib.ExitStack() as running:
+        running.enter_context(cabled())
+        ip("-n", NAMESPACE, "link", "set", "lo", "up")
         running.enter_context(ended(head))
         head.start(1)
         running.enter_context(ended(other))
@@ -51,7 +55,12 @@ def actors(machine: RayCluster) -> list[Process]:
 
 def sockets(process: Process) -> int:
     """How many it has open."""
-    return sum(os.readlink(path).startswith("socket:") for path in Path(f"/proc/{process.pid}/fd").iterdir())
+    count = 0
+    for path in Path(f"/proc/{process.pid}/fd").iterdir():
+        # One that was closed meanwhile has no target.
+        with contextlib.suppress(FileNotFoundError):
+            count += os.readlink(path).startswith("socket:")
+    return count
 
 
 def lose(head: RayCluster) -> None:
@@ -61,7 +70,39 @@ def lose(head: RayCluster) -> None:
     assert within(60, lambda: gone(below))
 
 
+def test_a_node_that_was_given_up_keeps_nothing_though_its_raylet_is_there(
+    machines: tuple[RayCluster, RayCluster],
+) -> None:
+    head, other = machines
+    children, raylet = other.children(), named(other, "raylet")
+    os.kill(raylet.pid, signal.SIGSTOP)
+    assert children and within(60, lambda: gone(children))
+    os.kill(raylet.pid, signal.SIGCONT)
+    # The raylet learns it, and the node can join anew.
+    other.luce("down")
+    other.start(1, "--node", f"{NETWORK}2")
+    head.until_healthy()
+
+
+def test_a_new_head_ends_what_is_left_of_the_old_life_and_all_come_back(
+    machines: tuple[RayCluster, RayCluster],
+) -> None:
+    head, other = machines
+    workers = other.processes()
+    lose(head)
+    assert other.post("/v1/completions", {"prompt": "a", "max_tokens": 1})[0] == 200
+    with ThreadPoolExecutor(1) as threads:
+        # `up` waits for both replicas, of which the second one has a place once the other machine has joined.
+        starting = threads.submit(head.start, 1)
+        assert within(SECONDS, lambda: gone(workers)), [command_of(each) for each in workers if not gone([each])]
+        other.start(1, "--node", f"{NETWORK}2")
+        starting.result()
+    head.until_healthy()
+    assert [len(each.children()) for each in machines] == [1, 1]
+
+
 def test_what_has_reached_a_machine_goes_on_without_the_head(machines: tuple[RayCluster, RayCluster]) -> None:
+    # The last test of this cluster.
     head, other = machines
     assert [len(each.children()) for each in machines] == [1, 1]
     expected = streamed(head, BODY)
@@ -87,27 +128,3 @@ def test_what_has_reached_a_machine_goes_on_without_the_head(machines: tuple[Ray
     # Two of Ray's own processes wait for the control store to tell it.
     other.luce("down")
     assert gone(workers)
-
-
-def test_a_new_head_ends_what_is_left_of_the_old_life_and_all_come_back(
-    machines: tuple[RayCluster, RayCluster],
-) -> None:
-    head, other = machines
-    workers = other.processes()
-    lose(head)
-    assert other.post("/v1/completions", {"prompt": "a", "max_tokens": 1})[0] == 200
-    head.start(1)
-    assert within(60, lambda: gone(workers)), [command_of(each) for each in workers if not gone([each])]
-    other.start(1, "--node", f"{NETWORK}2")
-    head.until_healthy()
-    assert [len(each.children()) for each in machines] == [1, 1]
-
-
-def test_a_node_that_was_given_up_keeps_nothing_though_its_raylet_is_there(
-    machines: tuple[RayCluster, RayCluster],
-) -> None:
-    _, other = machines
-    children, raylet = other.children(), named(other, "raylet")
-    os.kill(raylet.pid, signal.SIGSTOP)
-    assert children and within(60, lambda: gone(children))
-    os.kill(raylet.pid, signal.SIGCONT)

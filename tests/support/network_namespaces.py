@@ -93,8 +93,8 @@ def machines(count: int) -> Iterator[list[Machine]]:
         yield found
 
 
-@pytest.fixture
-def cable() -> Iterator[None]:
+@contextlib.contextmanager
+def cabled() -> Iterator[None]:
     """A namespace and its cable. Skips the test where they cannot be made."""
     _needs_namespaces()
     with contextlib.ExitStack() as made:
@@ -110,4 +110,11 @@ def cable() -> Iterator[None]:
         ip("link", "set", HERE, "up")
         ip("-n", NAMESPACE, "addr", "add", f"{NETWORK}2/24", "dev", THERE)
         ip("-n", NAMESPACE, "link", "set", THERE, "up")
+        yield
+
+
+@pytest.fixture
+def cable() -> Iterator[None]:
+    """As cabled, for a test."""
+    with cabled():
         yield

@@ -42,7 +42,7 @@ def free_port() -> int:
 
 class RayCluster:
     """A head on this machine. `replica`, `head`: further lines of these tables of the configuration; `address`: of the
-    head; `http`: where the machines answer clients; `routing`, `flags`: as in the configuration."""
+    head; `http`: where the machines answer clients; `routing`, `drain`, `flags`: as in the configuration."""
 
     def __init__(
         self,
@@ -54,6 +54,7 @@ class RayCluster:
         address: str = "127.0.0.1",
         http: str = "127.0.0.1",
         routing: str = "prefix",
+        drain: int = 20,
         flags: Sequence[str] = (),
     ) -> None:
         if not PYTHON:
@@ -65,7 +66,7 @@ class RayCluster:
         self.port, self.head_port = free_port(), free_port()
         self.file = folder / "ray.toml"
         self._replica, self._head, self._routing = replica, head, routing
-        self._flags = flags
+        self._drain, self._flags = drain, flags
         #: that clients need from the next `write` on; "": they need none
         self.api_key = ""
         #: the folder of what `up` writes down, and what a command begins with
@@ -91,7 +92,9 @@ class RayCluster:
     @property
     def _environment(self) -> dict[str, str]:
         paths = {"XDG_STATE_HOME": str(self.state), "XDG_DATA_HOME": str(self.folder / "data")}
-        return {**os.environ, **paths, "PYTHONPATH": str(ROOT)}
+        # Serve's processes report their load each 10 s unless told: scaling would wait for it.
+        reports = {f"RAY_SERVE_{each}_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1" for each in ("HANDLE", "REPLICA")}
+        return {**os.environ, **paths, **reports, "PYTHONPATH": str(ROOT)}
 
     def write(self, *flags: str, replica: str = "") -> None:
         """Write the configuration, with further flags of the replicas and lines of their table."""
@@ -104,7 +107,8 @@ class RayCluster:
             f'[luce_python]\ncpu = "{sys.executable}"\ncuda = "{sys.executable}"\n'
             f'[head]\naddress = "{self.address}"\nport = {self.head_port}\n'
             f'http_host = "{self._http}"\nhttp_port = {self.port}\n{self._head}\n'
-            f"[replica]\nleast = {self._replicas}\nmost = {self._most}\ndrain = 20\nflags = {json.dumps(listed)}\n"
+            f"[replica]\nleast = {self._replicas}\nmost = {self._most}\n"
+            f"drain = {self._drain}\nflags = {json.dumps(listed)}\n"
             f"{self._replica}\n{replica}\n"
         )
 
