@@ -22,7 +22,6 @@ from functools import partial
 from luce.cluster import cluster_status, membership, wire
 from luce.cluster.addresses import reachable
 from luce.cluster.cluster_files import ClusterFiles
-from luce.cluster.cluster_status import ModelFacts, broken_members, member_status, place_of, placement_text, span_text
 from luce.cluster.device_calls import DeviceCalls
 from luce.cluster.discovery import Announcement
 from luce.cluster.gate import ClusterGate, check_hello, member_name
@@ -104,7 +103,7 @@ class Coordinator:
             self._placement: Mapping[str, range] = {}
             self._replans: Counter[str] = Counter()
             #: what the server knows of its model, None while none is loaded; called without the lock
-            self.model_facts: Callable[[], ModelFacts | None] = lambda: None
+            self.model_facts: Callable[[], cluster_status.ModelFacts | None] = lambda: None
             self.streams = WeightStreams()
             self._closing = threading.Event()
             gate = ClusterGate(lambda: self._context, self._is_member, self._admit)
@@ -287,7 +286,7 @@ class Coordinator:
             self._apply(membership.Planned(tuple(member.name for member in usable)))
             event(_log, "cluster placement", epoch=self._membership.epoch, members=",".join(m.name for m in usable))
             devices = [device for member in usable for device in cluster_status.full_names(member)]
-            return devices, {place_of(member.name): partial(self._dial, member.name) for member in usable}
+            return devices, {cluster_status.place_of(m.name): partial(self._dial, m.name) for m in usable}
 
     def keep(self, placement: Mapping[str, range], why: str = "start") -> None:
         """The placement has these devices alone, each with its layers: of members, and of the server itself."""
@@ -296,9 +295,10 @@ class Coordinator:
             for device, own in placement.items():
                 if device.startswith(MEMBER):
                     name = device.removeprefix(MEMBER).partition("/")[0]
-                    self._layers.setdefault(name, []).append(span_text(own))
+                    self._layers.setdefault(name, []).append(cluster_status.span_text(own))
             self._apply(membership.Kept(frozenset(self._layers)))
-            epoch, old, new = self._membership.epoch, placement_text(self._placement), placement_text(placement)
+            old, new = map(cluster_status.placement_text, (self._placement, placement))
+            epoch = self._membership.epoch
             event(_log, "plan taken", epoch=epoch, why=why, old=old, new=new)
             for name, spans in self._layers.items():
                 event(_log, "member assigned", member=name, epoch=epoch, layers=",".join(spans))
@@ -309,8 +309,8 @@ class Coordinator:
         planned; waits for the first one."""
         with self._lock:
             members = self._membership.members
-            self._lock.wait_for(lambda: any(broken_members(members, self._planned)), seconds)
-            return broken_members(members, self._planned)
+            self._lock.wait_for(lambda: any(cluster_status.broken_members(members, self._planned)), seconds)
+            return cluster_status.broken_members(members, self._planned)
 
     @property
     def _streams(self) -> bool:
@@ -487,10 +487,10 @@ class Coordinator:
         self.streams.end(name)
         self._calls.end(name, reason, beside)
 
-    def _status_of(self, member: Member, now: float, facts: ModelFacts | None) -> wire.MemberStatus:
+    def _status_of(self, member: Member, now: float, facts: cluster_status.ModelFacts | None) -> wire.MemberStatus:
         link = None if member.session is None else self.links.get(member.session)
         share = self.streams.share(member.name) if member.file == "streamed" else None
-        return member_status(member, now, link, self._layers.get(member.name, ()), share, facts)
+        return cluster_status.member_status(member, now, link, self._layers.get(member.name, ()), share, facts)
 
     def _new_context(self) -> ssl.SSLContext:
         return coordinator_context(self._identity, [m.certificate for m in self._membership.members.values()])

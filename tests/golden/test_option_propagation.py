@@ -68,12 +68,12 @@ ELSEWHERE = {
     "prefill_curve": "tests/unit/test_compress_compression_options.py::test_a_curve_is_linear_between_its_points",
     "cluster": "tests/process/test_cluster.py::test_a_machine_joins_and_holds_layers",
     "cluster_announce": "tests/unit/test_cluster_discovery.py::test_a_host_joins_with_a_token_without_addresses",
-    "cluster_drain": "tests/unit/test_cli_served_cluster.py::test_a_member_leaves_once_the_model_does_without_it",
+    "cluster_drain": "tests/unit/test_cli_served_cluster_moves.py::test_a_member_leaves_once_the_model_does_without_it",
     "cluster_listen": "tests/process/test_cluster.py::test_a_machine_joins_and_holds_layers",
     "cluster_min": "tests/unit/test_cli_served_cluster.py::test_the_load_waits_for_members",
-    "cluster_on_loss": "tests/unit/test_cli_served_cluster.py::"
+    "cluster_on_loss": "tests/unit/test_cli_served_cluster_moves.py::"
     "test_a_model_that_fits_nowhere_says_what_is_missing_until_that_is_back",
-    "cluster_on_loss_context": "tests/unit/test_cli_served_cluster.py::"
+    "cluster_on_loss_context": "tests/unit/test_cli_served_cluster_moves.py::"
     "test_a_loss_may_cost_context_where_that_is_allowed",
     "cluster_replan": "tests/process/test_cluster_leaving.py::test_a_member_that_nobody_can_do_without_is_cut_off",
     "cluster_resume": "tests/unit/test_engine_recovery.py::test_a_shard_that_is_not_back_in_time_fails_its_replies",
