@@ -9,7 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cluster_processes import EXPECTED, REFERENCE, Streams, ask, greedy, member_of, serve, starting
+from tests.support.cluster_processes import (
+    EXPECTED,
+    REFERENCE,
+    Streams,
+    ask,
+    greedy,
+    member_of,
+    refusal,
+    serve,
+    starting,
+)
 from tests.support.daemons import within
 
 #: runs a program on a machine whose free memory is what the file says
@@ -44,8 +54,8 @@ def test_a_server_says_what_is_missing_until_its_member_is_back(tmp_path: Path) 
         missing = rf"^the model does not fit without {name}: .* need [0-9]+ bytes .*[0-9]+ are free"
         status, health = ask(port, "/health")
         assert status == 503 and re.search(missing, health["reason"]), health
-        status, answer = ask(port, "/completion", {"prompt": [1], "n_predict": 1})
-        assert status == 503 and re.search(missing, answer["error"]["message"]), answer
+        code, message = refusal(port)
+        assert code == "shard_lost" and re.search(missing, message), message
         # Once it is there again, nobody has to ask for it.
         memory.write_text("MemAvailable: 100000000 kB\n")
         member = start("member", "join", "--cluster", "home", *flags)

@@ -135,6 +135,20 @@ def ask(port: int, path: str, body: Any = None) -> Any:
             return error.code, json.load(error)
 
 
+def refusal(port: int) -> tuple[str, str]:
+    """The code and the message of the 503 that a request for a token gets, which says when to try again."""
+    data = json.dumps({"prompt": PROMPT, "max_tokens": 1}).encode()
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", data, headers)
+    with pytest.raises(urllib.error.HTTPError) as caught, urllib.request.urlopen(request, timeout=60):
+        pass
+    with caught.value as answer:
+        assert answer.code == 503 and int(answer.headers["Retry-After"]) >= 1
+        error = json.load(answer)["error"]
+    assert "\n" not in error["message"]
+    return error["code"], error["message"]
+
+
 def greedy(port: int) -> list[int]:
     """The tokens that the server generates."""
     body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_tokens": True}

@@ -9,7 +9,8 @@ import os
 import socket
 import ssl
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from luce.cluster.member_weights import Storage
 from luce.errors import DeviceError, UsageError
 from luce.ipc import tcp
 from luce.ipc.channel import Channel
+from luce.ipc.supervisor import Peer
 from tests.support.cluster_fixtures import Make, folder, home, hosts
 from tests.support.clusters import coordinator, identity, impostor, port_of
 from tests.support.daemons import key_file, signed_key_file, within
@@ -140,13 +142,19 @@ class Dialled:
         """Everybody is welcome."""
 
 
-def closes(made: Coordinator, own: Identity, role: bytes, protocol: str = "luce/1") -> bool:
-    """Whether the coordinator closes a connection of a host with this key."""
+def unchecked(own: Identity) -> Dialled:
+    """The settings of a host with this key that lets everybody be the coordinator."""
     context = member_context(own, [])
     context.verify_mode = ssl.CERT_NONE
-    context.set_alpn_protocols([protocol])
+    return Dialled(context)
+
+
+def closes(made: Coordinator, own: Identity, role: bytes, protocol: str = "luce/1") -> bool:
+    """Whether the coordinator closes a connection of a host with this key."""
+    dialled = unchecked(own)
+    dialled.context.set_alpn_protocols([protocol])
     try:
-        with tcp.connect(f"127.0.0.1:{port_of(made)}", Dialled(context), role + bytes(16)) as sock:
+        with tcp.connect(f"127.0.0.1:{port_of(made)}", dialled, role + bytes(16)) as sock:
             sock.settimeout(30)
             return sock.recv(1) == b""
     except ssl.SSLError:
@@ -246,14 +254,13 @@ def test_a_connection_that_nobody_asked_for_is_closed(home: Coordinator, hosts: 
         assert closes(home, own, role)
 
 
-def test_a_connection_is_that_of_the_member_that_was_asked(home: Coordinator, hosts: Make) -> None:
-    box, den = (hosts(home, name).files.identity("member.pem") for name in ("box", "den"))
-    peers = [member_context(own, []) for own in (box, den)]
-    for context in peers:
-        context.verify_mode = ssl.CERT_NONE
+@contextlib.contextmanager
+def asked(home: Coordinator, box: Identity) -> Iterator[tuple[bytes, Future[Peer]]]:
+    """The member box, whose control connection this is, is asked for connections to its devices: their token, and what
+    the server has once they are there."""
     address = f"127.0.0.1:{port_of(home)}"
     with contextlib.ExitStack() as opened:
-        sock = opened.enter_context(tcp.connect(address, Dialled(peers[0]), wire.CONTROL + bytes(16)))
+        sock = opened.enter_context(tcp.connect(address, unchecked(box), wire.CONTROL + bytes(16)))
         channel: Channel[Any] = Channel(sock, wire.FromCoordinator)
 
         def hears(kind: type[Any]) -> Any:
@@ -265,16 +272,79 @@ def test_a_connection_is_that_of_the_member_that_was_asked(home: Coordinator, ho
         planned = pool.submit(home.plan, "f" * 32)
         channel.send(0, wire.Found(hears(wire.Find).fingerprint, ""), timeout=30)
         peer = pool.submit(planned.result(30)[1][place_of("box")], "shard 1")
-        token = hears(wire.Assign).token
-        # With the right token, but the certificate of another member.
-        for role in (b"R", b"W"):
-            other = opened.enter_context(tcp.connect(address, Dialled(peers[1]), role + token))
-            other.settimeout(30)
-            assert other.recv(1) == b"" and not peer.done()
-        for role in (b"R", b"W"):
-            opened.enter_context(tcp.connect(address, Dialled(peers[0]), role + token))
+        yield hears(wire.Assign).token, peer
         opened.enter_context(peer.result(30).requests)
         opened.enter_context(peer.result(30).heartbeat)
+
+
+def over(sock: socket.socket) -> bool:
+    """Whether a connection ends without another byte."""
+    sock.settimeout(30)
+    try:
+        return sock.recv(1) == b""
+    except TimeoutError:
+        return False
+    except OSError:
+        return True
+
+
+def test_a_connection_is_that_of_the_member_that_was_asked(home: Coordinator, hosts: Make, folder: Path) -> None:
+    box, den = (hosts(home, name).files.identity("member.pem") for name in ("box", "den"))
+    address = f"127.0.0.1:{port_of(home)}"
+    with asked(home, box) as (token, peer), contextlib.ExitStack() as opened:
+        # With the right token, but the certificate of another member, or of a stranger: no frame is served.
+        for own in (den, identity(folder / "stranger")):
+            for role in (b"R", b"W"):
+                with contextlib.suppress(OSError):
+                    other = opened.enter_context(tcp.connect(address, unchecked(own), role + token))
+                    other.sendall(b"foreign")
+                    assert over(other)
+                assert not peer.done()
+        requests, heartbeat = (
+            opened.enter_context(tcp.connect(address, unchecked(box), role + token)) for role in (b"R", b"W")
+        )
+        for own_end, server_end in ((requests, peer.result(30).requests), (heartbeat, peer.result(30).heartbeat)):
+            own_end.sendall(b"own")
+            server_end.settimeout(30)
+            assert server_end.recv(7) == b"own"
+
+
+def test_the_connections_of_a_removed_member_carry_no_further_frame(home: Coordinator, hosts: Make) -> None:
+    box = hosts(home).files.identity("member.pem")
+    address = f"127.0.0.1:{port_of(home)}"
+    with asked(home, box) as (token, peer), contextlib.ExitStack() as opened:
+        ends = [opened.enter_context(tcp.connect(address, unchecked(box), role + token)) for role in (b"R", b"W")]
+        pairs = [*zip(ends, (peer.result(30).requests, peer.result(30).heartbeat), strict=True)]
+        for own_end, server_end in pairs:
+            own_end.sendall(b"1")
+            assert server_end.recv(1) == b"1"
+            server_end.sendall(b"2")
+            assert own_end.recv(1) == b"2"
+        home.remove("box")
+        for own_end, server_end in pairs:
+            with contextlib.suppress(OSError):
+                own_end.sendall(b"3")
+            assert over(server_end)
+            with contextlib.suppress(OSError):
+                server_end.sendall(b"4")
+            assert over(own_end)
+        # Nor does it come back with what it knows.
+        for role in (wire.CONTROL, b"R", b"W"):
+            assert closes(home, box, role)
+
+
+def test_a_refused_host_is_not_listened_to_any_more(home: Coordinator, folder: Path) -> None:
+    token, own = decode_token(home.new_token(60)), identity(folder / "own").certificate
+    plain = socket.create_connection(("127.0.0.1", port_of(home)), timeout=30)
+    with join_context().wrap_socket(plain) as sock:
+        channel: Channel[Any] = Channel(sock, wire.Joined | wire.Refused)
+        channel.send(0, request(token, own, secret=b"?" * 16), timeout=30)
+        assert channel.receive(timeout=30)[1] == wire.Refused()
+        # The right secret comes too late on this connection.
+        with contextlib.suppress(OSError):
+            channel.send(1, request(token, own), timeout=30)
+        assert over(sock)
+    assert home.status().members == ()
 
 
 def test_a_used_token_stays_used_for_a_coordinator_that_starts_again(folder: Path) -> None:
