@@ -42,13 +42,17 @@ class KnownFigures:
         self.devices |= {device.name: device for device in problem.devices}
         self.links |= problem.links
 
+    def lacks(self, idle: Mapping[str, tuple[str, ...]]) -> frozenset[str]:
+        """Those of `idle`, names with their devices, of which no figures are known."""
+        return frozenset(name for name, devices in idle.items() if not self.devices.keys() >= set(devices))
+
     def gains(self, plan: PredictedPlan, idle: Mapping[str, tuple[str, ...]]) -> dict[str, Gain]:
         """What the devices of each of `idle` would bring beside those of a plan; without those of which no figures are
         known."""
-        found = {}
+        found, lacking = {}, self.lacks(idle)
         there = {device.name for device in plan.problem.devices}
         for name, devices in idle.items():
-            if not all(device in self.devices for device in devices):
+            if name in lacking:
                 continue
             more = tuple(self.devices[device] for device in devices if device not in there)
             with_it = replace(plan.problem, devices=(*plan.problem.devices, *more), links=self.links)

@@ -181,11 +181,13 @@ def _speeds(plan: wire.PlanStatus) -> Iterator[str]:
 
 
 def _gains(members: Sequence[wire.MemberStatus]) -> Iterator[str]:
-    """What a new placement would bring."""
+    """What a new placement would bring, or what has to be measured to know that."""
     for member in members:
         if member.gain_decode is not None and member.gain_prompt is not None:
             gains = f"decode {member.gain_decode:+.0%}, prompts {member.gain_prompt:+.0%}"
             yield f"{printable(member.name)} has no layers; `luce cluster replan` would bring: {gains}"
+        elif member.unmeasured:
+            yield f"{printable(member.name)} has no layers and is not measured yet; `luce cluster replan` measures it"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

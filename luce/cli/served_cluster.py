@@ -251,18 +251,20 @@ class ServedCluster:
         if model is None:
             return None
         memory = {name: DeviceMemory(found.free, found.total) for name, found in model.memory().items()}
-        return ModelFacts(plan_status(model), memory, _bandwidths(model), self._gains_of(model))
+        gains, unmeasured = self._gains_of(model)
+        return ModelFacts(plan_status(model), memory, _bandwidths(model), gains, unmeasured)
 
-    def _gains_of(self, model: Model) -> Mapping[str, Gain]:
-        """What members without layers would bring, where the planner places the model and has figures of them."""
+    def _gains_of(self, model: Model) -> tuple[Mapping[str, Gain], Collection[str]]:
+        """Where the planner places the model: what members without layers would bring, and those of which it has no
+        figures."""
         assert self._opened is not None
         if model.plan is None or Goal.of(self._opened[1]) is None:
-            return {}
+            return {}, ()
         idle = self.coordinator.idle
         # A search takes up to a second, and `luce cluster status --watch` asks each second.
         if self._gains is None or self._gains[0] != idle:
             self._gains = idle, self._known.gains(model.plan, idle)
-        return self._gains[1]
+        return self._gains[1], self._known.lacks(idle)
 
 
 def _bandwidths(model: Model) -> dict[str, float]:

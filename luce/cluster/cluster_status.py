@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -35,6 +35,8 @@ class ModelFacts:
     bandwidths: Mapping[str, float] = field(default_factory=dict)
     #: what members without layers would bring, where that is known
     gains: Mapping[str, Gain] = field(default_factory=dict)
+    #: members without layers that a new placement would measure
+    unmeasured: Collection[str] = ()
 
 
 def place_of(member: str) -> str:
@@ -77,7 +79,8 @@ def member_status(
     memory = seen or tuple(DeviceMemory(None, None) for _ in names)
     if facts is not None and member.state in ("serving", "draining"):
         memory = tuple(facts.memory.get(name, own) for name, own in zip(names, memory, strict=True))
-    gain = None if facts is None or member.state != "idle" else facts.gains.get(member.name)
+    idle = facts if member.state == "idle" else None
+    gain = None if idle is None else idle.gains.get(member.name)
     rates = [] if facts is None else [facts.bandwidths[name] for name in names if name in facts.bandwidths]
     return MemberStatus(
         name=member.name,
@@ -96,4 +99,5 @@ def member_status(
         reason=member.reason,
         gain_decode=None if gain is None else round(gain.decode, 3),
         gain_prompt=None if gain is None else round(gain.prompt, 3),
+        unmeasured=idle is not None and member.name in idle.unmeasured,
     )

@@ -261,6 +261,8 @@ class MemberStatus(msgspec.Struct):
     #: without layers: how much faster `luce cluster replan` would make the model, 0.15 for 15 %; None: not known
     gain_decode: float | None = None
     gain_prompt: float | None = None
+    #: without layers: whether it is `luce cluster replan` that measures its devices, which no placement has considered
+    unmeasured: bool = False
 
 
 class StageStatus(msgspec.Struct):

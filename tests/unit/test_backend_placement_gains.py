@@ -31,7 +31,8 @@ def test_a_member_that_was_there_before_has_its_gain() -> None:
     idle = {"box": ("member://box/cuda:0",), "den": ("member://den/cuda:0",)}
     gains = known.gains(alone, idle)
     # Of the other one no figures are known.
-    assert set(gains) == {"box"}
+    assert set(gains) == {"box"} and known.lacks(idle) == {"den"}
+    assert known.lacks({"box": ("member://box/cuda:0", "member://box/cuda:1")}) == {"box"}
     expected = both.prediction.decode_rate / alone.prediction.decode_rate - 1
     assert gains["box"].decode == expected > 0.15
     assert gains["box"].prompt == both.prediction.prompt_rate / alone.prediction.prompt_rate - 1

@@ -88,8 +88,15 @@ def test_what_members_without_layers_would_bring_is_shown(
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == "box has no layers; `luce cluster replan` would bring: decode +23%, prompts -5%"
     home.model_facts = lambda: ModelFacts(PLAN)
-    assert main(["cluster", "status"]) == 0 and "would bring" not in capsys.readouterr().out
+    assert main(["cluster", "status"]) == 0 and "no layers" not in capsys.readouterr().out
+    home.model_facts = lambda: ModelFacts(PLAN, unmeasured={"box"})
+    assert home.status().members[0].unmeasured
+    assert main(["cluster", "status"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "box has no layers and is not measured yet; `luce cluster replan` measures it"
+    # One that is away has nothing to measure.
     host.stop()
+    assert within(30, lambda: home.status().members[0].state == "gone") and not home.status().members[0].unmeasured
 
 
 def test_the_placement_is_shown_with_predicted_and_measured_speed(

@@ -237,6 +237,23 @@ def test_the_status_has_the_placement_while_the_model_is_loaded(monkeypatch: Pat
         assert cluster.status().plan is None
 
 
+@pytest.mark.parametrize(("devices", "unmeasured"), [("auto", {"box"}), ("cpu:0", set())])
+def test_members_that_no_placement_has_considered_are_not_measured(
+    devices: str, unmeasured: set[str], monkeypatch: Patch
+) -> None:
+    # With named devices the planner does not choose by speed.
+    settings = config(cluster_min="0", target_devices=devices)
+    model: Any = ScriptedModel(settings)
+    monkeypatch.setattr(module, "open_model", lambda *arguments: model)
+    monkeypatch.setattr(module.Coordinator, "idle", {"box": ("member://box/cpu:0",)})
+    with served_cluster(settings) as cluster:
+        assert cluster is not None
+        cluster.open_model(MODEL, settings, lambda share: None, lambda text: None)
+        facts = cluster.coordinator.model_facts()
+        assert facts is not None and set(facts.unmeasured) == unmeasured and facts.gains == {}
+    model.engine.close()
+
+
 def test_predicted_and_measured_speed(monkeypatch: Patch) -> None:
     model: Any = ScriptedModel(Config())
     plan, prediction = plan_status(model), model.plan.prediction
