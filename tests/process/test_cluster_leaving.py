@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from luce.gguf.fingerprint import fingerprint
+from luce.gguf.reader import open_gguf
 from tests.support.cluster_processes import (
     EXPECTED,
     REFERENCE,
@@ -18,6 +23,7 @@ from tests.support.cluster_processes import (
     serve,
     starting,
 )
+from tests.support.clusters import coordinator
 from tests.support.daemons import within
 
 
@@ -99,3 +105,24 @@ def test_a_member_that_nobody_can_do_without_is_cut_off(tmp_path: Path) -> None:
         again = start("member", "join", "--cluster", "home", *flags)
         assert within(120, lambda: next(iter(members_of(start).values()))["state"] == "serving"), again.log
         assert within(30, lambda: ask(port, "/health")[0] == 200) and greedy(port) == EXPECTED
+
+
+def test_a_member_that_is_not_dismissed_in_time_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "server"))
+    models = tmp_path / "models"
+    models.mkdir()
+    (models / "model.gguf").symlink_to(REFERENCE.path)
+    with starting(tmp_path) as start, coordinator() as home, contextlib.ExitStack() as opened:
+        flags = ["--model-dir", str(models), "--devices", "cpu:0", "--leave-timeout", "0.5"]
+        member = start("box", "join", "-", *flags, stdin=home.new_token(60))
+        assert home.wait_for_members(1, 60) == 1, member.log
+        # It has layers, and nobody places the model anew.
+        with open_gguf(REFERENCE.path) as file:
+            (place, connect), *_ = home.plan(fingerprint(file))[1].items()
+        peer = connect("shard 1")
+        for sock in (peer.requests, peer.heartbeat):
+            opened.enter_context(sock)
+        home.keep({f"{place}cpu:0": range(1)})
+        member.child.send_signal(signal.SIGTERM)
+        assert member.ended() == 0
+        assert "not dismissed within 0.5 s (--leave-timeout)" in member.found("cut off reason=.*")

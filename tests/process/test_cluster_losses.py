@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from tests.support.cluster_processes import (
     Streams,
     ask,
     member_of,
+    metrics,
     processes_of,
     serve,
     serving_member,
@@ -63,6 +65,7 @@ def test_streams_go_on_behind_kills_freezes_and_pulled_cables(cable: None, tmp_p
             member = disturb(member)
             assert streams.wait() == expected, (disturb.__name__, server.log[-30:], member.log[-30:])
             assert serving_member(start)["losses"] == losses
+        assert re.search(r"^luce_replies_resumed_total [1-9]", metrics(port), re.MULTILINE)
         member.child.send_signal(signal.SIGTERM)
         assert member.ended() == 0
         server.child.send_signal(signal.SIGTERM)

@@ -135,6 +135,12 @@ def ask(port: int, path: str, body: Any = None) -> Any:
             return error.code, json.load(error)
 
 
+def metrics(port: int) -> str:
+    """GET /metrics."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+        return str(answer.read().decode())
+
+
 def refusal(port: int) -> tuple[str, str]:
     """The code and the message of the 503 that a request for a token gets, which says when to try again."""
     data = json.dumps({"prompt": PROMPT, "max_tokens": 1}).encode()
