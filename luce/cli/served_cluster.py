@@ -112,6 +112,11 @@ class ServedCluster:
             log.event(_log, "the model is loaded anew behind its requests", reason=why_not)
             self._why = why
             reload()
+            if model is not None and not model.engine.wait_idle(self._drain):
+                model.engine.end_replies(
+                    f"the model is loaded anew on other machines, and this reply had no more than {self._drain:g} s "
+                    f"({flag('cluster_drain')}) to end: {why_not}"
+                )
             return
         try:
             model.engine.relocate(lambda: self._move(model, why), self._drain)

@@ -89,7 +89,7 @@ class ClusterSettings:
         30.0,
         number(0, 86400),
         "seconds that running replies have to end before the model moves; those that run on are put aside, and go on "
-        "behind it",
+        "behind it, or fail if the model has to be loaded anew",
         metavar="SECONDS",
         group="cluster",
     )

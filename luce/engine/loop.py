@@ -37,7 +37,7 @@ from luce.engine.sampling import needs_candidates, needs_logits, reply_ends
 from luce.engine.scheduler import ScheduledStep
 from luce.engine.sequence import CacheState, Constraint, Sequence
 from luce.engine.stretching import Stretching
-from luce.errors import BackendError, LuceError, RequestError, ShardLostError
+from luce.errors import BackendError, LuceError, RequestError, ShardLostError, UnavailableError
 from luce.kvcache.disk.stats import CachedPrefix
 from luce.kvcache.disk.tier import DiskTier
 from luce.kvcache.paging import KVFlash
@@ -244,6 +244,11 @@ class Engine:
         self._admission.drain()
         self._admission.post(self._refuse_waiting)
 
+    def end_replies(self, why: str) -> None:
+        """Fail the sequences that wait or run, before the next step, with UnavailableError or, while a lost shard is
+        awaited, ShardLostError."""
+        self._admission.post(lambda: self._end_replies(why))
+
     def stop_running(self) -> None:
         """End the sequences that run, with FinishReason.SHUTDOWN, before the next step."""
         self._admission.post(self._stop_running)
@@ -432,6 +437,12 @@ class Engine:
     def _refuse_waiting(self) -> None:
         for reply in self._delivery.of(self._scheduler.waiting):
             self._delivery.fail(reply, shutting_down_error())
+
+    def _end_replies(self, why: str) -> None:
+        loss = self._recovery.loss
+        error = ShardLostError(f"{loss}; {why}") if loss else UnavailableError(why, code="moving")
+        for reply in self._delivery:
+            self._delivery.fail(reply, error)
 
     def _stop_running(self) -> None:
         for reply in self._delivery.of(self._scheduler.running):

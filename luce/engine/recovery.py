@@ -50,6 +50,11 @@ class Recovery:
         """Whether a shard is awaited."""
         return self._since is not None
 
+    @property
+    def loss(self) -> str:
+        """Why the state was lost, while a shard is awaited; "" otherwise."""
+        return self._why if self.waiting else ""
+
     def lose(self, loss: str) -> None:
         """The backend has lost its state: replies that have begun wait until they can be read again, or fail."""
         self._delivery.flush()

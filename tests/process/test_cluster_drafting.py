@@ -70,7 +70,9 @@ def test_replies_go_on_with_their_tokens(kind: str, tmp_path: Path) -> None:
     (models / "model.gguf").symlink_to(reference.path)
     flags = ["--model-dir", str(models), "--devices", "cpu:0"]
     with starting(tmp_path) as start:
-        server, port = serve(start, "--parallel", "4", *settings, model=reference.path)
+        # Replies that cannot move end before the model is loaded anew.
+        drain = "0" if kind == "ngram" else "300"
+        server, port = serve(start, "--parallel", "4", "--cluster-drain", drain, *settings, model=reference.path)
         box: Process = start("box", "join", server.found(r"luce join (\S+)"), *flags)
         assert within(200, lambda: ask(port, "/health")[0] == 200), (server.log, box.log)
 
@@ -107,7 +109,8 @@ def test_replies_go_on_with_their_tokens(kind: str, tmp_path: Path) -> None:
         assert replies.errors == [""] * len(FIELDS), server.log[-30:]
         assert replies.ids == expected
         why = "--kvflash" if kind == "kvflash" else "--draft"
-        server.found("replies go on count=4 reason=.the model has moved" if kind == "ngram" else f"{why} keeps it")
+        # Those that have not ended before it.
+        server.found("replies go on count=[1-4] reason=.the model has moved" if kind == "ngram" else f"{why} keeps it")
         assert within(120, lambda: ask(port, "/health")[0] == 200), server.log[-30:]
 
         # The member leaves while replies run.

@@ -40,6 +40,9 @@ class Movable(Loaded):
     def down(self) -> str:
         return ""
 
+    def wait_idle(self, seconds: float) -> bool:
+        return True
+
     def stats(self) -> Any:
         return SimpleNamespace(running=0, waiting=0)
 
@@ -257,13 +260,26 @@ def test_a_faster_placement_is_taken_by_itself(
         assert within(30, lambda: model.plan is model.next)
 
 
-def test_what_keeps_a_model_from_moving_lets_it_be_loaded_anew(folder: Path, monkeypatch: Patch, caplog: Any) -> None:
+@pytest.mark.parametrize("idle", [True, False])
+def test_what_keeps_a_model_from_moving_lets_it_be_loaded_anew(
+    idle: bool, folder: Path, monkeypatch: Patch, caplog: Any
+) -> None:
     caplog.set_level("INFO")
-    with serving(folder, monkeypatch, lambda names: True) as (cluster, model, _):
-        called = threading.Event()
+    with serving(folder, monkeypatch, lambda names: True, cluster_drain="12.5") as (cluster, model, _):
+        called: list[Any] = []
+
+        def wait_idle(seconds: float) -> bool:
+            called.append(seconds)
+            return idle
+
+        # Replies that have not ended in time fail, behind the beginning of the load.
+        monkeypatch.setattr(Movable, "wait_idle", staticmethod(wait_idle))
+        monkeypatch.setattr(Movable, "end_replies", staticmethod(called.append), raising=False)
         model.immovable = "--kvflash"
-        cluster.reload = called.set
+        cluster.reload = lambda: called.append("reload")
         cluster.replan()
-        assert called.wait(30) and not model.moves
+        assert within(30, lambda: len(called) == 3 - idle) and not model.moves
     reasons = [r.__dict__["fields"]["reason"] for r in caplog.records if "loaded anew" in r.getMessage()]
-    assert reasons == ["--kvflash keeps it from moving"]
+    assert reasons == ["--kvflash keeps it from moving"] and called[:2] == ["reload", 12.5]
+    text = "this reply had no more than 12.5 s (--cluster-drain) to end: --kvflash keeps it from moving"
+    assert called[2:] == ([] if idle else [f"the model is loaded anew on other machines, and {text}"])

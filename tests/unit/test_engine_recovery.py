@@ -277,6 +277,34 @@ def test_a_shard_that_is_not_back_in_time_fails_its_replies() -> None:
     assert begun.ids == backend.reply(PROMPT, TOKENS)[: len(begun.ids)]
 
 
+def test_replies_that_wait_for_a_shard_can_be_ended() -> None:
+    backend = ScriptedBackend(slots=1, context=256)
+    with engine(backend, eos=frozenset(), resume_seconds=30) as made:
+        hook = backend.hook = Losing(backend, 10, away=True)
+        begun, _ = submit(made, PROMPT, max_tokens=TOKENS)
+        queued, _ = submit(made, [70, 71], max_tokens=4)
+        assert hook.lost.wait(TIMEOUT)
+        made.end_replies("the model moves")
+        for reply in (begun, queued):
+            error = reply.failed()
+            assert isinstance(error, ShardLostError) and str(error) == "shard 1 is gone; the model moves"
+        assert made.wait_idle(TIMEOUT)
+    assert begun.ids == backend.reply(PROMPT, TOKENS)[: len(begun.ids)] and not queued.ids
+
+
+def test_replies_behind_a_loss_that_is_over_are_ended_as_others() -> None:
+    backend, go = ScriptedBackend(slots=1, context=256), threading.Event()
+    with engine(backend, eos=frozenset(), resume_seconds=30) as made:
+        backend.hook = Losing(backend, 5)
+        submit(made, PROMPT, max_tokens=TOKENS)[0].finished()
+        assert made.stats().resumed == 1
+        backend.hook = lambda step: go.wait(TIMEOUT)
+        late, _ = submit(made, [70, 71], max_tokens=TOKENS)
+        made.end_replies("the model moves")
+        go.set()
+        assert str(late.failed()) == "the model moves"
+
+
 def test_replies_wait_for_a_shard_that_seems_gone_for_good() -> None:
     # The server may place the model anew.
     backend = ScriptedBackend(slots=2, context=256)

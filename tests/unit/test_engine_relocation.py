@@ -337,6 +337,26 @@ def test_a_move_does_not_wait_for_replies_that_wait_for_a_shard() -> None:
     assert begun.ids == backend.reply(PROMPT, TOKENS)
 
 
+def test_replies_that_cannot_move_can_be_ended() -> None:
+    backend = ScriptedBackend(slots=1, context=256)
+    with engine(backend, eos=frozenset()) as made:
+        hook = backend.hook = Held(5)
+        begun, _ = submit(made, PROMPT, max_tokens=TOKENS)
+        queued, _ = submit(made, [70, 71], max_tokens=4)
+        assert hook.reached.wait(TIMEOUT)
+        made.end_replies("the model moves")
+        hook.go.set()
+        for reply in (begun, queued):
+            error = reply.failed()
+            assert isinstance(error, UnavailableError) and (str(error), error.code) == ("the model moves", "moving")
+        assert made.wait_idle(TIMEOUT) and made.stats().running == 0
+        # It ends those alone that there were.
+        late, _ = submit(made, [70, 71], max_tokens=4)
+        late.finished()
+    assert begun.ids == backend.reply(PROMPT, TOKENS)[: len(begun.ids)] and len(begun.ids) < TOKENS
+    assert not queued.ids and late.ids == backend.reply([70, 71], 4)
+
+
 def test_an_engine_that_has_ended_does_not_move() -> None:
     backend = ScriptedBackend()
     with engine(backend) as made:
