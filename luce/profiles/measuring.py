@@ -61,6 +61,8 @@ def _measure(timer: Timer, types: Iterable[GGMLQuantizationType]) -> DeviceProfi
     routing = _routing(timer) if how.experts and device.host else None
     for product in products.values():
         product.measure()
+    for product in products.values():
+        product.measure_layers()
     timer.finish()
     launch, step = launches()
     rates = {name: amount / own.median for name, (amount, own) in timed.items()}

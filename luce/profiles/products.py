@@ -57,6 +57,8 @@ class Products:
         # By rows, operations, and of one row also the bytes that it reads.
         self._rates: dict[int, _Work] = {}
         self._read: _Work
+        # The matrix that one row reads, on the host.
+        self._matrix_of_row: Weight | None = None
         self._unpacking: _Work | None = None
         # Layers of a row, the number of them, and the bytes that they read.
         self._layers: tuple[_Work, int] | None = None
@@ -66,7 +68,7 @@ class Products:
         self._int8_unpacking: _Work | None = None
 
     def measure(self) -> None:
-        """Time all products; what they took is known when the timer has finished."""
+        """Time all products but those of `measure_layers`; what they took is known when the timer has finished."""
         timer, name = self._timer, self._type.name
         weight = self._matrix()
         for rows in self._sizes.rows:
@@ -77,10 +79,7 @@ class Products:
             own, self._rates[rows] = self._product(rows, weight, cut=True)
             if rows == 1:
                 self._read = _Work(own.nbytes, self._rates[1].timed)
-                if self._device.host:
-                    timer.tell(f"{name}, layers")
-                    part, layers = layers_part(self._device, own)
-                    self._layers = _Work(part.amount, self._time(replayed(self._device, part.run))), layers
+                self._matrix_of_row = own if self._device.host else None
         if timer.how.int8 and can_multiply_int8(self._device, self._type):
             timer.tell(f"{name}, int8")
             self._measure_int8(weight)
@@ -88,6 +87,18 @@ class Products:
             timer.tell(f"{name}, experts")
             del weight, own
             self._measure_experts()
+
+    def measure_layers(self) -> None:
+        """On the host, time what a row takes in layers of small products, which read the matrix that `measure` read.
+
+        To be called when all types are measured: in each round the matrices of the other types then come between, and a
+        large last-level cache holds this one no longer.
+        """
+        if self._matrix_of_row is None:
+            return
+        self._timer.tell(f"{self._type.name}, layers")
+        part, layers = layers_part(self._device, self._matrix_of_row)
+        self._layers = _Work(part.amount, self._time(replayed(self._device, part.run))), layers
 
     def profile(self) -> FormatProfile:
         """The figures of what was timed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from gguf import GGMLQuantizationType
 
 from luce.errors import DeviceError, OutOfMemoryError
 from luce.ops.matmul import matmul
+from luce.ops.weight import Weight
 from luce.profiles import products
 from luce.profiles.layer_parts import Part, layers_part
 from luce.profiles.measuring import peer_link, profile_device
@@ -239,11 +241,36 @@ def test_what_a_row_takes_in_layers_beside_its_weights(monkeypatch: pytest.Monke
     assert measure(Clocked([2.0])).formats["Q8_0"].layer == 0.0
 
 
+def test_other_matrices_are_read_between_a_row_and_layers_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = list[tuple[str, int]]()
+
+    def product(device: Device, x: Any, weight: Weight) -> Any:
+        if len(x) == 1:
+            read.append(("row", weight.parts[0].data.ctypes.data))
+        return matmul(device, x, weight)
+
+    def layers(device: Device, weight: Weight) -> tuple[Part, int]:
+        part, count = layers_part(device, weight)
+
+        def run() -> None:
+            read.append(("layers", weight.parts[0].data.ctypes.data))
+            part.run()
+
+        return replace(part, run=run), count
+
+    monkeypatch.setattr(products, "matmul", product)
+    monkeypatch.setattr(products, "layers_part", layers)
+    profile_device(Clocked([1.0]), [Q8_0, Q4_K], Measuring(small(rows=(1,), seconds=1e9)))
+    (_, first), (_, second) = read[-2:]
+    assert read[-28:] == 7 * [("row", first), ("row", second), ("layers", first), ("layers", second)]
+    assert first != second
+
+
 def test_each_figure_is_told_before_it_is_measured() -> None:
     told: list[str] = []
     profile_device(Clocked([1.0]), [Q8_0], Measuring(small(), experts=True, on_figure=told.append))
-    expected = ["kernels", "launches", "copies", "attention", "Q8_0, 1 row", "Q8_0, layers"]
-    expected += ["Q8_0, 16 rows", "Q8_0, 32 rows", "Q8_0, experts", "all in turn"]
+    expected = ["kernels", "launches", "copies", "attention", "Q8_0, 1 row", "Q8_0, 16 rows"]
+    expected += ["Q8_0, 32 rows", "Q8_0, experts", "Q8_0, layers", "all in turn"]
     assert told == [f"cpu:0: {figure}" for figure in expected]
 
 
