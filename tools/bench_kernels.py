@@ -353,10 +353,10 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown:
         parser.error(f"no family {unknown[0]!r}: there are {', '.join(FAMILIES)}")
     gpus = found()
-    if not gpus or gpus[0].name.kind == "cpu" or gpus[0].name.kind == "sim":
+    if not gpus or gpus[0].name.vendor is None:
         print("bench_kernels: no CUDA or HIP device on this machine", file=sys.stderr)
         return 2
-    device = GpuDevice(gpus[0].name.kind, gpus[0].name.index)
+    device = GpuDevice(gpus[0].name.vendor, gpus[0].name.index)
     timer = Timer(device, options.repeat)
     rate = limits(device, ()).read
     results: list[dict[str, Any]] = []

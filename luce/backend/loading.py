@@ -108,7 +108,7 @@ class ShardLoader:
     def _load_local(self, number: int) -> Shard:
         own = self._layers(number)
         hooks = ShardHooks(lambda: self._report(next(self._read)), self._on_captured(own.device))
-        if own.device.name.kind == "sim":
+        if own.device.name.simulated:
             from luce.backend.simulated_shard import load_simulated
 
             devices = self._plan.devices

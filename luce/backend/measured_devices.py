@@ -166,7 +166,7 @@ class _Measurement:
                 self._take(group, self._begin(group))
         if self._peer:
             self._links |= _simulated_links(own)
-            real = [device for device in own if device.name.kind != "sim"]
+            real = [device for device in own if not device.name.simulated]
             names = [str(device.name) for device in real]
             self._links |= {(names[before], names[behind]): link for (before, behind), link in peer_links(real).items()}
         names = [str(device.name) for device in self._devices]
@@ -179,7 +179,7 @@ class _Measurement:
         return max(0.0, self._end - time.monotonic())
 
     def _own(self, device: Device) -> DeviceProfile:
-        if device.name.kind == "sim":
+        if device.name.simulated:
             from luce.profiles.simulated_profile import simulated_profile
 
             return simulated_profile(device, self._types)
@@ -247,7 +247,7 @@ class _Measurement:
 
 def _simulated_links(devices: Sequence[Device]) -> Mapping[tuple[str, str], LinkProfile]:
     """The links between the simulated ones of some devices."""
-    simulated = [device for device in devices if device.name.kind == "sim"]
+    simulated = [device for device in devices if device.name.simulated]
     if not simulated:
         return {}
     from luce.profiles.simulated_profile import simulated_links

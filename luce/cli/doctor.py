@@ -172,9 +172,9 @@ def _gpu(gpu: Found, examination: Examination) -> dict[str, Any]:
         "works": False,
         "problems": [],
     }
-    assert gpu.name.kind != "cpu" and gpu.name.kind != "sim"
+    assert gpu.name.vendor is not None
     try:
-        device = GpuDevice(gpu.name.kind, gpu.name.index)
+        device = GpuDevice(gpu.name.vendor, gpu.name.index)
     except DeviceError as error:
         report["problems"].append(str(error))
         return report

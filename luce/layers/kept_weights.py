@@ -57,10 +57,12 @@ class KeptWeights(WeightPool):
 
     def free_bytes(self, device: Device) -> int:
         """Bytes of a device's memory that are not free, but are for the next load: those of what is held."""
-        # CPU devices of a process share their memory.
-        own = (
-            w for key, w in self._kept.items() if key[1] == str(device.name) or (device.host and key[1][:4] == "cpu:")
-        )
+
+        def holds(name: str) -> bool:
+            # CPU devices of a process share their memory.
+            return name == str(device.name) or (device.host and name.startswith("cpu:"))
+
+        own = [weight for key, weight in self._kept.items() if holds(key[1])]
         return sum(_own_bytes(part.data) for weight in own for part in weight.parts)
 
     def retain(self, file: GGUFFile, wanted: Mapping[str, set[str]]) -> None:

@@ -136,9 +136,8 @@ def profile_key(device: Device) -> str:
     facts: dict[str, Any] = {**device.describe(), "kernels": kernels.fingerprint(), "sources": source_hash()}
     if isinstance(device, GpuDevice):
         address = device.cupy.cuda.runtime.deviceGetPCIBusId(device.name.index)
-        kind = device.name.kind
-        assert kind != "cpu" and kind != "sim"
-        watts = power_limit(kind, address)
+        assert device.name.vendor is not None
+        watts = power_limit(device.name.vendor, address)
         card = device.cupy.cuda.runtime.getDeviceProperties(device.name.index).get("uuid")
         facts |= {"address": address, "uuid": str(card), "watts": None if watts is None else round(watts / 10)}
     else:

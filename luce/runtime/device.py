@@ -38,6 +38,16 @@ class DeviceName:
         """The device as its own machine names it."""
         return DeviceName(self.kind, self.index)
 
+    @property
+    def simulated(self) -> bool:
+        """Whether it names a device that is not there, for tests."""
+        return self.kind == "sim"
+
+    @property
+    def vendor(self) -> Literal["cuda", "hip"] | None:
+        """Whose driver a GPU has; None of a CPU and of a simulated device."""
+        return None if self.kind == "cpu" or self.kind == "sim" else self.kind
+
     def __str__(self) -> str:
         return f"{self.place}{self.kind}:{self.index}"
 
@@ -236,7 +246,6 @@ class Device(ABC):
     def copy(self, target: Array, source: Array) -> None:
         """Queue target = source: C-contiguous arrays of this device, of the same shape and dtype."""
 
-    @abstractmethod
     def launch(
         self,
         source: str,
@@ -251,8 +260,10 @@ class Device(ABC):
         """Queue `kernel` of `kernels/<source>.cu`, compiled with `-DNAME=VALUE` for each define.
 
         `args` are device arrays, None for pointers that the kernel does not dereference, and NumPy scalars of the exact
-        C type. `shared` is dynamic shared memory in bytes. Raises DeviceError naming source and kernel.
+        C type. `shared` is dynamic shared memory in bytes. Raises DeviceError naming source and kernel, by default as
+        on devices that run no kernels.
         """
+        raise DeviceError(f"{self.name} runs no kernels (asked for {kernel} of kernels/{source}.cu)")
 
     def reserve(self, size: int) -> None:
         """Take the memory of the next arrays, `size` bytes in all, in one piece. Does nothing where it is not free, and

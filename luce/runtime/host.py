@@ -8,13 +8,13 @@ import gc
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from luce.errors import DeviceError, OutOfMemoryError
+from luce.errors import OutOfMemoryError
 from luce.runtime.device import Array, CopyStream, Device, DeviceName, Event, Memory
 
 
@@ -112,19 +112,6 @@ class HostDevice(Device):
 
     def copy(self, target: Array, source: Array) -> None:
         target[...] = source
-
-    def launch(
-        self,
-        source: str,
-        kernel: str,
-        grid: tuple[int, ...],
-        block: tuple[int, ...],
-        args: Sequence[Any],
-        *,
-        defines: Mapping[str, int | str] | None = None,
-        shared: int = 0,
-    ) -> None:
-        raise DeviceError(f"{self.name} runs no kernels (asked for {kernel} of kernels/{source}.cu)")
 
     def record(self, *, timing: bool = False) -> Event:
         return HostEvent()

@@ -13,6 +13,7 @@ from luce.errors import DeviceError, UsageError
 from luce.runtime import driver
 from luce.runtime.cpu import CpuDevice
 from luce.runtime.device import Device, DeviceKind, DeviceName
+from luce.runtime.driver import Vendor
 from luce.runtime.found import VENDORS, found
 from luce.runtime.gpu import GpuDevice
 from luce.runtime.host import HostDevice, host_memory
@@ -28,12 +29,12 @@ _DAEMONS = {
 
 def open_device(name: DeviceName, cpu_weights: str) -> Device:
     """Open one device; `cpu_weights` as in Config. Raises DeviceError with the device and the missing part."""
-    if name.kind == "sim":
+    if name.simulated:
         from luce.runtime.simulated import open_simulated
 
         return open_simulated(name.index, lambda: open_device(DeviceName("cpu", name.index), cpu_weights))
-    if name.kind != "cpu":
-        return GpuDevice(name.kind, name.index)
+    if name.vendor is not None:
+        return GpuDevice(name.vendor, name.index)
     return CpuDevice(name.index) if cpu_weights == "packed" else HostDevice(name.index)
 
 
@@ -88,16 +89,17 @@ def open_all(
 
 def named(items: Sequence[str]) -> list[DeviceName]:
     """The devices that valid items of the setting mean. Only `auto` makes this process look for its own kind."""
-    own: DeviceKind = "cpu"
+    own = DeviceName("cpu", 0)
     if any(item.startswith("auto") for item in items):
         with contextlib.closing(_automatic("float32")) as device:
-            own = device.name.kind
+            own = device.name
     names = []
     for item in items:
         place, slash, local = item.rpartition("/")
         kind, _, index = local.partition(":")
-        indices = [int(index)] if index else range(1 if own == "cpu" else _count(own))
-        names += [DeviceName(own if kind == "auto" else cast(DeviceKind, kind), i, place + slash) for i in indices]
+        indices = [int(index)] if index else range(1 if own.vendor is None else _count(own.vendor))
+        meant = own.kind if kind == "auto" else cast(DeviceKind, kind)
+        names += [DeviceName(meant, i, place + slash) for i in indices]
     return names
 
 
@@ -109,12 +111,12 @@ def total_memory(config: Config) -> tuple[int, list[str]]:
             return device.memory().total, [str(device.name)]
     total, counted = 0, []
     for name in named(config.target_devices or (config.target_device,)):
-        if name.kind == "sim":
+        if name.simulated:
             simulated = _simulated_memory()
             total += simulated[name.index] if name.index < len(simulated) else 0
             counted.append(str(name))
             continue
-        loaded = None if name.place or name.kind == "cpu" else driver.load(name.kind)
+        loaded = None if name.place or name.vendor is None else driver.load(name.vendor)
         if loaded is not None and name.index < loaded.count():
             total += loaded.properties(name.index).memory
             counted.append(str(name))
@@ -131,15 +133,15 @@ def _problems(names: Sequence[DeviceName], field: str, beside: Sequence[DeviceNa
             yield f"{name}: named twice" + (f", as {meant} is {','.join(map(str, names))}" if "auto" in meant else "")
         if name.place:
             yield f"{name}: is not a device of this machine"
-        if name.kind == "cpu" or name.place:
+        if name.place:
             continue
-        if name.kind == "sim":
-            if name.index >= (count := len(_simulated_memory())):
-                yield f"{name}: the file of {SIMULATED_DEVICES} has {count} devices"
+        if name.simulated and name.index >= (count := len(_simulated_memory())):
+            yield f"{name}: the file of {SIMULATED_DEVICES} has {count} devices"
+        if name.vendor is None:
             continue
-        count = _count(name.kind)
+        count = _count(name.vendor)
         if not count:
-            yield f"{name}: no {name.kind} devices are available: {driver.absence(name.kind)} (see `luce doctor`)"
+            yield f"{name}: no {name.vendor} devices are available: {driver.absence(name.vendor)} (see `luce doctor`)"
         elif name.index >= count:
             yield f"{name}: index {name.index} is out of range [0, {count})"
     together = [*beside, *names]
@@ -158,9 +160,9 @@ def _simulated_memory() -> list[int]:
     return [device.free for device in read_simulated().devices]
 
 
-def _count(kind: DeviceKind) -> int:
+def _count(vendor: Vendor) -> int:
     """GPUs of a vendor."""
-    loaded = None if kind == "cpu" or kind == "sim" else driver.load(kind)
+    loaded = driver.load(vendor)
     return 0 if loaded is None else loaded.count()
 
 

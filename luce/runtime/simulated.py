@@ -11,7 +11,7 @@ run on the `cpu` of a device that computes.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -193,19 +193,6 @@ class SimulatedDevice(Device):
 
     def copy(self, target: Array, source: Array) -> None:
         target[...] = source
-
-    def launch(
-        self,
-        source: str,
-        kernel: str,
-        grid: tuple[int, ...],
-        block: tuple[int, ...],
-        args: Sequence[Any],
-        *,
-        defines: Mapping[str, int | str] | None = None,
-        shared: int = 0,
-    ) -> None:
-        raise DeviceError(f"{self.name} is simulated: it runs no kernels (asked for {kernel} of kernels/{source}.cu)")
 
     def record(self, *, timing: bool = False) -> SimulatedEvent:
         return self.queue.record()

@@ -20,7 +20,6 @@ from typing import Any
 
 import pytest
 
-from luce.cluster.cluster_files import ClusterFiles
 from tests.support.cluster_processes import (
     REFERENCE,
     Process,
@@ -45,7 +44,6 @@ class Disturber:
         self.start, self.name, self.machine, self.flags, self.begun = start, name, machine, flags, begun
         self.random = random.Random(seed)
         self.lives = list[Process]()
-        self.cluster = ClusterFiles("home", make=False)
         self.done: Counter[str] = Counter()
 
     def join(self, *words: str) -> None:
@@ -78,7 +76,7 @@ class Disturber:
 
     def move(self, wait: Any) -> None:
         # It dies while states are saved, layers are loaded, or states come back.
-        replan(self.cluster)
+        replan(self.start)
         time.sleep(self.random.uniform(0, 1))
         self.kill(wait)
 
@@ -108,9 +106,7 @@ def held(process: Process) -> tuple[int, int]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(SECONDS + 900)
-def test_streams_under_random_losses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_streams_under_random_losses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     models = tmp_path / "models"
     models.mkdir()
     (models / "model.gguf").symlink_to(REFERENCE.path)
@@ -119,8 +115,6 @@ def test_streams_under_random_losses(
         print(f"\nseed {SEED}, {SECONDS:g} s")
         cache = ["--kv-cache-dir", str(tmp_path / "kv")] if SEED % 2 else []
         server, port = serve(start, "--parallel", "4", "--cluster-min", "2", *cache, listen=f"{ADDRESS}:0")
-        monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "server"))
-        cluster = ClusterFiles("home", make=False)
         members = [
             Disturber(start, name, host, SEED + number, flags, begun)
             for number, (name, host) in enumerate(zip(("box", "den"), hosts, strict=True), 1)
@@ -137,12 +131,12 @@ def test_streams_under_random_losses(
         threads = [member.begin(pausing) for member in members]
         while time.monotonic() - begun < SECONDS and not any(client.wrong for client in clients):
             time.sleep(5)
-            if "idle" in states(cluster):
-                replan(cluster)
+            if "idle" in states(start):
+                replan(start)
         pausing.set()
         for thread in threads:
             thread.join()
-        assert settle(cluster, port, 2), (server.log[-30:], [member.lives[-1].log[-30:] for member in members])
+        assert settle(start, port, 2), (server.log[-30:], [member.lives[-1].log[-30:] for member in members])
         ending.set()
         for client in clients:
             client.thread.join()

@@ -8,9 +8,18 @@ from pathlib import Path
 import pytest
 
 from luce.cluster import wire
-from luce.cluster.admin import ask as command
-from luce.cluster.cluster_files import ClusterFiles
-from tests.support.cluster_processes import EXPECTED, FLAGS, REFERENCE, ask, greedy, port_of, resident, serve, starting
+from tests.support.cluster_processes import (
+    EXPECTED,
+    FLAGS,
+    REFERENCE,
+    ask,
+    command,
+    greedy,
+    port_of,
+    resident,
+    serve,
+    starting,
+)
 from tests.support.daemons import within
 
 MEMBERS = 8
@@ -20,7 +29,7 @@ ADDED, OWN = 30, 80
 
 @pytest.mark.slow
 def test_the_memory_of_a_coordinator_and_of_members_without_layers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with starting(tmp_path) as start:
         plain = start("plain", "serve", str(REFERENCE.path), "--devices", "cpu:0", *FLAGS)
@@ -28,16 +37,15 @@ def test_the_memory_of_a_coordinator_and_of_members_without_layers(
         for each in (port_of(plain), port):
             assert within(200, lambda each=each: ask(each, "/health")[0] == 200), (plain.log, server.log)
             assert greedy(each) == EXPECTED
-        monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "server"))
-        files, members = ClusterFiles("home", make=False), []
+        members = []
         for number in range(MEMBERS):
-            made = command(files, wire.AskToken(300, f"shelf {number}"))
+            made = command(start, wire.AskToken(300, f"shelf {number}"))
             assert isinstance(made, wire.Done)
             token = made.text.split()[2]
             members.append(start(f"box{number}", "join", "-", "--devices", "cpu:0", stdin=token + "\n"))
 
         def seen() -> list[str]:
-            status = command(files, wire.AskStatus())
+            status = command(start, wire.AskStatus())
             assert isinstance(status, wire.Status)
             return [member.state for member in status.members if member.round_trip_ms is not None]
 

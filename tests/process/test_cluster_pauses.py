@@ -18,8 +18,7 @@ from typing import Any
 
 import pytest
 
-from luce.cluster.cluster_files import ClusterFiles
-from tests.support.cluster_processes import REFERENCE, Process, ask, members_of, serve, starting, stream
+from tests.support.cluster_processes import REFERENCE, Process, Start, ask, members_of, serve, starting, stream
 from tests.support.cluster_streams import Timed, replan, settle, states
 from tests.support.daemons import within
 from tests.support.network_namespaces import ADDRESS, Machine, machines
@@ -113,7 +112,7 @@ class Moments:
         return first, second, third
 
 
-def disturbed(port: int, cluster: ClusterFiles, stage: str, disturb: Callable[[], None]) -> Reply:
+def disturbed(port: int, start: Start, stage: str, disturb: Callable[[], None]) -> Reply:
     """A reply that is disturbed in a stage."""
     if stage == "prompt":
         # Its first steps meet what is not there any more.
@@ -122,9 +121,9 @@ def disturbed(port: int, cluster: ClusterFiles, stage: str, disturb: Callable[[]
     reply = Reply(port)
     assert reply.begun(60)
     if stage in ("save", "load"):
-        replan(cluster)
+        replan(start)
     if stage == "load":
-        assert within(30, lambda: "loading" in states(cluster)), states(cluster)
+        assert within(30, lambda: "loading" in states(start)), states(start)
     disturb()
     return reply
 
@@ -132,7 +131,7 @@ def disturbed(port: int, cluster: ClusterFiles, stage: str, disturb: Callable[[]
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_reply_goes_on_whatever_happens_to_a_member_in_any_stage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     models = tmp_path / "models"
     models.mkdir()
@@ -147,8 +146,6 @@ def test_a_reply_goes_on_whatever_happens_to_a_member_in_any_stage(
         more = ["--cluster-min", "3", "--cluster-on-loss", "replan", "--max-ctx", "1024"]
         server, port = serve(start, *more, listen=f"{ADDRESS}:0")
         moments = opened.enter_context(Moments(server.log))
-        monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "server"))
-        cluster = ClusterFiles("home", make=False)
         hosts = [Host(start, name, machine, flags) for name, machine in zip(NAMES, made, strict=True)]
         hosts[0].join(server.found(r"luce join (\S+)"))
         for host in hosts[1:]:
@@ -159,14 +156,14 @@ def test_a_reply_goes_on_whatever_happens_to_a_member_in_any_stage(
         reply = Reply(port)
         expected = reply.wait()
         assert len(expected) == TOKENS
-        moved = disturbed(port, cluster, "save", lambda: None)
+        moved = disturbed(port, start, "save", lambda: None)
         assert moved.wait() == expected
         print(f"\nundisturbed: pause {reply.ids.pause:.2f} s; while the model moves {moved.ids.pause:.2f} s")
         for number, (stage, how) in enumerate([(s, h) for s in ("prompt", "decode", "save", "load") for h in KNOWN]):
-            assert settle(cluster, port, len(hosts)), (stage, how, server.log[-30:])
+            assert settle(start, port, len(hosts)), (stage, how, server.log[-30:])
             host = hosts[number % len(hosts)]
             losses = sum(member["losses"] for member in members_of(start).values())
-            reply = disturbed(port, cluster, stage, lambda host=host, how=how: host.disturb(how))  # type: ignore[misc]
+            reply = disturbed(port, start, stage, lambda host=host, how=how: host.disturb(how))  # type: ignore[misc]
             assert reply.wait() == expected, (stage, how, server.log[-30:])
             known, load, prompt = moments.parts(reply.ids)
             parts = f"{known:.2f} until it is known (at most {KNOWN[how]:g}), load {load:.2f}, prompt {prompt:.2f}"

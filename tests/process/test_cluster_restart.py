@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from luce.cluster.cluster_files import ClusterFiles
 from luce.errors import LuceError
 from luce.hub.lookup import resolve_model
 from tests.support.cluster_processes import (
@@ -31,7 +30,7 @@ FREED, OWN = 35.0, 80
 
 @pytest.mark.slow
 def test_a_member_frees_its_layers_and_is_back_behind_a_killed_coordinator(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
         model = resolve_model("smollm2", fetch=False)
@@ -47,8 +46,7 @@ def test_a_member_frees_its_layers_and_is_back_behind_a_killed_coordinator(
         member = start("member", "join", token, "--model-dir", str(models), "--devices", "cpu:0")
         assert within(60, lambda: [m["state"] for m in members_of(start).values()] == ["idle"]), member.log
         before = resident(member)
-        monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "server"))
-        replan(ClusterFiles("home", make=False))
+        replan(start)
         # Its kernels are compiled first, where no earlier process left them.
         assert within(200, lambda: member_of(start)["state"] == "serving"), (server.log, member.log)
         expected, loaded = greedy(port), resident(member)

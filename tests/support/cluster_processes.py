@@ -33,6 +33,8 @@ PROMPTS = [PROMPT[: 17 - n] for n in range(4)]
 #: settings of a server that starts soon
 FLAGS = ("--port", "0", "--max-ctx", "256", "--kv-cache-dir", "off", "--no-warmup")
 
+_ENVIRONMENT = threading.Lock()
+
 
 class Process:
     """`luce` with directories of its own, and what it writes."""
@@ -166,9 +168,11 @@ def greedy(port: int) -> list[int]:
 def command(start: Start, asked: wire.Command) -> wire.Status | wire.Done:
     """What the coordinator answers to a command: asked for as by `luce cluster`, but by this process. An interpreter
     takes half a second until it asks, in which a reply may end."""
-    with pytest.MonkeyPatch.context() as patch:
+    # Several threads may ask.
+    with _ENVIRONMENT, pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_DATA_HOME", str(start.folder / "server"))
-        return admin.ask(ClusterFiles("home", make=False), asked)
+        files = ClusterFiles("home", make=False)
+    return admin.ask(files, asked)
 
 
 def members_of(start: Start) -> dict[str, dict[str, Any]]:

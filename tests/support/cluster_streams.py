@@ -11,10 +11,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from luce.cluster import wire
-from luce.cluster.admin import ask as command
-from luce.cluster.cluster_files import ClusterFiles
 from luce.errors import ServerError
-from tests.support.cluster_processes import PROMPTS, ask, stream
+from tests.support.cluster_processes import PROMPTS, Start, ask, command, stream
 from tests.support.daemons import within
 
 #: tokens of the longest replies, and how they are chosen: greedily, or drawn
@@ -82,28 +80,28 @@ class Client:
                 time.sleep(0.2)
 
 
-def replan(cluster: ClusterFiles) -> None:
+def replan(start: Start) -> None:
     """Let the model be placed anew, unless it cannot be at present."""
     with contextlib.suppress(ServerError):
-        command(cluster, wire.AskReplan())
+        command(start, wire.AskReplan())
 
 
-def states(cluster: ClusterFiles) -> list[str]:
+def states(start: Start) -> list[str]:
     """The states of the members."""
-    status = command(cluster, wire.AskStatus())
+    status = command(start, wire.AskStatus())
     assert isinstance(status, wire.Status)
     return sorted(member.state for member in status.members)
 
 
-def settle(cluster: ClusterFiles, port: int, count: int) -> bool:
+def settle(start: Start, port: int, count: int) -> bool:
     """Whether the model comes to be on so many members."""
 
     def serving() -> bool:
-        found = states(cluster)
+        found = states(start)
         if found == ["serving"] * count:
             return bool(ask(port, "/health")[0] == 200)
         if set(found) <= {"idle", "serving"}:
-            replan(cluster)
+            replan(start)
             time.sleep(1)
         return False
 
