@@ -11,8 +11,6 @@ from typing import Any, cast
 
 import pytest
 
-import luce
-from luce.api import Model
 from luce.assembly import relocate
 from luce.cluster.member_peer import MemberPeer
 from luce.errors import DeviceError, LuceError
@@ -20,39 +18,11 @@ from luce.layers.kept_weights import KeptWeights
 from luce.remote.daemon import serve
 from tests.support.daemons import HERE
 from tests.support.reference import Reference
+from tests.support.relocation import load, moving
 
 MODELS = ["qwen3-a-F32", "qwen35-a-F32", "qwen35moe-b-Q4_K_M", "laguna-a-F32", "gemma4-e-F32", "gemma4-moe-F32"]
 #: tokens at which the model moves
 AT = (2, 9, 17)
-
-
-def load(reference: Reference, **settings: Any) -> Model:
-    fields = {"kv_cache_dir": "off", "cpu_weights": "float32", **settings}
-    return luce.load(reference.path, max_ctx=512, **fields)
-
-
-def moving(model: Model, prompt: list[int], tokens: int, moves: dict[int, dict[str, Any]]) -> list[int]:
-    """The tokens of a greedy reply. Behind each number of tokens the model moves to the devices of these settings."""
-    ids, errors = list[int](), list[Exception]()
-    threads = []
-    for token in model.generate(prompt, max_tokens=tokens, temperature=0, ignore_eos=True):
-        ids.append(token.id)
-        if (settings := moves.get(len(ids))) is not None:
-            config = dataclasses.replace(model.config, **settings)
-
-            def move(config: Any = config) -> None:
-                try:
-                    model.engine.relocate(lambda: relocate(model, config))
-                except Exception as error:
-                    errors.append(error)
-
-            threads.append(threading.Thread(target=move))
-            threads[-1].start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return ids
 
 
 @pytest.mark.parametrize("name", MODELS)
