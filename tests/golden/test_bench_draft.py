@@ -18,7 +18,7 @@ from tools import bench_draft
 
 TINY = Path(__file__).resolve().parents[2] / "models" / "tiny"
 #: drafts of the trained target, and the least tokens a step of code with each
-LEAST = {"drafter": 2.5, "draft": 4.0}
+LEAST = {"drafter": 2.5, "draft": 4.0, "draft2": 4.5}
 PLACES: list[dict[str, Any]] = [
     {"target_devices": "cpu:0"},
     {"target_devices": "cpu:0,cpu:1,cpu:2"},

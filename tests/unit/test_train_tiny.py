@@ -385,3 +385,37 @@ def test_rows_are_full_and_answers_weigh_more(corpus: data.Corpus) -> None:
     answer = ids[flags == 1].tolist()
     start = len(made.encode("\nText:\n"))
     assert ids[start : start + len(answer)].tolist() == answer
+
+
+def test_a_draft_gets_other_texts_in_each_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds begin by the share of the time that has passed; learning goes on with the newest texts."""
+    passed = iter(np.linspace(0, 1, 200))
+
+    class Steps:
+        factor = 1.0
+
+        def __init__(self, seconds: float) -> None:
+            pass
+
+        @property
+        def progress(self) -> float:
+            return float(next(passed))
+
+    seen: list[float] = []
+
+    class Model:
+        def loss(self, w: Any, base: Any, captured: Any, ids: Any, anchors: Any) -> Any:
+            seen.append(float(captured[0, 0, 0]))
+            return w["fc.weight"].square().sum() + w["norm.weight"].sum(), torch.tensor(0.0)
+
+    made: list[int] = []
+
+    def texts() -> list[Any]:
+        made.append(len(made))
+        return [train.Run(torch.zeros(4, 64, dtype=torch.long), torch.full((4, 64, 1), made[-1]), 32, 32)] * 4
+
+    monkeypatch.setattr(train, "Clock", Steps)
+    setup = train.Setup(torch.device("cpu"), layers.no_compile, 1, 1, 64, 1)
+    weights = {"fc.weight": torch.ones(16, 16), "norm.weight": torch.ones(16)}
+    train.draft(Model(), {}, weights, texts, setup, 60.0, tmp_path / "draft.pt", rounds=3)
+    assert made == [0, 1, 2] and sorted(set(seen)) == [0.0, 1.0, 2.0] and seen == sorted(seen)

@@ -72,12 +72,14 @@ def _trained_draft(
     start = weights.get(name) or (draft2.grown(weights.get("draft")) if name == "draft2" else draft.fresh())
 
     def run(plan: train.Setup, seconds: float) -> Mapping[str, Tensor]:
-        base, path, end = weights["target"], options.out / f"{name}.pt", time.monotonic() + seconds
+        base, path, each = weights["target"], options.out / f"{name}.pt", seconds / options.rounds
         sizes = {"sequences": options.sequences, "tokens": options.generated}
-        texts = train.draft_texts(base, feed, corpus, plan, seconds, **sizes)
-        return train.draft(
-            kind(plan.dtype, mask, plan.compile), base, start, texts, plan, max(1.0, end - time.monotonic()), path
-        )
+
+        def texts() -> list[train.Run]:
+            return train.draft_texts(base, feed, corpus, plan, each, **sizes)
+
+        model = kind(plan.dtype, mask, plan.compile)
+        return train.draft(model, base, start, texts, plan, seconds, path, rounds=options.rounds)
 
     found: dict[str, Tensor] = _retry(run, setup, getattr(options, name))
     model, sizes = kind(setup.dtype, mask), {"count": options.evaluated, "budget": options.generated}
@@ -182,7 +184,8 @@ def main() -> None:
     run.add_argument("--tasks", type=int, default=5, help="of these, generated tasks")
     run.add_argument("--length", type=int, default=target.CONTEXT)
     run.add_argument("--workers", type=int, default=12)
-    run.add_argument("--sequences", type=int, default=98304, help="continuations the draft learns from")
+    run.add_argument("--sequences", type=int, default=98304, help="continuations the draft learns from in a round")
+    run.add_argument("--rounds", type=int, default=1, help="times that the draft gets other continuations")
     run.add_argument("--generated", type=int, default=128, help="tokens of a continuation, a multiple of 64")
     run.add_argument("--evaluated", type=int, default=256, help="prompts of each kind that acceptance is measured on")
     run.add_argument("--lr", type=float, default=4e-3)

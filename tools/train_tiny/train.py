@@ -6,7 +6,7 @@ import math
 import multiprocessing
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -272,14 +272,16 @@ def draft_texts(
     base: Weights, feed: Feed, corpus: Corpus, setup: Setup, seconds: float, *, sequences: int, tokens: int = 128
 ) -> list[Run]:
     """The target's own greedy continuations, of `tokens` tokens each: as many of `sequences` as 0.4 of the time allows.
+    Each call draws others.
 
     They are short, since a target this small soon only repeats itself.
     """
     base = {name: w.to(setup.device, torch.float32) for name, w in base.items()}
+    seed = int(torch.randint(1 << 31, ()))
     teacher = target_model.Target(setup.dtype)
     started = time.monotonic()
     short, middle, long = 128, 320, max(64, min(draft_model.CONTEXT, setup.length // 64 * 64) - tokens)
-    copied = copies(corpus, sequences // 8, 256, torch.initial_seed() % 2**32).to(setup.device)
+    copied = copies(corpus, sequences // 8, 256, seed).to(setup.device)
     # Prompts, sequences in a batch, tokens of the prompt that are drafted too, and the share of the time. All lengths
     # divide the same number of drafted rows, so that the draft is compiled once.
     begun = (
@@ -301,14 +303,17 @@ def draft(
     model: draft_model.Draft,
     base: Weights,
     weights: Mapping[str, Tensor],
-    runs: Sequence[Run],
+    texts: Callable[[], list[Run]],
     setup: Setup,
     seconds: float,
     out: Path,
     *,
+    rounds: int = 1,
     lr: float = 3e-3,
 ) -> dict[str, Tensor]:
-    """Train a draft on the texts of draft_texts, and save it."""
+    """Train a draft on texts, and save it. In each of the `rounds` it learns from other texts: it knows those of one
+    round by heart within a hundred seconds, and no more fit in memory."""
+    started, runs, drawn = time.monotonic(), texts(), 1
     base = {name: w.to(setup.device, torch.float32) for name, w in base.items()}
     order = (0, 1, 0, 2, 0, 1, 0, 3)
     name, w = out.stem, trainable(weights, setup.device)
@@ -319,8 +324,11 @@ def draft(
     budget = setup.rows * setup.length
     # A separate generator: a failed graph capture may have left the device's own one unusable.
     random = torch.Generator(setup.device).manual_seed(torch.initial_seed() % 2**63)
-    started, clock = time.monotonic(), Clock(seconds)
+    clock = Clock(max(1.0, seconds - (time.monotonic() - started)))
     while clock.progress < 1.0:
+        if clock.progress * rounds >= drawn:
+            runs = []  # the memory that the next ones take
+            runs, drawn = texts(), drawn + 1
         run = runs[order[step % len(order)]]
         size = max(1, budget // run.ids.shape[1])
         blocks = max(1, budget // 2 // (size * draft_model.BLOCK))
