@@ -56,9 +56,10 @@ def test_tokens_of_a_step_of_code(draft: str, capsys: pytest.CaptureFixture[str]
     assert found["tasks"]["code"]["tokens_per_step"] >= LEAST[draft]
 
 
-def test_a_copy_gives_ten_tokens_a_step() -> None:
+@pytest.mark.parametrize("draft", LEAST)
+def test_a_copy_gives_ten_tokens_a_step(draft: str) -> None:
     """A block, and what is looked up behind it."""
-    found = measured("draft", 96, 4, ("copy",), target_devices="cpu:0")
+    found = measured(draft, 96, 4, ("copy",), target_devices="cpu:0")
     assert found["tasks"]["copy"]["tokens_per_step"] >= 10
 
 
