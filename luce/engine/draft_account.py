@@ -9,7 +9,7 @@ nothing is drafted.
 from __future__ import annotations
 
 #: the share of the time of plain steps that drafts may lose
-SHARE = 0.01
+SHARE = 0.005
 # Plain steps' worth of time to begin with, and the most that past gains or losses count for.
 _FIRST_STEPS, _MOST_STEPS = 3, 8
 

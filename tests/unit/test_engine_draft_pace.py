@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
+from luce.engine.draft_account import SHARE
 from luce.engine.draft_budget import AcceptanceRates
 from luce.engine.draft_pace import LookupTurns, Pace
 from luce.engine.drafted import DraftedSequence
@@ -140,7 +141,7 @@ def test_drafts_beside_prompts_are_booked() -> None:
         pace.record_step(2, 2, 1, 1.0, None, pending=False)
         pace.record_time(8, 2, 4, 1.5, pending=True)
     pace.record_step(2, 2, 1, 1.0, None, pending=False)
-    begun = 3.0 + 0.01 * 3
+    begun = 3.0 + SHARE * 3
     assert pace.account.affords(begun - 1e-6) and not pace.account.affords(begun + 0.05)
     # Drafts of a step without prompts gain nothing, those of the next step, which reads a prompt, two tokens.
     pace.record_step(8, 2, 4, 1.5, 0.5, pending=True)
