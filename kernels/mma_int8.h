@@ -92,18 +92,24 @@ LUCE_FN void tile_words(const u8* line, const u32 (&fifths)[4], int span, u32 (&
 
 // The scales of COUNT rows of x for a lane's results, from those of the first two rows on.
 template <int COUNT> LUCE_FN void row_floats(const u8* from, float (&to)[COUNT / 8][2]) {
-    if constexpr (COUNT == 16) {
-        const float4 four = *reinterpret_cast<const float4*>(from);
-        to[0][0] = four.x, to[0][1] = four.y, to[1][0] = four.z, to[1][1] = four.w;
+    if constexpr (COUNT >= 16) {
+#pragma unroll
+        for (int i = 0; i < COUNT / 8; i += 2) {
+            const float4 four = *reinterpret_cast<const float4*>(from + i * 8);
+            to[i][0] = four.x, to[i][1] = four.y, to[i + 1][0] = four.z, to[i + 1][1] = four.w;
+        }
     } else {
         const float2 two = *reinterpret_cast<const float2*>(from);
         to[0][0] = two.x, to[0][1] = two.y;
     }
 }
 
-// The sums of a block's values in rows g and g + 8, as fp16.
+// The sums of a block's values in rows g, g + 8, ..., as fp16.
 template <int COUNT> LUCE_FN void row_totals(const u8* from, u32 (&to)[COUNT / 8]) {
-    if constexpr (COUNT == 16) {
+    if constexpr (COUNT == 32) {
+        const uint4 four = *reinterpret_cast<const uint4*>(from);
+        to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
+    } else if constexpr (COUNT == 16) {
         const uint2 two = *reinterpret_cast<const uint2*>(from);
         to[0] = two.x, to[1] = two.y;
     } else {

@@ -7,7 +7,7 @@
 //   values  int8 [2, padded, 64]
 //   scales  [padded], of each row 16 bytes: where x is wide, s and the sums of the values of the four blocks, each as
 //           32 * high + low, 0 <= low < 32: four lows, four highs (signed), s and a zero; else s of each block
-// For 8 and 16 padded rows, which tensor cores may multiply, instead
+// For 8, 16 and 32 padded rows, which tensor cores may multiply, instead
 //   values  int8 [2, padded, 4, 2, 2, 4]: of the eight words (four columns) of both blocks, [w, b, i] is word w + 4 i of
 //           block b, so that a lane reads 16 bytes
 //   scales  wide:
@@ -20,7 +20,7 @@
 
 #define SECTION 128
 
-LUCE_FN bool in_eights(int padded) { return padded == 8 || padded == 16; }
+LUCE_FN bool in_eights(int padded) { return padded == 8 || padded == 16 || padded == 32; }
 LUCE_FN int section_bytes(int padded, bool wide) { return padded * (SECTION + (wide && in_eights(padded) ? 28 : 16)); }
 // In a section: 64 columns of a row; wide, its sums, the halves of one of its blocks, its scale; else a block's scale.
 LUCE_FN int values_place(int half, int row, int padded) { return (half * padded + row) * 64; }

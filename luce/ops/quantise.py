@@ -12,6 +12,8 @@ from luce.runtime.device import Array, Device
 if TYPE_CHECKING:
     from luce.models.spec import Activation
 
+#: Of more than 16 rows, so many are a group of their own.
+GROUP_ROWS = 32
 #: Columns that share a scale: a section (the last one padded with zeros), or a quant block.
 SECTION, BLOCK = 128, 32
 # Columns that a block of kernels/quantise.cu takes, and its threads.
@@ -43,12 +45,12 @@ class Quantised:
 
 def padded_rows(count: int) -> int:
     """The rows of the kernel variant for `count` rows (kernels/matmul_int8.cu); of more than 16, those of a group."""
-    return count if count <= 2 else 8 if count <= 8 else 16
+    return count if count <= 2 else 8 if count <= 8 else 16 if count <= 16 else GROUP_ROWS
 
 
 def section_bytes(padded: int, group: int) -> int:
     """Bytes of a section of `padded` rows (section_bytes of kernels/quantise.h)."""
-    return padded * (SECTION + (28 if group == SECTION and padded in (8, 16) else 16))
+    return padded * (SECTION + (28 if group == SECTION and padded in (8, 16, 32) else 16))
 
 
 def empty_quantised(

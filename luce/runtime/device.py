@@ -191,6 +191,8 @@ class Device(ABC):
     margin: int | None = None
     #: most bytes of shared memory that a block may have
     shared_limit: int
+    #: parts that run blocks side by side
+    multiprocessors = 1
 
     @abstractmethod
     def empty(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> Array:

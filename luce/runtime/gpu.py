@@ -55,6 +55,7 @@ class GpuDevice(Device):
         self.properties = found.properties(index)
         self.lanes = self.properties.lanes
         self.shared_limit = self.properties.shared_optin
+        self.multiprocessors = self.properties.multiprocessors
         self.uses_flags = found.uses_flags
         self.products = _products(self.properties.arch) if kind == "cuda" else frozenset()
         newest = int(found.version.split(".")[0]) if kind == "cuda" else None

@@ -193,13 +193,6 @@ def test_rows_in_company(device: Device, name: str, rows: int, cols: int) -> Non
     checks.check_company(device, [name], rows, cols, [17, 40])
 
 
-@pytest.mark.parametrize("name", ["Q4_K", "Q5_K", "Q6_K"])
-@emulated_32
-def test_rows_in_company_with_two_tiles_a_wave(device: Device, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matmul_rows, "MANY_FEATURES", 1)
-    checks.check_company(device, [name], 70, 1280, [33])
-
-
 @emulated_32
 def test_rows_in_company_meet_several_formats(device: Device) -> None:
     checks.check_company(device, ["Q5_K", "Q4_K"], 18, 1280, [17])
@@ -255,8 +248,8 @@ def test_int8_sums_are_the_same_on_a_gpu(device: Device, name: str, lanes: int) 
 @on_devices(
     "n, cols",
     host=[],
-    emulated=[(1, 32), (2, 512), (5, 320), (16, 96)],
-    gpu=[(1, 5120), (5, 320), (16, 17408)],
+    emulated=[(1, 32), (2, 512), (5, 320), (16, 96), (29, 160)],
+    gpu=[(1, 5120), (5, 320), (16, 17408), (29, 5120)],
 )
 def test_quantise(device: Device, n: int, cols: int, group: int) -> None:
     checks.check_quantise(device, n, cols, group)

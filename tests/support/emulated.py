@@ -130,6 +130,7 @@ class EmulatedDevice(Device):
     blas = True
     int8_gemm = True
     shared_limit = SHARED_LIMIT
+    multiprocessors = 2
 
     def __init__(self, lanes: int = 32, kernels: Path = KERNELS, products: Iterable[str] | None = None) -> None:
         self.name = DeviceName("cuda" if lanes == 32 else "hip", 0)

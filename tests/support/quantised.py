@@ -63,7 +63,7 @@ def quantised(x: NDArray[np.floating], group: int) -> Int8Rows:
 def unpacked(device: Device, rows: Quantised) -> Int8Rows:
     """All rows, padded ones too, out of the order of quantise.h; all copies of the sums must agree."""
     data, padded = device.download(rows.data), rows.padded
-    sections, eights = len(data), padded // 8 if padded in (8, 16) else 0
+    sections, eights = len(data), padded // 8 if padded in (8, 16, 32) else 0
     packed, scales = data[:, : padded * SECTION].copy().view(np.int8), data[:, padded * SECTION :].copy()
     if eights:
         # [section, pair, row, w, block, i, column] to [row, section, pair, block, i, w, column]
