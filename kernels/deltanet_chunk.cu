@@ -5,10 +5,11 @@
 // scaled unit queries Q of a chunk, G_i the sum of g up to row i and D_ij = e^(G_i - G_j):
 //   T  = (I + A)^-1 with A_ij = beta_i (k_i . k_j) D_ij for j < i,    M_ij = (q_i . k_j) D_ij for j <= i
 //   V' = T (beta (V - e^G (K S))),   O = e^G (Q S) + M V',   S <- e^G_last S + (e^(G_last - G) K)^T V'
-// delta_prepare computes everything that does not need the state S for all chunks at once. deltanet_mma.cu takes the place
-// of delta_chunks where there are tensor cores and much shared memory. Columns of S never mix, so a
-// block of delta_chunks takes COLUMNS of a head from the first chunk to the last.
+// delta_prepare computes everything that does not need the state S for all chunks at once. Columns of S never mix, so a
+// block of delta_chunks takes COLUMNS of a head from the first chunk to the last. deltanet_wgmma.cu and deltanet_mma.cu take
+// its place where tensor cores and shared memory allow it.
 #include "deltanet.h"
+#include "deltanet_halves.h"
 #include "int8_rows.h"
 
 #define CHUNK 64
@@ -229,12 +230,14 @@ template <int M, int N, int TILES, bool DOWN = false> struct Product {
 #define BLOCK 16
 
 // T, M and gates [rows, value heads, 4] (beta_i, e^G_i, e^(G_last - G_i), e^G_last) of each chunk and value head; solve
-// and mix [rows, value heads, CHUNK]. Grid (chunks of the longest span, key heads, spans), PREPARE_THREADS threads.
+// and mix [rows, value heads, CHUNK], or images (deltanet_halves.h) where these are not null: of keys and queries to
+// `vectors`, of T and M to `squares`. Grid (chunks of the longest span, key heads, spans), PREPARE_THREADS threads.
 extern "C" __global__ void __launch_bounds__(PREPARE_THREADS)
     delta_prepare(const float* __restrict__ c, const float* __restrict__ x, const float* __restrict__ sum_rows,
                   const float* __restrict__ sum_features, const float* __restrict__ decay,
                   const float* __restrict__ dt_bias, const i32* __restrict__ spans, float* __restrict__ gates,
-                  float* __restrict__ solve, float* __restrict__ mix, i64 stride, int heads) {
+                  float* __restrict__ solve, float* __restrict__ mix, u8* __restrict__ vectors,
+                  u8* __restrict__ squares, i64 stride, int heads) {
     luce_await();
     // Keys and queries, then T and A.
     __shared__ __align__(16) float tile[2][CHUNK * DOWN_PITCH];
@@ -247,6 +250,8 @@ extern "C" __global__ void __launch_bounds__(PREPARE_THREADS)
     const int key_head = (int)blockIdx.y;
     const Layout layout = {(int)gridDim.y, heads};
     const int channels = layout.channels();
+    const Images images = {layout.key_heads, heads};
+    const int image = Images::first(span.start, (int)blockIdx.z) + (int)blockIdx.x;
 
     Product<CHUNK, CHUNK, 4> kk = {}, qk = {};
 #pragma unroll
@@ -259,6 +264,12 @@ extern "C" __global__ void __launch_bounds__(PREPARE_THREADS)
         queries.put(tile[1]);
         kk.add<PITCH, PITCH>(tile[0], tile[0]);
         qk.add<PITCH, PITCH>(tile[1], tile[0]);
+        if (!vectors) continue;
+        for (int i = thread; i < 2 * CHUNK * CHUNK / 8; i += PREPARE_THREADS) {
+            const int kind = i / (CHUNK * CHUNK / 8), row = i / (CHUNK / 8) % CHUNK, column = i % (CHUNK / 8) * 8;
+            u8* to = vectors + images.vectors(image, key_head) + kind * Images::VECTOR_BYTES + half * SQUARE;
+            put_eight(to, HALVES * SQUARE, row, column, tile[kind] + row * PITCH + column);
+        }
     }
 
     // The gates of as many of the key head's value heads as there are threads for.
@@ -296,7 +307,7 @@ extern "C" __global__ void __launch_bounds__(PREPARE_THREADS)
             }
         }
 
-        float *t = tile[0], *a = tile[1];
+        float *t = tile[0], *a = tile[1], left = 0.0f;
 #pragma unroll
         for (int e = 0; e < 16; e++) {
             const int row = kk.row(e), column = kk.column(e);
@@ -306,7 +317,14 @@ extern "C" __global__ void __launch_bounds__(PREPARE_THREADS)
                 between = expf(sum + (error[group][row] - error[group][column]));
             }
             a[row * PITCH + column] = column < row ? rate[group][row] * kk[e] * between : 0.0f;
-            if (row < rows) mix[((start + row) * heads + head) * CHUNK + column] = qk[e] * between;
+            const float mixed = qk[e] * between;
+            if (!squares) {
+                if (row < rows) mix[((start + row) * heads + head) * CHUNK + column] = mixed;
+            } else if (e % 2) {  // with tensor cores, elements are neighbours in pairs
+                u8* to = squares + images.squares(image, head) + Images::SQUARE_BYTES;
+                put_pair(to, SQUARE, row, column - 1, left, mixed);
+            }
+            left = mixed;
         }
         luce_sync();  // the last head's T has been copied
         // Forward substitution by BLOCK rows of T: -A T of the rows above by all threads, then a thread per column. No
@@ -342,6 +360,13 @@ extern "C" __global__ void __launch_bounds__(PREPARE_THREADS)
                 }
             }
             luce_sync();
+        }
+        if (squares) {
+            for (int i = thread; i < CHUNK * CHUNK / 8; i += PREPARE_THREADS) {
+                const int row = i / (CHUNK / 8), from = i % (CHUNK / 8) * 8;
+                put_eight(squares + images.squares(image, head), SQUARE, row, from, t + row * DOWN_PITCH + from);
+            }
+            continue;
         }
         for (int i = thread; i < rows * CHUNK; i += PREPARE_THREADS)
             solve[((start + i / CHUNK) * heads + head) * CHUNK + i % CHUNK] = t[i / CHUNK * DOWN_PITCH + i % CHUNK];

@@ -16,17 +16,25 @@
 // bytes, one after the other from a multiple of 1024 on; chunk c of 16 bytes of row r lies in the place c ^ r % 8. Of c
 // [64, 64] the group's wave w has rows 16w and on, in the layout of luce_mma_f16 with c[i] columns 8i and on.
 //
-//   luce_wgmma_fence()       first: registers and shared memory are ready for the products
-//   luce_wgmma(c, a, b)      c += a b^T, 16 columns of 64 rows each at the addresses a and b
-//   luce_wgmma(c, words, b)  c += a b, a [16w.., 16] as luce_mma_f16 has it, 16 rows of 64 columns at the address b
-//   luce_wgmma_wait()        last: c holds the results
+//   luce_wgmma_fence()                  first: registers and shared memory are ready for the products
+//   luce_wgmma(c, a, b)                 c += a b^T, 16 columns of 64 rows each at the addresses a and b
+//   luce_wgmma(c, words, b)             c += a b, a [16w.., 16] as luce_mma_f16 has it, 16 rows of 64 columns at b
+//   luce_wgmma_transposed(c, words, b)  c += a b^T, 16 columns of 64 rows at b
+//   luce_wgmma_wait()                   last: c holds the results
+//
+// or, to compute beside them, luce_wgmma_close() behind the products of a group, luce_wgmma_wait<N>() until at most the N
+// newest groups run, and luce_wgmma_hold(c) before the first use of their results; also before the fence, where c gets the
+// zeros that later groups begin with. Forms with words take an offset in bytes, a multiple of 16, from b on.
 //
 // Threads that wrote to shared memory call luce_wgmma_share before the barrier.
 #if defined(LUCE_HOST)
 
 LUCE_FN void luce_wgmma_share() {}
 LUCE_FN void luce_wgmma_fence() {}
+LUCE_FN void luce_wgmma_close() {}
+template <int N> LUCE_FN void luce_wgmma_wait() {}
 LUCE_FN void luce_wgmma_wait() {}
+template <int COUNT> LUCE_FN void luce_wgmma_hold(float (&)[COUNT][4]) {}
 template <typename T> LUCE_FN float luce_wgmma_element(const void* from, int row, int column) {
     u64 at = (u64)from + row * 128 + column * 2;
     at ^= (at / 128 & 7) * 16;
@@ -47,22 +55,40 @@ template <typename T> LUCE_FN void luce_wgmma(float (*c)[4], const void* a, cons
     for (int k = 0; k < 16; k++)
         luce_wgmma_column<T>(c, luce_wgmma_element<T>(a, g, k), luce_wgmma_element<T>(a, g + 8, k), b, k, false);
 }
-template <typename T> LUCE_FN void luce_wgmma(float (*c)[4], const u32 (&a)[4], const void* b) {
+template <typename T>
+LUCE_FN void luce_wgmma_words(float (*c)[4], const u32 (&a)[4], const u8* b, bool rows) {
     for (int k = 0; k < 16; k++) {
         const int word = k / 8 * 2, lane = luce_lane() / 4 * 4 + k % 8 / 2, shift = k % 2 * 16;
         const float upper = luce_f32(T{(u16)(luce_shfl(a[word], lane) >> shift)});
         const float lower = luce_f32(T{(u16)(luce_shfl(a[word + 1], lane) >> shift)});
-        luce_wgmma_column<T>(c, upper, lower, b, k, true);
+        luce_wgmma_column<T>(c, upper, lower, b, k, rows);
     }
+}
+template <typename T> LUCE_FN void luce_wgmma(float (*c)[4], const u32 (&a)[4], const u8* b, int bytes = 0) {
+    luce_wgmma_words<T>(c, a, b + bytes, true);
+}
+template <typename T>
+LUCE_FN void luce_wgmma_transposed(float (*c)[4], const u32 (&a)[4], const u8* b, int bytes = 0) {
+    luce_wgmma_words<T>(c, a, b + bytes, false);
 }
 
 #else
 
 LUCE_FN void luce_wgmma_share() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 LUCE_FN void luce_wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+LUCE_FN void luce_wgmma_close() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int N> LUCE_FN void luce_wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+}
 LUCE_FN void luce_wgmma_wait() {
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    luce_wgmma_close();
+    luce_wgmma_wait<0>();
+}
+// Keeps the compiler from using c earlier.
+template <int COUNT> LUCE_FN void luce_wgmma_hold(float (&c)[COUNT][4]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++)
+        asm volatile("" : "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])::"memory");
 }
 // The matrix's descriptor: 1024 bytes from eight rows to the next, chunks permuted within 128 bytes.
 LUCE_FN u64 luce_wgmma_matrix(const void* at) {
@@ -76,7 +102,15 @@ LUCE_FN u64 luce_wgmma_matrix(const void* at) {
     LUCE_WGMMA_ROW(c[0]), LUCE_WGMMA_ROW(c[1]), LUCE_WGMMA_ROW(c[2]), LUCE_WGMMA_ROW(c[3]), LUCE_WGMMA_ROW(c[4]), \
         LUCE_WGMMA_ROW(c[5]), LUCE_WGMMA_ROW(c[6]), LUCE_WGMMA_ROW(c[7])
 template <typename T> LUCE_FN void luce_wgmma(float (*c)[4], const void* a, const void* b);
-template <typename T> LUCE_FN void luce_wgmma(float (*c)[4], const u32 (&a)[4], const void* b);
+template <typename T> LUCE_FN void luce_wgmma(float (*c)[4], const u32 (&a)[4], const u8* b, int bytes = 0);
+template <typename T> LUCE_FN void luce_wgmma_transposed(float (*c)[4], const u32 (&a)[4], const u8* b, int bytes = 0);
+#define LUCE_WGMMA_WORDS(function, T, name, rows)                                                                   \
+    template <> LUCE_FN void function<T>(float (*c)[4], const u32 (&a)[4], const u8* b, int bytes) {                \
+        asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." name       \
+                     "." name " " LUCE_WGMMA_C ", {%32, %33, %34, %35}, %36, p, 1, 1, " rows ";}"                   \
+                     : LUCE_WGMMA_ALL(c)                                                                            \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(luce_wgmma_matrix(b) + bytes / 16), "r"(1)); \
+    }
 #define LUCE_WGMMA_TYPE(T, name)                                                                                    \
     template <> LUCE_FN void luce_wgmma<T>(float (*c)[4], const void* a, const void* b) {                           \
         asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." name       \
@@ -84,12 +118,8 @@ template <typename T> LUCE_FN void luce_wgmma(float (*c)[4], const u32 (&a)[4], 
                      : LUCE_WGMMA_ALL(c)                                                                            \
                      : "l"(luce_wgmma_matrix(a)), "l"(luce_wgmma_matrix(b)), "r"(1));                               \
     }                                                                                                               \
-    template <> LUCE_FN void luce_wgmma<T>(float (*c)[4], const u32 (&a)[4], const void* b) {                       \
-        asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." name       \
-                     "." name " " LUCE_WGMMA_C ", {%32, %33, %34, %35}, %36, p, 1, 1, 1;}"                          \
-                     : LUCE_WGMMA_ALL(c)                                                                            \
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(luce_wgmma_matrix(b)), "r"(1));              \
-    }
+    LUCE_WGMMA_WORDS(luce_wgmma, T, name, "1")                                                                      \
+    LUCE_WGMMA_WORDS(luce_wgmma_transposed, T, name, "0")
 LUCE_WGMMA_TYPE(f16_t, "f16")
 LUCE_WGMMA_TYPE(bf16_t, "bf16")
 

@@ -35,8 +35,9 @@ _CHUNK_THREADS, _CHUNK_COLUMNS = 256, 32
 _OUTPUT_THREADS, _OUTPUT_ROWS, _FP16_THREADS = 128, 4, 256
 
 # The constants of deltanet_mma.cu: its threads, the state's columns that they have, chunks in shared memory, and what
-# rows there are longer by.
+# rows there are longer by. Then those of deltanet_wgmma.cu.
 _MMA_THREADS, _MMA_COLUMNS, _MMA_CHUNKS, _MMA_PADDING = 128, 64, 2, 8
+_GROUPED_THREADS, _GROUPED_COLUMNS, _GROUPED_CHUNKS = 256, 64, 2
 
 # Of compiled code, for steps without such rows.
 _NO_PENDING, _NO_BRANCHES = np.empty((0, 2), np.int32), np.empty((0, 2, 1), np.int32)
@@ -183,12 +184,25 @@ def _launch_chunks(
     device.launch("deltanet_chunk", "delta_vectors", grid, (_CONV_THREADS,), args, defines=defines)
 
     scalars = device.empty((n, heads, 4))
-    solve, mix = device.empty((n, heads, CHUNK)), device.empty((n, heads, CHUNK))
-    prepare = (c, *inputs, weights.decay, weights.dt_bias, table, scalars, solve, mix, stride, value_heads)
+    shared = _GROUPED_CHUNKS * 4 * CHUNK * (2 * d + 2 * CHUNK + _GROUPED_COLUMNS + 4)
+    grouped = "WGMMA" in device.products and shared <= device.shared_limit
+    matrices: tuple[Array | None, ...]
+    if grouped:
+        # A span's chunks have images of their own (Images in kernels/deltanet_halves.h).
+        images = n // CHUNK + count
+        vectors_images = device.empty((images, weights.key_heads, 4, CHUNK * d), np.uint16)
+        matrices = None, None, vectors_images, device.empty((images, heads, 4, CHUNK * CHUNK), np.uint16)
+    else:
+        matrices = device.empty((n, heads, CHUNK)), device.empty((n, heads, CHUNK)), None, None
+    prepare = (c, *inputs, weights.decay, weights.dt_bias, table, scalars, *matrices, stride, value_heads)
     grid = (-(-longest // CHUNK), weights.key_heads, count)
     device.launch("deltanet_chunk", "delta_prepare", grid, (_PREPARE_THREADS,), prepare, defines=defines)
 
-    chunks = (c, state.memory, table, scalars, solve, mix, out, key_heads)
+    chunks = (c, state.memory, table, scalars, *(matrices[2:] if grouped else matrices[:2]), out, key_heads)
+    if grouped:
+        grid, block = (d // _GROUPED_COLUMNS, heads, count), (_GROUPED_THREADS,)
+        device.launch("deltanet_wgmma", "delta_chunks_wgmma", grid, block, chunks, defines=defines, shared=shared)
+        return
     shared = _MMA_CHUNKS * 4 * CHUNK * (2 * (d + _MMA_PADDING) + 2 * (CHUNK + _MMA_PADDING) + 4)
     if "BF16" in device.products and shared <= device.shared_limit:
         grid, block = (d // _MMA_COLUMNS, heads, count), (_MMA_THREADS,)

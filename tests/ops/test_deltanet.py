@@ -9,10 +9,11 @@ import pytest
 from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
 from tests.support import op_checks_deltanet as checks
-from tests.support.devices import COMPILED, on_devices
+from tests.support.devices import COMPILED, EMULATED, on_devices
 
 Lengths = tuple[int, ...]
-emulated_32 = on_devices(host=[], gpu=[], emulated_devices=("emulated, 32 lanes",))
+#: all kernels of chunks
+CHUNKED = (*EMULATED, "emulated, wgmma")
 
 
 @pytest.mark.parametrize("decay", ["model", "none", "strong", "mixed"])
@@ -21,6 +22,7 @@ emulated_32 = on_devices(host=[], gpu=[], emulated_devices=("emulated, 32 lanes"
     # Compiled code of the CPU leaves heads of 24 to NumPy.
     host=[(lengths, 2, 6, d) for lengths in ((1, 2, 16, 5), (17, 1, 63), (64, 65, 200)) for d in (24, 48)],
     emulated=[(lengths, 1, 2, 64) for lengths in ((1, 16, 5), (17, 1, 63), (64, 65), (130,))],
+    emulated_devices=CHUNKED,
     gpu=[(lengths, 2, 6, 128) for lengths in ((1, 2, 16, 5), (17, 1, 63), (64, 65, 500))],
 )
 def test_formula(device: Device, lengths: Lengths, key_heads: int, heads: int, d: int, decay: checks.Decay) -> None:
@@ -31,6 +33,7 @@ def test_formula(device: Device, lengths: Lengths, key_heads: int, heads: int, d
     "lengths, key_heads, heads, d",
     host=[((3, 70), *sizes) for sizes in [(1, 1, 16), (3, 3, 80), (2, 4, 128), (1, 2, 256), (1, 1, 272)]],
     emulated=[((3, 70), 2, 6, 64), ((3, 70), 3, 3, 64), ((3, 70), 1, 5, 64), ((3, 70), 1, 2, 128)],
+    emulated_devices=CHUNKED,
     gpu=[
         ((3, 150, 1), *sizes)
         for sizes in [(1, 1, 64), (2, 4, 64), (3, 3, 64), (1, 5, 128), (16, 48, 128), (16, 32, 128)]
@@ -107,6 +110,7 @@ def test_trees(device: Device, parents: Lengths, path: Lengths, heads: int, d: i
     host=[([(1, 17, 16, 70, 3), (1,) * 20], 3, 32)],
     host_devices=COMPILED,
     emulated=[([(1, 17, 16, 70, 3)], 2, 64)],
+    emulated_devices=CHUNKED,
     gpu=[([(1, 17, 16, 300, 3, 64, 1, 1), (1,) * 64], 3, d) for d in (64, 128)],
 )
 def test_spans_do_not_depend_on_their_neighbours(device: Device, steps: list[Lengths], heads: int, d: int) -> None:
@@ -118,6 +122,7 @@ def test_spans_do_not_depend_on_their_neighbours(device: Device, steps: list[Len
     "lengths, key_heads, heads, d, decay",
     host=[((1, 30, 16, 100, 7), 1, 2, 32, decay) for decay in ("none", "mixed")],
     emulated=[((1, 30, 16, 100, 7), 1, 2, 64, decay) for decay in ("model", "none")],
+    emulated_devices=CHUNKED,
     gpu=[((1, 30, 16, 300, 65, 7), 2, 4, 128, decay) for decay in ("model", "none", "mixed")],
 )
 def test_cut_anywhere(
@@ -137,9 +142,14 @@ def test_cut_anywhere_to_the_same_bits(device: Device, lengths: Lengths, decay: 
     checks.check_cuts(device, lengths, key_heads=1, heads=2, d=32, decay=decay, exact=True)
 
 
-@on_devices("rows", [16, 40])
+@on_devices("rows", [16, 40], emulated_devices=CHUNKED)
 def test_far_out(device: Device, rows: int) -> None:
     checks.check_far_out(device, rows)
+
+
+@on_devices("rows", [16, 70], emulated_devices=CHUNKED)
+def test_tiny_rates(device: Device, rows: int) -> None:
+    checks.check_tiny_rates(device, rows)
 
 
 @on_devices()
@@ -168,9 +178,9 @@ def test_output_as_fp16(device: Device, rows: int, key_heads: int, heads: int, d
 
 
 @pytest.mark.parametrize("d", [64, 128])
-@emulated_32
+@on_devices(host=[], gpu=[], emulated_devices=("emulated, 32 lanes", "emulated, wgmma"))
 def test_little_shared_memory(device: Device, d: int) -> None:
-    """Then delta_chunks computes the chunks, to other bits than delta_chunks_mma."""
+    """Then delta_chunks computes the chunks, to other bits than delta_chunks_mma and delta_chunks_wgmma."""
     case = checks.make_case(70, key_heads=1, heads=2, d=d)
     whole, _ = checks.run(device, case, [(0, 0, 70, 3)])
     device.shared_limit = 64 << 10

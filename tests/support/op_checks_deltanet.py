@@ -424,6 +424,16 @@ def check_far_out(device: Device, rows: int) -> None:
     agree(State(after.memory[0], after.past[0]), state)
 
 
+def check_tiny_rates(device: Device, rows: int) -> None:
+    """Rows that add next to nothing to a state that stays: what would scale them up has no float."""
+    case = make_case(rows, key_heads=1, heads=2, d=64, decay="none")
+    case.beta[:] = -80.5  # 1e-35
+    out, after = run(device, case, [(0, 0, rows, 1)])
+    expected, state = delta_formula(case, State(case.state.memory[0], case.state.past[0]))
+    assert relative_error(out, expected) < TOLERANCE
+    agree(State(after.memory[0], after.past[0]), state)
+
+
 def check_agreement(
     device: Device, host: Device, lengths: Sequence[int], *, key_heads: int, heads: int, d: int
 ) -> None:

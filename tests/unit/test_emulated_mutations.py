@@ -98,6 +98,12 @@ def _deltanet_mma(device: Device) -> None:
     op_checks_deltanet.check_formula(device, (150, 17), key_heads=1, heads=2, d=128)
 
 
+def _deltanet_wgmma(device: Device) -> None:
+    if device.lanes == 32:
+        device.products |= {"WGMMA"}
+    _deltanet_mma(device)
+
+
 def _deltanet_chunk(device: Device) -> None:
     device.products = frozenset()
     op_checks_deltanet.check_formula(device, (150, 17), key_heads=1, heads=2, d=128)
@@ -179,6 +185,7 @@ CHECKS: dict[str, Callable[[Device], None]] = {
     "deltanet_chunk.cu": _deltanet_chunk,
     "deltanet_mma.cu": _deltanet_mma,
     "deltanet_output.cu": _deltanet_output,
+    "deltanet_wgmma.cu": _deltanet_wgmma,
     "qkv.cu": _qkv,
     "matmul_tile.cu": _matmul_tile,
     "dot.h": _matmul_vec,
@@ -209,6 +216,7 @@ HARMLESS = (
     ("deltanet.cu", "LUCE_LANES == 0,"),
     ("moe.cu", "LUCE_LANES)  // experts"),
     ("attention_mma.cu", "LUCE_LANES"),  # never launched with 64
+    ("deltanet_wgmma.cu", "LUCE_LANES"),
     ("block_sparse.cu", "LUCE_LANES)\nstatic_assert"),  # never compiled for 64
     ("block_sparse.cu", "LUCE_LANES) top"),  # scores are only read twice
     ("qkv.cu", "LUCE_LANES)\n"),  # arrays and loops are only larger than needed
