@@ -12,7 +12,7 @@
 // at most 24 significant bits, so these products are exact, and fused with an addition they give the same value.
 #ifndef QUANTS_H
 #define QUANTS_H
-#include "gpu.h"
+#include "quants_scaled.h"
 
 // The numbers are GGUF's.
 #define F32 0
@@ -345,17 +345,6 @@ LUCE_FN float level(u32 index) {
     return (float)(i8)((index < 8 ? low : high) >> (index % 8 * 8));
 }
 #endif
-
-// w[i] = scale * q[i] + offset, for the four numbers q that lie `shift` bits up in the bytes of `word`, under `mask` in
-// the lowest. They are not shifted down: the scale
-// makes up for that, exactly, which saves one instruction of four.
-LUCE_FN void scaled(u32 word, u32 mask, int shift, float scale, float offset, float* __restrict__ w) {
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const float down = __uint_as_float((u32)(127 - shift - 8 * i) << 23);
-        w[i] = fmaf(scale * down, (float)(word & mask << (shift + 8 * i)), offset);
-    }
-}
 
 // Run `run` of unit `unit` into w[RUN].
 LUCE_FN void unpack_run(const Packed& packed, int unit, int run, float* __restrict__ w) {

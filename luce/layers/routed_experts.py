@@ -12,8 +12,7 @@ from luce.gguf.reader import GGUFFile
 from luce.layers.tensors import tensor_name
 from luce.layers.weights import WeightLoader
 from luce.models.spec import MoE
-from luce.ops.activation import gated_activation
-from luce.ops.moe import Routing, combine, expert_matmul
+from luce.ops.moe import Routing, combine, expert_matmul, gated_experts
 from luce.ops.weight import Weight
 from luce.runtime.device import Array, Device
 
@@ -39,9 +38,7 @@ class RoutedExperts:
         """The weighted results of the chosen experts, one operation after another: y float32 [rows, hidden] -> the
         same."""
         device, spec, rows = self.device, self._spec, y.shape[0]
-        gate_up = expert_matmul(device, y, self.gate_up, spec.experts, routing)
-        gate_up = gate_up.reshape(rows * spec.used, 2 * spec.hidden)
-        inner = gated_activation(device, gate_up[:, : spec.hidden], gate_up[:, spec.hidden :], spec.activation)
+        inner = gated_experts(device, y, self.gate_up, spec.experts, routing, spec.activation)
         outer = expert_matmul(device, inner.reshape(rows, spec.used, spec.hidden), self.down, spec.experts, routing)
         return combine(device, outer, routing.weights)
 

@@ -2,10 +2,11 @@
 
 A row has k slots, one per chosen expert. As in matmul, few rows and many rows use different kernels. Up to FEW_ROWS
 rows, one launch computes each pair of a row and a slot by itself. More rows are sorted by expert on the device and
-rounded to fp16 (matmul_prefill.py), so that each tile of rows reads an expert's weights once. The bits of a result
-depend neither on other rows nor on the rows that share its expert, except that they change between FEW_ROWS and
-FEW_ROWS + 1 rows; on the host they may change once an expert has more than FEW_ROWS rows. Nothing waits for the device:
-shapes alone determine the grids.
+rounded to fp16 (matmul_prefill.py), so that each tile of rows reads an expert's weights once; for a prompt's rows some
+devices have a kernel of their own (moe_prefill.py). The bits of a result depend neither on other rows nor on the rows
+that share its expert, except that they change between FEW_ROWS and FEW_ROWS + 1 rows, and may where moe_prefill.py
+begins; on the host they may change once an expert has more than FEW_ROWS rows. Nothing waits for the device: shapes
+alone determine the grids.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from gguf import GGMLQuantizationType
 
+from luce.ops import moe_prefill
+from luce.ops.activation import gated_activation
 from luce.ops.fp16 import Fp16Rows, to_fp16
 from luce.ops.matmul import FEW_ROWS, MANY_ROWS, matmul
 from luce.ops.matmul_packed import multiply_experts
@@ -27,7 +30,7 @@ from luce.runtime.device import Array, Device
 from luce.runtime.host import HostDevice
 
 if TYPE_CHECKING:
-    from luce.models.spec import ExpertGroups, Gating
+    from luce.models.spec import Activation, ExpertGroups, Gating
 
 #: most experts of a layer
 MAX_EXPERTS = 512
@@ -43,12 +46,13 @@ _COMBINE_THREADS = 256
 
 @dataclass(frozen=True)
 class Groups:
-    """Pairs of a row and a slot, sorted by expert."""
+    """Pairs of a row and a slot, sorted by expert, in tiles of at most `tile_rows`."""
 
     #: int32 [pairs]: row * k + slot
     order: Array
     #: int32 [tiles, 3]: an expert, the first place in `order`, and the number of pairs in the tile, 0 if it is unused
     tiles: Array
+    tile_rows: int
 
 
 @dataclass(frozen=True)
@@ -127,14 +131,18 @@ def route(
 
 def group(device: Device, ids: Array, experts: int) -> Groups | None:
     """The pairs of ids int32 [n, k], each in [0, experts), by expert; None for few rows and on the host."""
-    n, k = ids.shape
+    n = len(ids)
     if isinstance(device, HostDevice) or n <= FEW_ROWS:
         return None
-    pairs = n * k
+    return _grouped(device, ids, experts, moe_prefill.TILE_ROWS if moe_prefill.serves(device, n) else TILE_ROWS)
+
+
+def _grouped(device: Device, ids: Array, experts: int, tile_rows: int) -> Groups:
+    pairs = ids.size
     # Upper bound of the tiles: each expert with pairs leaves at most one tile partly filled.
-    tiles = (pairs + (TILE_ROWS - 1) * min(experts, pairs)) // TILE_ROWS
-    groups = Groups(device.empty(pairs, np.int32), device.empty((tiles, 3), np.int32))
-    args = (ids, groups.order, groups.tiles, np.int32(pairs), np.int32(TILE_ROWS), np.int32(tiles))
+    tiles = (pairs + (tile_rows - 1) * min(experts, pairs)) // tile_rows
+    groups = Groups(device.empty(pairs, np.int32), device.empty((tiles, 3), np.int32), tile_rows)
+    args = (ids, groups.order, groups.tiles, np.int32(pairs), np.int32(tile_rows), np.int32(tiles))
     device.launch("moe", "group_pairs", (experts,), (_GROUP_THREADS,), args, shared=4 * experts)
     return groups
 
@@ -164,12 +172,28 @@ def expert_matmul(device: Device, x: Array, weight: Weight, experts: int, routin
     if isinstance(device, HostDevice):
         device.call_host(partial(_host_product, device, weight), x, ids, out)
     elif routing.groups is not None:
-        _many(device, x, weight, experts, routing.groups, out)
+        _many(device, x, weight, experts, ids, routing.groups, out)
     elif n:
         _few(device, x, weight, experts, ids, out)
     if weight.bias is not None and n:
         add_expert_bias(device, out, weight.bias, ids)
     return out
+
+
+def gated_experts(
+    device: Device, x: Array, gate_up: Weight, experts: int, routing: Routing, activation: Activation
+) -> Array:
+    """act(gate) * up of each row and slot: x float32 [n, cols], gate_up with an expert's gates before as many ups ->
+    float32 [n * k, gates]."""
+    groups = routing.groups
+    if groups is not None and moe_prefill.serves(device, len(x)):
+        gated = moe_prefill.multiply_gated(device, x, gate_up, experts, groups, activation)
+        if gated is not None:
+            return gated
+    both = expert_matmul(device, x, gate_up, experts, routing)
+    both = both.reshape(-1, both.shape[2])
+    inner = both.shape[1] // 2
+    return gated_activation(device, both[:, :inner], both[:, inner:], activation)
 
 
 def add_expert_bias(device: Device, y: Array, bias: Array, ids: Array) -> None:
@@ -225,24 +249,33 @@ def _plan(
     return (-(-rows // _FEATURES), pairs), sizes, {"QTYPE": type.name}
 
 
-def _many(device: Device, x: Array, weight: Weight, experts: int, groups: Groups, out: Array) -> None:
+def _many(device: Device, x: Array, weight: Weight, experts: int, ids: Array, groups: Groups, out: Array) -> None:
     share = out.shape[1] if x.ndim == 2 else 1
+    prompt = moe_prefill.serves(device, len(out))
+    tiled: Groups | None = None if prompt else groups
     fp16: Fp16Rows | None = None
+    arranged: dict[GGMLQuantizationType, Fp16Rows] = {}
     for part in weight.parts:
+        if prompt and part.type != GGMLQuantizationType.F32:
+            own = arranged.get(part.type) or moe_prefill.arrange(device, x, part.type)
+            arranged[part.type] = own
+            moe_prefill.multiply(device, own, part, experts, groups, share, out.reshape(-1, out.shape[2]))
+            continue
+        tiled = tiled or _grouped(device, ids, experts, TILE_ROWS)
         if part.type == GGMLQuantizationType.F32:
             # These weights multiply x in float32. The kernel does not dereference the scale.
             values, scale = x.reshape(-1, weight.cols), out
         else:
             fp16 = fp16 or to_fp16(device, x)
             values, scale = fp16.values, fp16.scale
-        rows, stride = part.rows // experts, values.strides[0] // values.itemsize
-        sizes = (share, rows, weight.cols, stride, out.shape[2], part.first // experts)
+        features, stride = part.rows // experts, values.strides[0] // values.itemsize
+        sizes = (share, features, weight.cols, stride, out.shape[2], part.first // experts)
         device.launch(
             "moe_matmul",
             "expert_tile",
-            (groups.tiles.shape[0], -(-rows // TILE_FEATURES)),
+            (tiled.tiles.shape[0], -(-features // TILE_FEATURES)),
             (TILE_THREADS,),
-            (part.data, values, scale, groups.order, groups.tiles, out, *(np.int32(size) for size in sizes)),
+            (part.data, values, scale, tiled.order, tiled.tiles, out, *(np.int32(size) for size in sizes)),
             defines={"QTYPE": part.type.name},
         )
 

@@ -1,4 +1,4 @@
-"""The mixture-of-experts ops and kernels/moe.cu, moe_matmul.cu and moe_int8.cu; how expert weights are placed."""
+"""The mixture-of-experts ops and kernels/moe*.cu; how expert weights are placed."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from luce.models.spec import ExpertGroups
+from luce.models.spec import Activation, ExpertGroups
 from luce.ops.matmul import FEW_ROWS
 from luce.ops.moe import expert_matmul, route
+from luce.ops.moe_prefill import PROMPT_ROWS
 from luce.ops.weight import upload_experts
 from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
 from tests.support import op_checks_moe as checks
+from tests.support import op_checks_moe_prefill as prefill_checks
 from tests.support.devices import emulated_only, on_devices
 from tests.support.quant_blocks import FORMATS, decoded, random_tensor, whole_blocks
 
@@ -129,6 +131,100 @@ def test_route_has_limits(experts: int, top_k: int) -> None:
 def test_product(device: Device, parts: Parts, n: int, k: int, experts: int, cols: int, per_slot: bool) -> None:
     ids = checks.random_ids(n, k, experts)
     checks.check_product(device, parts, ids, experts=experts, cols=cols, per_slot=per_slot)
+
+
+#: where four waves multiply a prompt's rows
+WGMMA = ("emulated, wgmma",)
+
+
+@on_devices(
+    "parts, n, k, experts, cols, per_slot",
+    host=[],
+    emulated=[
+        *(([(name, 11)], PROMPT_ROWS, 1, 3, whole_blocks(name, 96), False) for name in FEW_FORMATS),
+        # Gate and up of two tensors and types; more features than a block has at a time, tiles of all sizes.
+        ([("Q4_K", 9), ("F16", 270)], PROMPT_ROWS, 2, 3, 256, False),
+        # More slices than stay in shared memory, and columns that end within one.
+        ([("Q8_0", 258)], PROMPT_ROWS, 1, 5, 640 + 32, True),
+        ([("F32", 3), ("Q4_K", 515)], PROMPT_ROWS + 3, 2, 70, 256, True),
+    ],
+    gpu=[(([(name, 300)], PROMPT_ROWS, 4, 12, 768, True)) for name in FORMATS],
+    emulated_devices=WGMMA,
+)
+def test_product_of_a_prompt(
+    device: Device, parts: Parts, n: int, k: int, experts: int, cols: int, per_slot: bool
+) -> None:
+    ids = checks.random_ids(n, k, experts)
+    checks.check_product(device, parts, ids, experts=experts, cols=cols, per_slot=per_slot)
+
+
+@on_devices(
+    "types, n, k, experts, inner, cols, activation, together",
+    host=[(("Q4_K", "Q4_K"), n, 2, 4, 32, 256, "silu", together) for n in (3, 20) for together in (False, True)],
+    emulated=[
+        (("Q4_K", "Q4_K"), PROMPT_ROWS, 2, 3, 130, 256, "silu", False),
+        (("Q6_K", "Q6_K"), PROMPT_ROWS, 1, 3, 9, 256, "gelu", True),
+        (("Q4_K", "Q6_K"), PROMPT_ROWS, 1, 3, 9, 256, "silu", False),
+        (("F32", "F32"), PROMPT_ROWS, 1, 3, 9, 32, "gelu", False),
+    ],
+    gpu=[
+        (types, n, 8, 64, 512, 2048, activation, together)
+        for types, activation, together in [
+            (("Q4_K", "Q4_K"), "silu", False),
+            (("Q6_K", "Q6_K"), "gelu", True),
+            (("Q4_K", "Q5_K"), "silu", False),
+        ]
+        for n in (FEW_ROWS + 1, 500)
+    ],
+    emulated_devices=WGMMA,
+)
+def test_gates_and_ups(
+    device: Device,
+    types: tuple[str, str],
+    n: int,
+    k: int,
+    experts: int,
+    inner: int,
+    cols: int,
+    activation: Activation,
+    together: bool,
+) -> None:
+    prefill_checks.check_gated(
+        device, types, n, k, experts=experts, inner=inner, cols=cols, activation=activation, together=together
+    )
+
+
+@on_devices("biased, wide", [(True, False), (False, True)], emulated_devices=WGMMA)
+def test_gates_and_ups_with_biases_and_of_wide_rows(device: Device, biased: bool, wide: bool) -> None:
+    prefill_checks.check_gated(
+        device, ("Q4_K", "Q4_K"), PROMPT_ROWS, 2, experts=3, inner=9, cols=256, biased=biased, wide=wide
+    )
+
+
+@on_devices(
+    "name, n, experts, inner, cols",
+    host=[],
+    emulated=[("Q4_K", PROMPT_ROWS, 3, 9, 256)],
+    gpu=[("Q4_K", PROMPT_ROWS, 20, 512, 2048)],
+    emulated_devices=WGMMA,
+)
+def test_gates_and_ups_do_not_depend_on_their_neighbours(
+    device: Device, name: str, n: int, experts: int, inner: int, cols: int
+) -> None:
+    prefill_checks.check_gated_neighbours(device, name, n, experts=experts, inner=inner, cols=cols)
+
+
+@on_devices(
+    "name, counts, experts, k, cols",
+    host=[],
+    emulated=[("Q6_K", [PROMPT_ROWS, 200], 4, 2, 256)],
+    gpu=[("Q4_K", [PROMPT_ROWS, 400, 2000], 20, 8, 1280)],
+    emulated_devices=WGMMA,
+)
+def test_rows_of_a_prompt_do_not_depend_on_their_neighbours(
+    device: Device, name: str, counts: Sequence[int], experts: int, k: int, cols: int
+) -> None:
+    checks.check_product_neighbours(device, name, counts, experts=experts, k=k, cols=cols)
 
 
 @on_devices(

@@ -24,6 +24,7 @@ from tests.support import (
     op_checks_deltanet,
     op_checks_matmul,
     op_checks_moe,
+    op_checks_moe_prefill,
     op_checks_norm,
     op_checks_qkv,
     op_checks_sample,
@@ -168,6 +169,16 @@ def _moe_matmul(device: Device) -> None:
     op_checks_moe.check_strides(device, 3, cols=24)
 
 
+def _moe_prefill(device: Device) -> None:
+    if device.lanes == 32:
+        device.products |= {"WGMMA"}
+    # More slices than stay in shared memory, and fewer, for more features than a block multiplies at a time.
+    ids = op_checks_moe.random_ids
+    op_checks_moe.check_product(device, [("Q8_0", 9)], ids(144, 1, 3), experts=3, cols=672)
+    op_checks_moe.check_product(device, [("Q8_0", 260)], ids(144, 1, 3), experts=3, cols=160)
+    op_checks_moe_prefill.check_gated(device, ("Q8_0", "Q8_0"), 144, 1, experts=3, inner=9, cols=160)
+
+
 def _block_sparse(device: Device) -> None:
     op_checks_block_sparse.check(device, 1281, 1281, (1, 1, 32), 0.12)
     op_checks_block_sparse.check(device, 1281, 1281, (1, 1, 160), 0.12)  # several pieces of a head
@@ -195,6 +206,7 @@ CHECKS: dict[str, Callable[[Device], None]] = {
     "moe.cu": _moe,
     "moe_matmul.cu": _moe_matmul,
     "moe_int8.cu": _moe_int8,
+    "moe_prefill.cu": _moe_prefill,
     "norm.cu": _norm,
     "reduce.h": _reduce,
     "fp16.cu": lambda device: op_checks_matmul.check_fp16_rows(device, (3, 2100), slots=False),
@@ -222,6 +234,7 @@ HARMLESS = (
     ("qkv.cu", "LUCE_LANES)\n"),  # arrays and loops are only larger than needed
     ("qkv.cu", "LUCE_LANES >= d) break;"),
     ("qkv.cu", "LUCE_LANES < 2 * turned) own["),
+    ("moe_prefill.cu", "LUCE_LANES"),  # never launched with 64
     ("moe.cu", "LUCE_LANES >= experts) break;"),
     ("moe.cu", "LUCE_LANES);\n        if (lane == winner)"),  # there are at most 32 groups
     ("attention.cu", "luce_sync();\n    return true;"),  # add_keys begins with another one

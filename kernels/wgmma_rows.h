@@ -1,0 +1,67 @@
+// Products of a group of four waves (wgmma.h) with as many rows of the second matrix as a tile has, in steps of 16.
+//
+//   luce_wgmma_rows_at(b)            a matrix of N rows at the address b
+//   luce_wgmma_rows_further(b, n)    the same, n bytes further; n a multiple of 16
+//   luce_wgmma_rows<N>(c, words, b)  c [64, N] += a b^T, a [16w.., 16] in words, 16 columns of the N rows; c[i] has
+//                                    columns 8i and on
+#pragma once
+#include "wgmma.h"
+
+#if LUCE_WGMMA
+#if defined(LUCE_HOST)
+
+typedef u64 luce_rows_t;
+LUCE_FN luce_rows_t luce_wgmma_rows_at(const void* at) { return (u64)at; }
+LUCE_FN luce_rows_t luce_wgmma_rows_further(luce_rows_t rows, int bytes) { return rows + bytes; }
+template <int N> LUCE_FN void luce_wgmma_rows(float (*c)[4], const u32 (&a)[4], luce_rows_t b) {
+    const int g = luce_lane() / 4, t = luce_lane() % 4 * 2;
+    for (int k = 0; k < 16; k++) {
+        const int word = k / 8 * 2, lane = g * 4 + k % 8 / 2, shift = k % 2 * 16;
+        const float upper = luce_f32(f16_t{(u16)(luce_shfl(a[word], lane) >> shift)});
+        const float lower = luce_f32(f16_t{(u16)(luce_shfl(a[word + 1], lane) >> shift)});
+        for (int i = 0; i < N / 4; i++) {
+            const float right = luce_wgmma_element<f16_t>((const void*)b, i / 2 * 8 + t + i % 2, k);
+            c[i / 2][i % 2] = fmaf(upper, right, c[i / 2][i % 2]);
+            c[i / 2][i % 2 + 2] = fmaf(lower, right, c[i / 2][i % 2 + 2]);
+        }
+    }
+}
+
+#else
+
+// The lower half of a matrix's descriptor (luce_wgmma_matrix); the upper half is the same for all.
+typedef u32 luce_rows_t;
+LUCE_FN luce_rows_t luce_wgmma_rows_at(const void* at) {
+    return ((u32)__cvta_generic_to_shared(at) >> 4 & 0x3fff) | 1u << 16;
+}
+LUCE_FN luce_rows_t luce_wgmma_rows_further(luce_rows_t rows, int bytes) { return rows + (bytes >> 4); }
+template <int N> LUCE_FN void luce_wgmma_rows(float (*c)[4], const u32 (&a)[4], luce_rows_t b);
+#define LUCE_WGMMA_ROWS(N, list, a0, a1, a2, a3, b0, p0, ...)                                                     \
+    template <> LUCE_FN void luce_wgmma_rows<N>(float (*c)[4], const u32 (&a)[4], luce_rows_t b) {                \
+        asm volatile("{.reg .pred p; .reg .b64 d; setp.ne.b32 p, " p0 ", 0; mov.b64 d, {" b0 ", 0x40000040}; "    \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" list "}, "                        \
+                     "{" a0 ", " a1 ", " a2 ", " a3 "}, d, p, 1, 1, 0;}"                                          \
+                     : __VA_ARGS__                                                                                \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(1));                               \
+    }
+#define LUCE_WGMMA_LIST_1 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define LUCE_WGMMA_LIST_2 LUCE_WGMMA_LIST_1 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define LUCE_WGMMA_LIST_3 LUCE_WGMMA_LIST_2 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define LUCE_WGMMA_LIST_4 LUCE_WGMMA_LIST_3 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define LUCE_WGMMA_LIST_5 LUCE_WGMMA_LIST_4 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define LUCE_WGMMA_LIST_6 LUCE_WGMMA_LIST_5 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define LUCE_WGMMA_OUT_1 LUCE_WGMMA_ROW(c[0]), LUCE_WGMMA_ROW(c[1])
+#define LUCE_WGMMA_OUT_2 LUCE_WGMMA_OUT_1, LUCE_WGMMA_ROW(c[2]), LUCE_WGMMA_ROW(c[3])
+#define LUCE_WGMMA_OUT_3 LUCE_WGMMA_OUT_2, LUCE_WGMMA_ROW(c[4]), LUCE_WGMMA_ROW(c[5])
+#define LUCE_WGMMA_OUT_4 LUCE_WGMMA_OUT_3, LUCE_WGMMA_ROW(c[6]), LUCE_WGMMA_ROW(c[7])
+#define LUCE_WGMMA_OUT_5 LUCE_WGMMA_OUT_4, LUCE_WGMMA_ROW(c[8]), LUCE_WGMMA_ROW(c[9])
+#define LUCE_WGMMA_OUT_6 LUCE_WGMMA_OUT_5, LUCE_WGMMA_ROW(c[10]), LUCE_WGMMA_ROW(c[11])
+LUCE_WGMMA_ROWS(16, LUCE_WGMMA_LIST_1, "%8", "%9", "%10", "%11", "%12", "%13", LUCE_WGMMA_OUT_1)
+LUCE_WGMMA_ROWS(32, LUCE_WGMMA_LIST_2, "%16", "%17", "%18", "%19", "%20", "%21", LUCE_WGMMA_OUT_2)
+LUCE_WGMMA_ROWS(48, LUCE_WGMMA_LIST_3, "%24", "%25", "%26", "%27", "%28", "%29", LUCE_WGMMA_OUT_3)
+LUCE_WGMMA_ROWS(64, LUCE_WGMMA_LIST_4, "%32", "%33", "%34", "%35", "%36", "%37", LUCE_WGMMA_OUT_4)
+LUCE_WGMMA_ROWS(80, LUCE_WGMMA_LIST_5, "%40", "%41", "%42", "%43", "%44", "%45", LUCE_WGMMA_OUT_5)
+LUCE_WGMMA_ROWS(96, LUCE_WGMMA_LIST_6, "%48", "%49", "%50", "%51", "%52", "%53", LUCE_WGMMA_OUT_6)
+
+#endif
+#endif
