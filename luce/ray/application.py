@@ -55,8 +55,8 @@ def application(config: ClusterConfig, nodes: int, *, spare: bool) -> Any:
         ray_actor_options={"num_cpus": 0},
         **router,
     )
-    # One on each node, which Serve's HTTP proxy of that node prefers: it has the records of the node's streams, which
-    # go on when other nodes are lost, the head too.
+    # One on each node, for what comes to Serve's HTTP proxy there: it has the records of that node's streams, which go
+    # on when other nodes are lost, the head too.
     everywhere = AutoscalingConfig(
         min_replicas=1,
         max_replicas=_MOST_NODES,
@@ -72,6 +72,7 @@ def application(config: ClusterConfig, nodes: int, *, spare: bool) -> Any:
         max_replicas_per_node=1,
         graceful_shutdown_timeout_s=replica.drain + 10,
         ray_actor_options={"num_cpus": 0},
+        request_router_config=RequestRouterConfig(request_router_class="luce.ray.request_router:LocalRouter"),
     )
     # Serve replaces what has another version, and by default makes up a new one each time. Streams of an ingress that
     # is replaced end with it.

@@ -7,17 +7,15 @@ model file nor a tokenizer; where none tells them in time, the request's own tex
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
 import json
 import logging
 import math
 import time
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from ray.exceptions import RayError
 from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -29,7 +27,15 @@ from luce.ray.client_keys import ClientKeys
 from luce.ray.cluster_config import parse_config
 from luce.ray.group_watch import GroupWatch
 from luce.ray.relayed_stream import PING, PING_SECONDS, RELAYING, RelayedStream, is_framed
-from luce.ray.request_facts import PROMPTS, body_limit, group_salt, lost_event, raw_target, request_text
+from luce.ray.request_facts import (
+    PROMPTS,
+    body_limit,
+    group_salt,
+    lost_event,
+    raw_target,
+    request_text,
+    text_headers,
+)
 from luce.ray.shared_routing import routing_of
 from luce.server.errors import openai_error
 
@@ -91,8 +97,9 @@ class Ingress:
         if body is None:
             error = TooLargeError(f"the request body exceeds {self._limit >> 20} MiB (--max-body-mib)")
             return JSONResponse(openai_error(error), error.status)
-        headers = list(request.headers.items())
-        sent = Sent((request.method, raw_target(request.scope), headers, body), await self._keys(request, body))
+        headers = text_headers(request.scope)
+        routing = await self._keys(request, headers, body)
+        sent = Sent((request.method, raw_target(request.scope), list(headers.items()), body), routing)
         answer = await self._answer(sent)
         if answer is None:
             lost = {"message": "no replica answers", "type": "server_error", "param": None, "code": "replica_lost"}
@@ -119,32 +126,29 @@ class Ingress:
             call = self._forward.remote(*sent.request, record, call=name, **sent.routing)
             try:
                 head = json.loads(await anext(aiter(call)))
-            except (RayError, StopAsyncIteration) as error:
-                # Nothing of it has reached the client.
-                _log.warning("a replica has ended before it answered: %s", error)
-                self._routing.ended(name)
-            except BaseException:
+            except BaseException as error:
                 call.cancel()
                 self._routing.ended(name)
-                raise
+                if not _is_failure(error):
+                    raise
+                # Nothing of it has reached the client.
+                _log.warning("a replica has ended before it answered: %s", error)
             else:
                 return Answer(call, name, head["status"], head["headers"])
         return None
 
-    async def _keys(self, request: Request, body: bytes) -> dict[str, Any]:
+    async def _keys(self, request: Request, headers: Mapping[str, str], body: bytes) -> dict[str, Any]:
         """What the router gets to know of a request."""
         path = request.url.path
         if not self._by_prefix or request.method != "POST" or path.removeprefix("/v1") not in PROMPTS:
             return {"keys": ()} if self._by_prefix else {}
-        if not self._clients.may_ask(request.headers):
+        if not self._clients.may_ask(headers):
             # Any replica refuses it; nothing is tokenised for it before.
             return {"keys": ()}
-        salt = group_salt(self._name, request.headers)
-        try:
-            async with asyncio.timeout(KEYS_SECONDS):
-                plain: Sequence[bytes] = await self._ask.prompt_keys.remote(path, body)
-        except (TimeoutError, RayError) as error:
-            _log.warning("no replica tells the keys of a prompt: %s", error)
+        salt = group_salt(self._name, headers)
+        plain: Sequence[bytes] | None = await _answered(self._ask.prompt_keys.remote(path, body), KEYS_SECONDS)
+        if plain is None:
+            _log.warning("no replica tells the keys of a prompt")
             return {"keys": [salted(key, salt) for key in text_keys(request_text(body))]}
         return {"keys": [salted(key, salt) for key in plain], "plain": plain, "salt": salt}
 
@@ -158,10 +162,10 @@ class Ingress:
                     if data := chunk if stream is None else stream.feed(chunk):
                         yield data
                 return
-            except (RayError, ValueError) as error:
-                _log.warning("a replica has ended in a response: %s", error)
-                if stream is None and not answer.streams:
+            except (Exception, asyncio.CancelledError) as error:
+                if not _is_failure(error) or (stream is None and not answer.streams):
                     raise
+                _log.warning("a replica has ended in a response: %s", error)
             finally:
                 answer.call.cancel()
                 self._routing.ended(answer.name)
@@ -211,11 +215,9 @@ class Ingress:
     async def _report(self, name: str) -> None:
         """One report of a replica, which may be silent."""
         life, number = self._routing.followed(name)
-        with contextlib.suppress(TimeoutError, RayError):
-            async with asyncio.timeout(ASK_SECONDS):
-                found = await self._ask.report.remote(target=name, life=life, after=number)
-            if found is not None:
-                self._routing.apply(name, found)
+        found = await _answered(self._ask.report.remote(target=name, life=life, after=number), ASK_SECONDS)
+        if found is not None:
+            self._routing.apply(name, found)
 
     async def status(self) -> dict[str, Any]:
         """The replicas as Luce sees them, and the groups that find no place, for `luce ray status`."""
@@ -231,16 +233,32 @@ class Ingress:
 
     async def _describe(self, name: str) -> dict[str, Any] | None:
         """What a replica says of itself; None if it is silent."""
-        with contextlib.suppress(TimeoutError, RayError):
-            async with asyncio.timeout(ASK_SECONDS):
-                found = await self._ask.describe.remote(target=name)
-            return None if found is None else dict(found)
-        return None
+        found = await _answered(self._ask.describe.remote(target=name), ASK_SECONDS)
+        return None if found is None else dict(found)
 
 
 def _apart(work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
     """A task that is no part of a client's request: Serve takes calls of one request at the same time for one call."""
     return asyncio.create_task(work, context=contextvars.Context())
+
+
+async def _answered(call: Awaitable[Any], seconds: float) -> Any:
+    """A replica's answer to a question, None if it fails or takes longer."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await call
+    except BaseException as error:
+        if _is_failure(error):
+            return None
+        raise
+
+
+def _is_failure(error: BaseException) -> bool:
+    """Whether a call's replica has failed. What the replica raises comes as it is: CancelledError too, where this task
+    is not cancelled."""
+    task = asyncio.current_task()
+    cancelled = isinstance(error, asyncio.CancelledError) and task is not None and not task.cancelling()
+    return cancelled or isinstance(error, Exception)
 
 
 def _is_type(name: str) -> bool:

@@ -8,6 +8,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from multidict import CIMultiDict
+
 from luce.config.server_settings import ServerSettings
 
 #: endpoints with prompts; each is also served below /v1
@@ -33,6 +35,18 @@ def raw_target(scope: Mapping[str, Any]) -> str:
     begins with `/`, so that behind a replica's address it names nothing but a path of it."""
     path, query = (bytes(scope[name]).decode("latin-1") for name in ("raw_path", "query_string"))
     return ("" if path.startswith("/") else "/") + path + (f"?{query}" if query else "")
+
+
+def text_headers(scope: Mapping[str, Any]) -> CIMultiDict[str]:
+    """The headers of a request's ASGI scope as a replica's server reads them: UTF-8, or Latin-1 where it is none."""
+    return CIMultiDict((name.decode("latin-1"), _text(value)) for name, value in scope["headers"])
+
+
+def _text(value: bytes) -> str:
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value.decode("latin-1")
 
 
 def request_text(body: bytes) -> str:

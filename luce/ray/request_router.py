@@ -1,16 +1,20 @@
-"""The request router of the replicas: Serve asks it which replica gets a call of the ingress.
+"""The request routers: Serve asks one which replica gets a call of the ingress, the other which ingress gets a request.
 
-An alpha interface of Ray Serve, pinned in setup.cfg. Calls carry `call` (a name) and `keys` (of the prompt's blocks,
-with the salt of the client's group), or `target` (the one replica that is meant).
+An alpha interface of Ray Serve, pinned in setup.cfg. Calls of the ingress carry `call` (a name) and `keys` (of the
+prompt's blocks, with the salt of the client's group), or `target` (the one replica that is meant).
 """
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
-from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+from ray.serve.request_router import LocalityMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from luce.ray.shared_routing import routing_of
+
+#: seconds for the ingress of a machine to take a request that came there
+LOCAL_SECONDS = 5.0
 
 Ranks = list[list[RunningReplica]]
 
@@ -46,3 +50,21 @@ class PrefixRouter(RequestRouter):
         call = pending_request.kwargs
         if "call" in call:
             self._routing.began(call["call"], replica_id.unique_id, call.get("keys", ()))
+
+
+class LocalRouter(LocalityMixin, RequestRouter):
+    """Routes a request to the ingress of the machine that it came to, so that it outlives other machines.
+
+    Serve's own router takes another one if that does not tell its load in a tenth of a second.
+    """
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> Ranks:
+        """That of this machine, and the others where there is none or it takes too long."""
+        own, *others = self.rank_replicas_via_locality(candidate_replicas)
+        waited = 0.0
+        if pending_request is not None:
+            pending_request.routing_context.should_backoff = True
+            waited = time.time() - pending_request.created_at
+        return [own, *others] if not own or waited > LOCAL_SECONDS else [own]

@@ -58,7 +58,7 @@ def expected() -> str:
 @pytest.fixture(scope="module")
 def copies(cluster: RayCluster) -> RayCluster:
     """The same cluster with two copies, and an API key for clients."""
-    cluster.api_key = "the clients' key"
+    cluster.api_key = "the clients' kéy"
     cluster.change(2)
     return cluster
 

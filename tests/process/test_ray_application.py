@@ -1,4 +1,6 @@
-"""What Serve is told of ingress and replicas: how many, where, and how long they have to end. No cluster runs."""
+"""What Serve is told of ingress and replicas: how many, where, how long they have to end, and who gets a request. No
+cluster runs.
+"""
 
 from __future__ import annotations
 
@@ -42,12 +44,34 @@ json.dump(told, sys.stdout)
 CONTENT: dict[str, Any] = {"model": "x", "luce_python": {"cpu": "/python", "hip": "/python"}}
 
 
+ROUTES = """
+import asyncio, json, sys, time
+from types import SimpleNamespace as Made
+from ray.serve._private.common import DeploymentHandleSource, DeploymentID
+from luce.ray.request_router import LocalRouter
+async def chosen(nodes, waited):
+    source = DeploymentHandleSource.PROXY
+    router = LocalRouter(self_node_id="here", deployment_id=DeploymentID("ingress", "luce"), handle_source=source)
+    replicas = [Made(replica_id=node, node_id=node, availability_zone=None) for node in nodes]
+    router._update_colocated_replica_ids_with_replicas(replicas)
+    pending = Made(created_at=time.time() - waited, routing_context=Made(should_backoff=False))
+    ranks = await router.choose_replicas(replicas, pending)
+    return [pending.routing_context.should_backoff, *([each.node_id for each in rank] for rank in ranks if rank)]
+json.dump([asyncio.run(chosen(*each)) for each in json.load(sys.stdin)], sys.stdout)
+"""
+
+
 def told(nodes: int = 1, *, spare: bool = False, **content: Any) -> Any:
     """What Serve is told, by deployment."""
+    return answer(PROGRAM, [{**CONTENT, **content}, nodes, spare])
+
+
+def answer(program: str, given: Any) -> Any:
+    """What a program in Ray's environment makes of this."""
     if not PYTHON:
         pytest.skip("RAY_TEST_PYTHON names no interpreter with Ray")
-    given = json.dumps([{**CONTENT, **content}, nodes, spare])
-    done = subprocess.run([PYTHON, "-c", PROGRAM], input=given, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    command = [PYTHON, "-c", program]
+    done = subprocess.run(command, input=json.dumps(given), capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -74,6 +98,7 @@ def test_each_node_has_an_ingress_that_updates_of_replicas_keep() -> None:
     ingress = told(3)["ingress"]
     assert (ingress["initial_replicas"], ingress["a node"]) == (3, 1)
     assert ingress["policy"] == "luce.ray.ingress_scaling:one_on_each_node"
+    assert ingress["router"] == "luce.ray.request_router:LocalRouter"
     same = told(replica={"parallel": 2, "drain": 5, "flags": ["--max-ctx", "8k"]})["ingress"]
     assert same["version"] == ingress["version"]
     others = [{"routing": "default"}, {"resume": 1}, {"name": "other"}, {"head": {"timeout": 9}}]
@@ -81,3 +106,9 @@ def test_each_node_has_an_ingress_that_updates_of_replicas_keep() -> None:
     others.append({"replica": {"flags": ["--max-body-mib", "1"]}})
     versions = {told(**other)["ingress"]["version"] for other in others}
     assert len(versions) == len(others) and ingress["version"] not in versions
+
+
+def test_a_request_stays_on_its_machine_while_that_answers() -> None:
+    here, long, elsewhere = answer(ROUTES, [[["here", "a"], 4], [["a", "here"], 6], [["a", "b"], 0]])
+    # True: Serve waits before it asks again.
+    assert (here, long, elsewhere) == ([True, ["here"]], [True, ["here"], ["a"]], [True, ["a", "b"]])

@@ -106,17 +106,21 @@ def test_what_has_reached_a_machine_goes_on_without_the_head(machines: tuple[Ray
     head, other = machines
     assert [len(each.children()) for each in machines] == [1, 1]
     expected = streamed(head, BODY)
-    (lost,) = head.children()
+    (lost,), (kept,) = head.children(), other.children()
     quiet = sockets(lost)
-    with contextlib.ExitStack() as opened:
+    with contextlib.ExitStack() as opened, ThreadPoolExecutor(14) as threads:
         responses = [opened.enter_context(other.open("/v1/completions", BODY)) for _ in range(8)]
         streams = [events(each) for each in responses]
         found = [[next(each)] for each in streams]
         # Twice what a replica serves at once: both have some, and that of the head goes.
         assert sockets(lost) > quiet + 1
+        # What the head's clients want of the other machine ends with them, and stops nothing there.
+        busy = sockets(kept)
+        for _ in range(6):
+            threads.submit(head.open, "/v1/completions", BODY)
+        assert within(60, lambda: sockets(kept) > busy)
         lose(head)
-        with ThreadPoolExecutor(8) as threads:
-            list(threads.map(list.extend, found, streams))
+        list(threads.map(list.extend, found, streams))
     for each in found:
         assert ("".join(event["choices"][0]["text"] for event in each), list[str]()) == expected
     assert streamed(other, BODY) == expected

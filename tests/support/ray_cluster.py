@@ -220,7 +220,8 @@ class RayCluster:
         """A response that is read by the caller. `body`: None for GET. `key`: instead of the clients'."""
         headers = {"Content-Type": "application/json"}
         if key or (key is None and self.api_key):
-            headers["Authorization"] = f"Bearer {key or self.api_key}"
+            # urllib encodes headers in Latin-1, as which the bytes of UTF-8 pass.
+            headers["Authorization"] = f"Bearer {key or self.api_key}".encode().decode("latin-1")
         url = f"http://{self.reached}:{self.port}{path}"
         data = None if body is None else json.dumps(body).encode()
         return urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=SECONDS)
