@@ -201,7 +201,7 @@ def test_a_prompt_that_is_read_again_counts_once(monkeypatch: pytest.MonkeyPatch
 
 def test_one_thread_at_a_time_uses_a_constraint() -> None:
     backend = ScriptedBackend(slots=2, context=256)
-    begun, lost, clashes = threading.Event(), threading.Event(), list[str]()
+    submitted, begun, lost, clashes = threading.Event(), threading.Event(), threading.Event(), list[str]()
 
     class Slow(Few):
         """Its masks of the 8th step take until the reply has gone on, if it does."""
@@ -222,6 +222,8 @@ def test_one_thread_at_a_time_uses_a_constraint() -> None:
             return found
 
     def lose(step: Step) -> None:
+        # Otherwise one reply could come to its 8th step before there is another.
+        assert submitted.wait(TIMEOUT)
         if not lost.is_set() and any(len(each.pushed) == 7 for each in constraints):
             assert begun.wait(TIMEOUT)
             backend.gone = "shard 1 is gone"
@@ -232,6 +234,7 @@ def test_one_thread_at_a_time_uses_a_constraint() -> None:
     backend.hook = lose
     with engine(backend, eos=frozenset(), resume_seconds=30) as made:
         replies = [submit(made, PROMPT, max_tokens=TOKENS, constraint=each)[0] for each in constraints]
+        submitted.set()
         for reply in replies:
             reply.finished()
         assert made.stats().resumed == 2
