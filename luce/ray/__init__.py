@@ -27,8 +27,8 @@ only what needs no further package.
     client_keys      the clients' API keys at an ingress
     relayed_stream   pure: what a client has of a stream, with which another replica goes on
     request_facts    pure: what the ingress reads of a request
-    request_router   Serve's interface to the routing state, and to the ingress of a machine; shared_routing: the state
-                     of a process
+    request_router   Serve's interface: the replica for a call, by the routing state, and the ingress for a request;
+                     shared_routing: the state of a process
     application      ingress and replicas as an application of Serve
     serve_session    the program that talks to Ray
     actions          what the actions of `luce ray` do

@@ -55,7 +55,7 @@ def application(config: ClusterConfig, nodes: int, *, spare: bool) -> Any:
         ray_actor_options={"num_cpus": 0},
         **router,
     )
-    # One on each node, for what comes to Serve's HTTP proxy there: it has the records of that node's streams, which go
+    # One on each node, for requests to Serve's HTTP proxy there: it has the records of that node's streams, which go
     # on when other nodes are lost, the head too.
     everywhere = AutoscalingConfig(
         min_replicas=1,

@@ -146,9 +146,10 @@ class Ingress:
             # Any replica refuses it; nothing is tokenised for it before.
             return {"keys": ()}
         salt = group_salt(self._name, headers)
-        plain: Sequence[bytes] | None = await _answered(self._ask.prompt_keys.remote(path, body), KEYS_SECONDS)
+        missing = "no replica tells the keys of a prompt"
+        asked = self._ask.prompt_keys.remote(path, body)
+        plain: Sequence[bytes] | None = await _answered(asked, KEYS_SECONDS, missing)
         if plain is None:
-            _log.warning("no replica tells the keys of a prompt")
             return {"keys": [salted(key, salt) for key in text_keys(request_text(body))]}
         return {"keys": [salted(key, salt) for key in plain], "plain": plain, "salt": salt}
 
@@ -242,20 +243,23 @@ def _apart(work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
     return asyncio.create_task(work, context=contextvars.Context())
 
 
-async def _answered(call: Awaitable[Any], seconds: float) -> Any:
-    """A replica's answer to a question, None if it fails or takes longer."""
+async def _answered(call: Awaitable[Any], seconds: float, missing: str = "") -> Any:
+    """A replica's answer to a question, None if it fails or takes longer. `missing`: what the log says then, before the
+    reason; "": nothing."""
     try:
         async with asyncio.timeout(seconds):
             return await call
     except BaseException as error:
-        if _is_failure(error):
-            return None
-        raise
+        if not _is_failure(error):
+            raise
+        if missing:
+            _log.warning("%s: %s", missing, error)
+        return None
 
 
 def _is_failure(error: BaseException) -> bool:
-    """Whether a call's replica has failed. What the replica raises comes as it is: CancelledError too, where this task
-    is not cancelled."""
+    """Whether an error of a call means that its replica has failed. A call raises the replica's own exceptions,
+    CancelledError too; where this task is cancelled, the error is the task's."""
     task = asyncio.current_task()
     cancelled = isinstance(error, asyncio.CancelledError) and task is not None and not task.cancelling()
     return cancelled or isinstance(error, Exception)

@@ -116,9 +116,9 @@ class Node:
                 "RAY_AUTH_TOKEN_PATH": str(token),
                 "RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL": "minor",
                 "RAY_USAGE_STATS_ENABLED": "0",
-                # As calls of Ray's actors, with which Serve begins, replies would go through the core workers: behind
-                # each, one stops a replica's event loop until its caller has all of it, and where that caller is lost
-                # with the control store, for ever.
+                # By default Serve sends replies as calls of actors. At the end of a reply, Ray then stops the replica's
+                # event loop until the caller has received all items: for ever, if the caller is lost together with the
+                # control store.
                 "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
                 "PYTHONUNBUFFERED": "1",
                 **({} if self._tls is None else ray_settings(self._tls, self.address)),

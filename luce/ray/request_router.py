@@ -53,15 +53,15 @@ class PrefixRouter(RequestRouter):
 
 
 class LocalRouter(LocalityMixin, RequestRouter):
-    """Routes a request to the ingress of the machine that it came to, so that it outlives other machines.
+    """Routes a request to the ingress of the machine that it came to, so that the reply outlives other machines.
 
-    Serve's own router takes another one if that does not tell its load in a tenth of a second.
+    Serve's own router takes another machine's ingress if this one does not report its load within 0.1 s.
     """
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> Ranks:
-        """That of this machine, and the others where there is none or it takes too long."""
+        """The ingress of this machine; those of others too if it has none, or if the request has waited too long."""
         own, *others = self.rank_replicas_via_locality(candidate_replicas)
         waited = 0.0
         if pending_request is not None:

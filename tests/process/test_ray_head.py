@@ -114,11 +114,11 @@ def test_what_has_reached_a_machine_goes_on_without_the_head(machines: tuple[Ray
         found = [[next(each)] for each in streams]
         # Twice what a replica serves at once: both have some, and that of the head goes.
         assert sockets(lost) > quiet + 1
-        # What the head's clients want of the other machine ends with them, and stops nothing there.
+        # Requests of the head's clients that the other machine serves end with the head, and stop nothing there.
         busy = sockets(kept)
         for _ in range(6):
             threads.submit(head.open, "/v1/completions", BODY)
-        # They may take connections that are open and free: then they have, by the end of this.
+        # They may take free connections instead of new ones: 5 s are enough for either.
         within(5, lambda: sockets(kept) > busy)
         lose(head)
         list(threads.map(list.extend, found, streams))
