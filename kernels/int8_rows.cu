@@ -4,7 +4,9 @@
 #include "mma.h"
 
 #define THREADS 256
+#define GATED_THREADS 512
 #define GROUP 8  // columns that a thread reads at a time
+#define PART 4   // the same of sums
 
 LUCE_FN void load(const f16_t* __restrict__ row, int column, int cols, float (&v)[GROUP]) {
 #pragma unroll
@@ -37,54 +39,42 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     } while (made.again(plain ? 1.0f : factor[r]));
 }
 
-// GROUP products from a column on, both addresses multiples of 16 bytes.
-LUCE_FN void load(const i32* __restrict__ sums, const float* __restrict__ features, int column, float row,
-                  float (&v)[GROUP]) {
-#pragma unroll
-    for (int i = 0; i < GROUP; i += 4) {
-        const int4 own = *reinterpret_cast<const int4*>(sums + column + i);
-        const float4 by = *reinterpret_cast<const float4*>(features + column + i);
-        v[i] = int8_product(own.x, row, by.x), v[i + 1] = int8_product(own.y, row, by.y);
-        v[i + 2] = int8_product(own.z, row, by.z), v[i + 3] = int8_product(own.w, row, by.w);
-    }
+// PART products from a column on, both addresses multiples of 16 bytes.
+LUCE_FN void load(const i32* __restrict__ sums, const float* __restrict__ features, int column, float row, float (&v)[PART]) {
+    const int4 own = *reinterpret_cast<const int4*>(sums + column);
+    const float4 by = *reinterpret_cast<const float4*>(features + column);
+    v[0] = int8_product(own.x, row, by.x), v[1] = int8_product(own.y, row, by.y);
+    v[2] = int8_product(own.z, row, by.z), v[3] = int8_product(own.w, row, by.w);
 }
 
-#define GATED_THREADS 768
-// Groups of columns that a thread keeps in registers; it reads others again.
-#define HELD 3
-
-// The columns' act(gate) * up of a row of products whose sums have `cols` columns of gates, then as many of up.
-LUCE_FN void gated(const i32* __restrict__ sums, const float* __restrict__ features, int column, int cols, float row,
-                   int activation, float (&v)[GROUP]) {
-    float up[GROUP];
-    load(sums, features, column, row, v);
-    load(sums + cols, features + cols, column, row, up);
-#pragma unroll
-    for (int i = 0; i < GROUP; i++) v[i] = gated(activation, v[i], up[i]);
-}
-
-// The rows act(gate) * up as Int8Row makes them, `padded` columns with zeros from column `cols` on, a multiple of 8, with the
-// activation's number in `Activation`. Sums [n, 2 cols] are those of `rows` and `features`. Grid: one block of up to
-// GATED_THREADS per row.
+// The rows act(gate) * up as Int8Row makes them, `padded` columns with zeros from column `cols` on, a multiple of PART, with
+// the activation's number in `Activation`. Sums [n, 2 cols] of `rows` and `features` have cols columns of gates, then as many
+// of up. With `keeps` a row's floats stay in shared memory, 4 cols bytes, between the passes; else the second one reads the
+// sums again. Grid: one block of up to GATED_THREADS per row.
 extern "C" __global__ void __launch_bounds__(GATED_THREADS)
     gated_to_int8(const i32* __restrict__ sums, const float* __restrict__ rows, const float* __restrict__ features,
-                  u8* __restrict__ to, float* __restrict__ scale, int activation, int cols, int padded) {
+                  u8* __restrict__ to, float* __restrict__ scale, int activation, int cols, int padded, int keeps) {
     luce_await();
-    const int r = (int)blockIdx.x, first = luce_thread() * GROUP, step = luce_threads() * GROUP;
+    LUCE_DYNAMIC_SHARED(float4, kept);
+    const int r = (int)blockIdx.x, first = luce_thread() * PART, step = luce_threads() * PART;
     sums += (i64)r * 2 * cols;
     const float row = rows[r];
-    float held[HELD][GROUP];
-#pragma unroll
-    for (int n = 0; n < HELD; n++)
-        if (first + n * step < cols) gated(sums, features, first + n * step, cols, row, activation, held[n]);
     Int8Row made(to + (i64)r * padded, scale + r);
     do {
+#pragma unroll 3
+        for (int column = first; column < cols; column += step) {
+            float v[PART], up[PART];
+            if (made.writes && keeps) {
+                const float4 own = kept[column / PART];
+                v[0] = own.x, v[1] = own.y, v[2] = own.z, v[3] = own.w;
+            } else {
+                load(sums, features, column, row, v);
+                load(sums + cols, features + cols, column, row, up);
 #pragma unroll
-        for (int n = 0; n < HELD; n++)
-            if (first + n * step < cols) made.put(first + n * step, held[n]);
-        for (int column = first + HELD * step; column < cols; column += step) {
-            float v[GROUP];
-            gated(sums, features, column, cols, row, activation, v);
+                for (int i = 0; i < PART; i++) v[i] = gated(activation, v[i], up[i]);
+                // Each thread reads back only its own.
+                if (keeps) kept[column / PART] = make_float4(v[0], v[1], v[2], v[3]);
+            }
             made.put(column, v);
         }
     } while (made.again());

@@ -27,8 +27,16 @@
 // zeros that later groups begin with. Forms with words take an offset in bytes, a multiple of 16, from b on.
 //
 // Threads that wrote to shared memory call luce_wgmma_share before the barrier.
+//
+// Groups of a block may run different code:
+//   luce_sync_waves()                 luce_sync, though waves call it at different places
+//   luce_wgmma_fewer_registers<N>()   a group gives back registers until its threads have N, a multiple of 8,
+//   luce_wgmma_more_registers<N>()    and another group waits for them, and takes them
 #if defined(LUCE_HOST)
 
+__attribute__((noinline)) inline void luce_sync_waves() { luce_host_sync(); }  // for all callers one place
+template <int N> LUCE_FN void luce_wgmma_fewer_registers() {}
+template <int N> LUCE_FN void luce_wgmma_more_registers() {}
 LUCE_FN void luce_wgmma_share() {}
 LUCE_FN void luce_wgmma_fence() {}
 LUCE_FN void luce_wgmma_close() {}
@@ -74,6 +82,9 @@ LUCE_FN void luce_wgmma_transposed(float (*c)[4], const u32 (&a)[4], const u8* b
 
 #else
 
+LUCE_FN void luce_sync_waves() { asm volatile("bar.sync 0;" ::: "memory"); }
+template <int N> LUCE_FN void luce_wgmma_fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
+template <int N> LUCE_FN void luce_wgmma_more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
 LUCE_FN void luce_wgmma_share() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 LUCE_FN void luce_wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 LUCE_FN void luce_wgmma_close() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }

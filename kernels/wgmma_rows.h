@@ -4,6 +4,7 @@
 //   luce_wgmma_rows_further(b, n)    the same, n bytes further; n a multiple of 16
 //   luce_wgmma_rows<N>(c, words, b)  c [64, N] += a b^T, a [16w.., 16] in words, 16 columns of the N rows; c[i] has
 //                                    columns 8i and on
+//   luce_wgmma_rows<N>(c, words, b, adds)  the same, or without `adds`, a constant, c = a b^T
 #pragma once
 #include "wgmma.h"
 
@@ -13,7 +14,8 @@
 typedef u64 luce_rows_t;
 LUCE_FN luce_rows_t luce_wgmma_rows_at(const void* at) { return (u64)at; }
 LUCE_FN luce_rows_t luce_wgmma_rows_further(luce_rows_t rows, int bytes) { return rows + bytes; }
-template <int N> LUCE_FN void luce_wgmma_rows(float (*c)[4], const u32 (&a)[4], luce_rows_t b) {
+template <int N> LUCE_FN void luce_wgmma_rows(float (*c)[4], const u32 (&a)[4], luce_rows_t b, bool adds = true) {
+    for (int i = 0; i < N / 2 && !adds; i++) c[i / 4][i % 4] = 0.0f;
     const int g = luce_lane() / 4, t = luce_lane() % 4 * 2;
     for (int k = 0; k < 16; k++) {
         const int word = k / 8 * 2, lane = g * 4 + k % 8 / 2, shift = k % 2 * 16;
@@ -35,14 +37,14 @@ LUCE_FN luce_rows_t luce_wgmma_rows_at(const void* at) {
     return ((u32)__cvta_generic_to_shared(at) >> 4 & 0x3fff) | 1u << 16;
 }
 LUCE_FN luce_rows_t luce_wgmma_rows_further(luce_rows_t rows, int bytes) { return rows + (bytes >> 4); }
-template <int N> LUCE_FN void luce_wgmma_rows(float (*c)[4], const u32 (&a)[4], luce_rows_t b);
+template <int N> LUCE_FN void luce_wgmma_rows(float (*c)[4], const u32 (&a)[4], luce_rows_t b, bool adds = true);
 #define LUCE_WGMMA_ROWS(N, list, a0, a1, a2, a3, b0, p0, ...)                                                     \
-    template <> LUCE_FN void luce_wgmma_rows<N>(float (*c)[4], const u32 (&a)[4], luce_rows_t b) {                \
+    template <> LUCE_FN void luce_wgmma_rows<N>(float (*c)[4], const u32 (&a)[4], luce_rows_t b, bool adds) {     \
         asm volatile("{.reg .pred p; .reg .b64 d; setp.ne.b32 p, " p0 ", 0; mov.b64 d, {" b0 ", 0x40000040}; "    \
                      "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" list "}, "                        \
                      "{" a0 ", " a1 ", " a2 ", " a3 "}, d, p, 1, 1, 0;}"                                          \
                      : __VA_ARGS__                                                                                \
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(1));                               \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"((u32)adds));                       \
     }
 #define LUCE_WGMMA_LIST_1 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define LUCE_WGMMA_LIST_2 LUCE_WGMMA_LIST_1 ", %8, %9, %10, %11, %12, %13, %14, %15"

@@ -14,9 +14,8 @@ from luce.runtime.device import Array, Device
 if TYPE_CHECKING:
     from luce.models.spec import Activation
 
-# The constants of kernels/int8_rows.cu: threads of a row, columns of a thread that turns sums into floats, most threads
-# of a row of gates, and columns of each that it keeps in registers.
-_THREADS, _COLUMNS, _GATED_THREADS, _GATED_COLUMNS = 256, 4, 768, 24
+# The constants of kernels/int8_rows.cu: threads of a row, most of a row of gates, and columns of sums of a thread.
+_THREADS, _GATED_THREADS, _COLUMNS = 256, 512, 4
 
 
 @dataclass(frozen=True)
@@ -82,13 +81,15 @@ def to_int8(device: Device, x: Array | Fp16Rows, to: Int8Rows | None = None) -> 
 
 def gated_to_int8(device: Device, gate_up: Int8Sums, activation: Activation) -> Int8Rows:
     """Rows act(gate) up of products [n, 2 cols], gates first, n > 0, cols a multiple of 8, as int8."""
-    n, both = gate_up.values.shape
-    made = empty_int8(device, n, both // 2)
-    sizes = (np.int32(ACTIVATIONS[activation]), np.int32(both // 2), np.int32(made.values.shape[1]))
-    args = (gate_up.values, gate_up.rows, gate_up.features, made.values.view(np.uint8), made.scale, *sizes)
-    # Chosen by the row's length alone.
-    threads = min(_GATED_THREADS, -(-both // 2 // (_GATED_COLUMNS * 32)) * 32)
-    device.launch("int8_rows", "gated_to_int8", (n,), (max(64, threads),), args)
+    n, cols = gate_up.values.shape[0], gate_up.values.shape[1] // 2
+    made = empty_int8(device, n, cols)
+    kept = 4 * cols if 4 * cols <= device.shared_limit else 0
+    sizes = (ACTIVATIONS[activation], cols, made.values.shape[1], kept > 0)
+    args = (gate_up.values, gate_up.rows, gate_up.features, made.values.view(np.uint8), made.scale)
+    # As many columns for each thread, or one group more for some; whole waves of all GPUs.
+    turns = -(-cols // (_GATED_THREADS * _COLUMNS))
+    threads = -(-cols // (turns * _COLUMNS * 64)) * 64
+    device.launch("int8_rows", "gated_to_int8", (n,), (threads,), (*args, *map(np.int32, sizes)), shared=kept)
     return made
 
 

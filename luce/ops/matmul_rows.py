@@ -1,6 +1,7 @@
 """Integer products of more than 16 quantised rows (kernels/matmul_rows.cu): many sequences, and short prompts.
 
-The sums are those of few rows (luce.ops.matmul_int8), so a row has the bits that it has alone.
+The sums are those of few rows (luce.ops.matmul_int8), so a row has the bits that it has alone. Where four waves
+multiply together, matmul_rows_wgmma.py does it, with the same bits.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from functools import lru_cache
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from luce.ops import matmul_rows_wgmma
 from luce.ops.matmul_int8 import chain_bits, group_for
 from luce.ops.quantise import GROUP_ROWS, SECTION, Quantised, section_bytes
 from luce.ops.weight import WeightPart
@@ -32,6 +34,9 @@ def takes_rows(device: Device, part: WeightPart, cols: int) -> bool:
 
 def multiply_rows(device: Device, x: Quantised, part: WeightPart, cols: int, out: Array) -> None:
     """Write one part's columns of out [n, rows] = x W^T: x of n > 16 rows in the group of its type."""
+    if matmul_rows_wgmma.serves(device, part.type):
+        matmul_rows_wgmma.multiply(device, x, part, cols, out)
+        return
     tiles = -(-x.count // GROUP_ROWS) * -(-part.rows // _FEATURES)
     sizes = (x.count, part.rows, cols, out.strides[0] // 4, part.first)
     device.launch(

@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from luce.models.spec import Activation
-from luce.ops import int8_rows, matmul_prefill
+from luce.ops import matmul_prefill
 from luce.ops.fp16 import to_fp16
 from luce.ops.int8_rows import Int8Rows, Int8Sums, empty_int8, gated_to_int8, multiply, to_floats, to_int8
 from luce.ops.matmul import matmul
@@ -127,12 +127,12 @@ def _near(rows: Int8Rows, device: Device, exact: NDArray[np.float64]) -> None:
     gpu=[(17408, "silu"), (21504, "gelu")],
 )
 def test_gates_of_sums(device: Device, cols: int, activation: Activation) -> None:
-    """Longer rows than a block keeps in registers too."""
+    """Longer rows than a block keeps in shared memory too."""
     rng, n = np.random.default_rng(cols), 3
     sums = rng.integers(-(1 << 20), 1 << 20, (n, 2 * cols), np.int32)
     rows, features = rng.random(n).astype(F32) + F32(0.5), (rng.random(2 * cols) * 1e-5).astype(F32)
     both = (sums.astype(np.float64) * rows[:, None] * features).astype(np.float64)
-    with mock.patch.object(int8_rows, "_GATED_THREADS", 64 if cols == 4400 else 768):
+    with mock.patch.object(device, "shared_limit", 4096 if cols == 4400 else device.shared_limit):
         made = gated_to_int8(device, Int8Sums(*map(device.upload, (sums, rows, features))), activation)
     assert made.shape == (n, cols)
     _near(made, device, _GATES[activation](both[:, :cols], both[:, cols:]))

@@ -10,7 +10,7 @@ from unittest import mock
 import numpy as np
 from numpy.typing import NDArray
 
-from luce.ops import matmul_int8, matmul_prefill
+from luce.ops import matmul_int8, matmul_prefill, matmul_rows_wgmma
 from luce.ops.activation import gated_activation
 from luce.ops.fp16 import to_fp16
 from luce.ops.matmul import FEW_ROWS, matmul
@@ -117,9 +117,9 @@ def check_company(device: Device, names: Sequence[str], rows: int, cols: int, co
     weight, launched = upload_weight(device, tensors), list[str]()
     launch = type(device).launch
 
-    def record(self: Device, source: str, *args: Any, **options: Any) -> None:
-        launched.append(source)
-        launch(self, source, *args, **options)
+    def record(self: Device, source: str, kernel: str, *args: Any, **options: Any) -> None:
+        launched.append(kernel)
+        launch(self, source, kernel, *args, **options)
 
     x = _x(max(counts), cols, seed=6)
     alone = [device.download(matmul(device, device.upload(x[at : at + 1]), weight)) for at in range(max(counts))]
@@ -127,7 +127,75 @@ def check_company(device: Device, names: Sequence[str], rows: int, cols: int, co
         for n in counts:
             together = device.download(matmul(device, device.upload(x[:n]), weight))
             np.testing.assert_array_equal(together, np.concatenate(alone[:n]), err_msg=f"{n} rows")
-    assert launched.count("matmul_rows") == len(counts) * len(weight.parts)
+    many = [kernel for kernel in launched if kernel in ("matmul_rows", "matmul_rows_wgmma")]
+    assert len(many) == len(counts) * len(weight.parts)
+
+
+def check_grouped_waves(
+    device: Device, tensors: Sequence[RawTensor], x: Matrix, *, deal: tuple[int, int] | None = None, first: int = 0
+) -> NDArray[np.float32]:
+    """Products by groups of four waves have the bits of those by single waves. Returns them.
+
+    `deal`: so many tiles of each part are taken as a whole, of the others so many chains together; None: as the device
+    deals them. `first`: of the weight's rows that are multiplied.
+    """
+    weight, launched = upload_weight(device, tensors), list[str]()
+    weight = weight.cut(range(first, weight.rows))
+    launch, dealt = type(device).launch, matmul_rows_wgmma.dealt
+
+    def record(self: Device, source: str, kernel: str, *args: Any, **options: Any) -> None:
+        launched.append(kernel)
+        launch(self, source, kernel, *args, **options)
+
+    def dealing(tiles: int, turns: int, units: int, bits: int, blocks: int) -> matmul_rows_wgmma.Dealing:
+        if deal is None:
+            return dealt(tiles, turns, units, bits, blocks)
+        whole, together = min(deal[0], tiles) * turns, deal[1]
+        split = tiles * turns - whole
+        own = split * ((1 << bits) - together)
+        return matmul_rows_wgmma.Dealing(whole, together, whole + split + -(-own // together))
+
+    with mock.patch.object(type(device), "launch", record), mock.patch.object(matmul_rows_wgmma, "dealt", dealing):
+        together = device.download(matmul(device, device.upload(x), weight))
+        assert launched.count("matmul_rows_wgmma") == len(tensors)
+        assert deal is None or launched.count("add_chains") == sum(deal[0] * 128 < part.rows for part in weight.parts)
+        launched.clear()
+        with mock.patch.object(matmul_rows_wgmma, "serves", lambda *_: False):
+            alone = device.download(matmul(device, device.upload(x), weight))
+        assert launched.count("matmul_rows") == len(tensors)
+    np.testing.assert_array_equal(together, alone)
+    return together
+
+
+def check_largest_sums(device: Device, name: str, n: int) -> None:
+    """Sections whose sums of integers are the largest there are, of either sign, and those that cancel."""
+    cols = 1280
+    tensor = random_tensor(name, 5, cols, seed=7)
+    blocks = tensor.raw.reshape(5, cols // 256, -1)
+    if name == "Q6_K":
+        # Four bits and two bits of all numbers, and scales: parts of the same and of different signs, and odd products.
+        largest = ((0, 0, -128), (15, 3, 127), (0, 3, -128), (15, 0, -128), (0, 0, 127))
+        for row, (four, two, scale) in enumerate(largest):
+            blocks[row, :, :128], blocks[row, :, 128:192] = four * 17, two * 85
+            blocks[row, :, 192:208] = scale & 255
+    else:
+        # All numbers, scales and minimums.
+        blocks[:, :, 4:] = 255
+        blocks[2, :, 2:4] = 0  # no minimums
+    x = np.full((n, cols), 127, np.float32)
+    x[1::3] *= -1
+    x[2::3, ::2] *= -1
+    x[5::7, 64::128] = 126  # odd sums
+    assert np.isfinite(check_grouped_waves(device, [tensor], x)).all()
+
+
+def check_nan_in_groups(device: Device, name: str) -> None:
+    """An infinity or a NaN makes NaN of its own row's results, and of no other's."""
+    x = _x(40, 1280, seed=19)
+    x[1, 77], x[33, 255] = np.inf, np.nan
+    actual = check_grouped_waves(device, [random_tensor(name, 5, 1280, seed=18)], x)
+    np.testing.assert_array_equal(np.isnan(actual).all(axis=1), np.isin(np.arange(40), (1, 33)))
+    assert np.isfinite(np.delete(actual, (1, 33), axis=0)).all()
 
 
 def check_bias(device: Device, n: int) -> None:

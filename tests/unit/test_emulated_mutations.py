@@ -138,6 +138,13 @@ def _mma_int8(device: Device) -> None:
         op_checks_matmul.check_product(device, "Q4_K", rows=20, cols=4608, n=3)
 
 
+def _matmul_rows_wgmma(device: Device) -> None:
+    if device.lanes == 32:
+        device.products |= {"WGMMA"}
+    for name in ("Q4_K", "Q6_K"):
+        op_checks_matmul.check_product(device, name, rows=20, cols=2304, n=17)
+
+
 def _moe_int8(device: Device) -> None:
     # So many slots that they take turns.
     op_checks_moe.check_expert_mlp(device, ("Q8_0", "Q8_0"), 1, 16, experts=20, inner=64, cols=64, shared="gated")
@@ -201,6 +208,7 @@ CHECKS: dict[str, Callable[[Device], None]] = {
     "matmul_tile.cu": _matmul_tile,
     "dot.h": _matmul_vec,
     "dot_int8.h": _dot_int8,
+    "matmul_rows_wgmma.cu": _matmul_rows_wgmma,
     "matmul_vec.cu": _matmul_vec,
     "mma_int8.h": _mma_int8,
     "moe.cu": _moe,
