@@ -10,8 +10,8 @@ from __future__ import annotations
 
 #: the share of the time of plain steps that drafts may lose
 SHARE = 0.005
-# Plain steps' worth of time to begin with, and the most that past gains or losses count for.
-_FIRST_STEPS, _MOST_STEPS = 3, 8
+# Plain steps' worth of time that are lent, and the most that past gains or losses count for.
+_LENT_STEPS, _MOST_STEPS = 1, 8
 
 
 class DraftAccount:
@@ -20,7 +20,7 @@ class DraftAccount:
     def __init__(self, share: float = SHARE) -> None:
         self._share = share
         self._balance = 0.0
-        self._begun = False
+        self._lent = False
 
     @property
     def overdrawn(self) -> bool:
@@ -33,8 +33,10 @@ class DraftAccount:
 
     def book_plain(self, seconds: float) -> None:
         """A step without drafts ended, which took so long."""
-        if not self._begun:
-            self._begun, self._balance = True, _FIRST_STEPS * seconds
+        if not self._lent:
+            # Beside what drafts have lost before the first plain step.
+            self._lent = True
+            self._balance += _LENT_STEPS * seconds
         self._balance += self._share * seconds
 
     def book_drafted(self, seconds: float, tokens: int, plain: int, plain_seconds: float) -> None:
