@@ -158,7 +158,8 @@ LUCE_FN void copy_weights(const Product& all, const Step& step, u8* to) {
 LUCE_FN void copy_facts(const Product& all, const Step& step, u8* to) {
 #pragma unroll
     for (int i = 0; i < 2 * GROUPS * (FACTS / 16); i += FETCHING) {
-        const int piece = own_fetching() + i, group = piece / (FACTS / 16) % GROUPS, section = piece / (FACTS / 16) / GROUPS;
+        const int piece = own_fetching() + i;
+        const int group = piece / (FACTS / 16) % GROUPS, section = piece / (FACTS / 16) / GROUPS;
         if (section >= 2) break;
         luce_copy16(to + piece * 16,
                     step.section(all, group) +
@@ -195,8 +196,8 @@ LUCE_FN u32 byte_pair(u32 flipped, int odd) {
 #endif
 }
 
-// A thread's part of a unit's x as fp16. A product of 16 places takes from each of the words of 16 columns, in the place of a lane,
-// bytes 0 and 2 first, then 1 and 3: so a word of weights is two pairs. With Q6_K the place of a lane has words of 16
+// A thread's part of a unit's x as fp16. A product of 16 places takes from each of the words of 16 columns, in the place of a
+// lane, bytes 0 and 2 first, then 1 and 3: so a word of weights is two pairs. With Q6_K the place of a lane has words of 16
 // columns of its own, one in each product.
 LUCE_FN void store_x(const uint4 (&raw)[X_PIECES], u8 (&panels)[4][PANEL]) {
     const XPart own;
