@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from luce.layers.kept_weights import KeptWeights, LoadedBytes, wanted_tensors
 from luce.layers.weights import WeightLoader
 from luce.ops.weight import Weight
 from luce.runtime.cpu import CpuDevice
-from luce.runtime.device import Device
+from luce.runtime.device import Device, DeviceName
 from luce.runtime.host import HostDevice
 from tests.support.reference import Reference
 
@@ -99,3 +99,14 @@ def test_what_is_held_counts_as_free_unless_it_is_mapped(tmp_path: Path, monkeyp
     # A daemon says what it holds.
     far: Any = SimpleNamespace(remote=True, kept=7, memory=lambda: SimpleNamespace(free=1000))
     assert free_bytes(far, kept) == 1007
+
+
+def test_gpus_hold_apart_what_they_hold() -> None:
+    kept, layers, gpu = KeptWeights(), list[Weight](), HostDevice()
+    gpu.name = DeviceName("cuda", 0)
+    same, other = (SimpleNamespace(name=DeviceName("cuda", index), host=False) for index in range(2))
+    with open_gguf(OTHER.path) as file:
+        layers.append(queries(file, 3, gpu, kept))
+        size = layers[0].nbytes
+        kept.keep(layers.clear)
+        assert [kept.free_bytes(device) for device in cast("list[Device]", [same, other, HostDevice()])] == [size, 0, 0]
