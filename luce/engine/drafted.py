@@ -22,14 +22,14 @@ _MIN_PAUSE, _MAX_PAUSE = 4, 64
 _MOST_ROWS = 16
 
 
-@dataclass(frozen=True)
+@dataclass
 class DraftStats:
     """Counters since the start, and the drafter's state."""
 
     #: facts of the drafter: which one, its files, devices and limits
-    facts: dict[str, str | int]
+    facts: dict[str, str | int] = field(default_factory=dict)
     #: "on", or why sequences are not drafted for
-    state: str
+    state: str = ""
     #: verifications of a sequence
     steps: int = 0
     #: draft rows that were verified
@@ -42,6 +42,9 @@ class DraftStats:
     refused: int = 0
     #: of the accepted ones, those that repeat an earlier text
     copied: int = 0
+    #: rows that grammars forced, and those that were accepted
+    forced: int = 0
+    forced_accepted: int = 0
     #: number of sequences that run, by state
     states: Mapping[DraftState, int] = field(default_factory=dict)
 
@@ -60,21 +63,6 @@ class DraftStats:
         """Mean tokens of a verification."""
         return 1 + self.accepted / self.steps if self.steps else 0.0
 
-
-@dataclass
-class DraftCounts:
-    """What was drafted since the start. See DraftStats."""
-
-    steps: int = 0
-    proposed: int = 0
-    accepted: int = 0
-    seconds: float = 0.0
-    refused: int = 0
-    copied: int = 0
-    #: rows that grammars forced, and those that were accepted
-    forced: int = 0
-    forced_accepted: int = 0
-
     def verified(self, draft: Draft, accepted: Many[int], copied: int) -> None:
         """These rows of a draft were accepted, of which so many repeat an earlier text."""
         self.steps += 1
@@ -84,11 +72,6 @@ class DraftCounts:
         if not draft.ends_reasoning:
             self.forced += draft.forced
             self.forced_accepted += sum(row <= draft.forced for row in accepted)
-
-    def stats(self, facts: dict[str, str | int], state: str, states: Mapping[DraftState, int]) -> DraftStats:
-        """With what is known beside them."""
-        counts = self.steps, self.proposed, self.accepted, self.seconds, self.refused, self.copied
-        return DraftStats(facts, state, *counts, states)
 
 
 @dataclass(frozen=True)

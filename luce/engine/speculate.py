@@ -34,7 +34,6 @@ from luce.engine.draft_costs import CostTable
 from luce.engine.draft_pace import LookupTurns, Pace
 from luce.engine.draft_tree import behind, checked, compared, merge_branches, part_of, refused_tokens
 from luce.engine.drafted import (
-    DraftCounts,
     DraftedSequence,
     DraftLimits,
     DraftRequest,
@@ -98,7 +97,7 @@ class Speculator:
         #: whether the drafter has answered since it failed
         self._answered = False
         self._idle = True
-        self._counts = DraftCounts()
+        self._counts = DraftStats()
         self._turns = LookupTurns(off=lookup is None)
 
     def stats(self) -> DraftStats:
@@ -107,7 +106,7 @@ class Speculator:
         kind = "disabled" if disabled else "unavailable" if unavailable else "failed"
         state = f"{kind}: {self._error}" if self._error else "on"
         states = Counter(s.draft_state for s in list(self._sequences) if s.draft_state is not None)
-        return self._counts.stats(self.drafter.describe(), state, states)
+        return replace(self._counts, facts=self.drafter.describe(), state=state, states=states)
 
     def drafts(self, sequence: Sequence) -> SequenceDrafts | None:
         """What drafting did for a sequence that runs; None without a drafter. Any thread may ask."""

@@ -15,7 +15,7 @@ from luce.engine.engine_options import EngineStats
 
 def llamacpp_metrics(stats: EngineStats) -> Iterator[Metric]:
     """The metrics that Luce has too. Seconds, and tokens per second, are those of sequences that have finished."""
-    done, draft = stats.finished, stats.draft or DraftStats({}, "")
+    done, draft = stats.finished, stats.draft or DraftStats()
     computed = done.prompt_tokens - done.cached_tokens
     for name, text, count in (
         ("prompt_tokens", "Prompt tokens computed.", stats.prompt_tokens),
