@@ -10,8 +10,9 @@ from __future__ import annotations
 
 #: the share of the time of plain steps that drafts may lose
 SHARE = 0.005
-# Plain steps' worth of time that are lent, and the most that past gains or losses count for.
-_LENT_STEPS, _MOST_STEPS = 1, 8
+# Plain steps' worth of time that are lent, and the most that past gains or losses count for. With one step lent, a
+# single step that the host held up ended drafting for 200 steps.
+_LENT_STEPS, _MOST_STEPS = 3, 8
 
 
 class DraftAccount:

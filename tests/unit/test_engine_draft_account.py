@@ -13,13 +13,13 @@ def test_plain_steps_earn_a_share_of_their_time() -> None:
     assert account.affords(0.0) and not account.affords(1e-9) and not account.overdrawn
     for _ in range(100):
         account.book_plain(1.0)
-    # The first of them is a loan.
-    assert account.affords(1 + 100 * SHARE - 1e-9) and not account.affords(1 + 100 * SHARE + 1e-9)
+    # Three are a loan.
+    assert account.affords(3 + 100 * SHARE - 1e-9) and not account.affords(3 + 100 * SHARE + 1e-9)
 
 
 def test_losses_before_the_first_plain_step_count() -> None:
     account = DraftAccount()
-    account.book_drafted(3.0, 1, 1, 1.0)
+    account.book_drafted(5.0, 1, 1, 1.0)
     assert account.overdrawn
     account.book_plain(1.0)
     assert account.overdrawn
@@ -33,7 +33,7 @@ def test_what_drafts_gain_and_lose() -> None:
     account.book_plain(1.0)
     # Two sequences: six tokens in two seconds, where three steps without drafts take three.
     account.book_drafted(2.0, 6, 2, 1.0)
-    assert account.affords(2.0) and not account.affords(2.1)
+    assert account.affords(4.0) and not account.affords(4.1)
     account.book_drafted(6.0, 2, 2, 1.0)
     assert account.overdrawn
     # Gains and losses count for so much time at most.
@@ -59,4 +59,4 @@ def test_no_drafter_loses_more_than_its_share(steps: list[tuple[float, int]]) ->
             account.book_drafted(1.0 + longer, 1 + more, 1, 1.0)
             drafted, plain = drafted + 1.0 + longer, plain + 1.0 + more
     # The loan, the last step, and the share.
-    assert drafted <= plain * (1 + SHARE) + 1 + 3.0 + 1e-6
+    assert drafted <= plain * (1 + SHARE) + 3 + 3.0 + 1e-6

@@ -38,7 +38,7 @@ def test_replies_with_drafts_are_never_slower_than_without(sequences: int) -> No
         load = Load(H100, [chance] * sequences, tokens=256, measured=MEASURED_SECONDS)
         first, _, *gains = (load.replies() for _ in range(4 if sequences < 16 else 3))
         # Of the first replies each sequence is tried.
-        assert first > 0.98 and min(gains) > 0.98 and sum(gains) / len(gains) >= least, (chance, first, gains)
+        assert first > 0.97 and min(gains) > 0.98 and sum(gains) / len(gains) >= least, (chance, first, gains)
         assert load.drafter.asked != [0] * sequences or sequences == 64
 
 

@@ -88,15 +88,15 @@ def test_a_drafter_that_is_never_right_costs_less_than_2_percent(drafting: float
     assert all(run.asked)
 
 
-@pytest.mark.parametrize("drafting", [0.05, 0.3])
+@pytest.mark.parametrize("drafting", [0.05, 0.3, 0.6])
 @pytest.mark.parametrize("count", [1, 4, 8])
-def test_the_first_reply_loses_less_than_2_percent(drafting: float, count: int) -> None:
-    """Of 256 tokens, the first of them drafted."""
+def test_the_first_reply_loses_no_more_than_what_is_lent(drafting: float, count: int) -> None:
+    """Of 256 tokens, the first of them drafted: three steps, the last proposal, and 0.5 %."""
     run = Run([0] * count, drafting=lambda asked: drafting * (0.5 + 0.5 * asked))
     for _ in range(5):
         run.pace.record_time(count, count, 1, run.step(count), pending=False)
     run.steps(255)
-    assert 0.98 < run.speed <= 1
+    assert 0.965 < run.speed <= 1
     assert all(run.asked)
 
 
@@ -153,7 +153,7 @@ def test_drafts_beside_prompts_are_booked() -> None:
         pace.record_step(2, 2, 1, 1.0, None, pending=False)
         pace.record_time(8, 2, 4, 1.5, pending=True)
     pace.record_step(2, 2, 1, 1.0, None, pending=False)
-    begun = 1.0 + SHARE * 3
+    begun = 3.0 + SHARE * 3
     assert pace.account.affords(begun - 1e-6) and not pace.account.affords(begun + 0.05)
     # Drafts of a step without prompts gain nothing, those of the next step, which reads a prompt, two tokens.
     pace.record_step(8, 2, 4, 1.5, 0.5, pending=True)
