@@ -76,6 +76,9 @@ class _Windows:
         found: list[int] = []
         start, width = 0, self._size
         window = self._encoded(start, width)
+        # What a cut was accepted for: the id that the window begins with. And the windows before: start, width, such an
+        # id, and how many ids were found before them.
+        first, taken = list(window.ids[:1]), list[tuple[int, int, list[int], int]]()
         while start + width < len(self._text):
             limit.check(before + len(found))
             ids = window.ids
@@ -84,14 +87,24 @@ class _Windows:
                 token, offset = cut
                 following = self._encoded(start + offset, self._size)
                 if following.ids[:1] == ids[token : token + 1]:
+                    taken.append((start, width, first, len(found)))
                     found += ids[:token]
-                    start, width, window = start + offset, self._size, following
+                    start, width, window, first = start + offset, self._size, following, ids[token : token + 1]
                     continue
-            width *= 2
-            if width > _LARGEST:
-                raise RequestError(f"the prompt has a run of {width // 2} characters that cannot be tokenised in parts")
-            window = self._encoded(start, width)
+            window, width = self._widened(start, width)
+            # A mark behind the end may compose with the first character: then the cut before it was wrong.
+            while taken and window.ids[:1] != first:
+                start, width, first, count = taken.pop()
+                del found[count:]
+                window, width = self._widened(start, width)
         return found + list(window.ids)
+
+    def _widened(self, start: int, width: int) -> tuple[Any, int]:
+        """A window of twice the width, and that width."""
+        width *= 2
+        if width > _LARGEST:
+            raise RequestError(f"the prompt has a run of {width // 2} characters that cannot be tokenised in parts")
+        return self._encoded(start, width), width
 
     def _encoded(self, start: int, width: int) -> Any:
         end = min(start + width, len(self._text))

@@ -107,6 +107,14 @@ def test_characters_that_compose(run: str, lead: str, pre: str) -> None:
         assert pieces.encode(text, specials=True) == whole.encode(text, specials=True), length
 
 
+def test_a_mark_far_behind_a_cut_composes_with_the_character_there() -> None:
+    # The dot goes below the last b, whose first byte the a before it then merges with.
+    whole, pieces = pair(merging("qwen35"), composes=True)
+    for marks in range(100):
+        text = "ab" * 50 + "\u0301" * marks + "\u0323"
+        assert pieces.encode(text, specials=True) == whole.encode(text, specials=True), marks
+
+
 def test_python_knows_the_characters_that_composing_moves() -> None:
     # U+0323 composes with the `a` past a character of another combining class, and not past a starter.
     starters = [char for char in map(chr, range(0x300, 0x20000)) if not "\ud800" <= char < "\ue000" and not moves(char)]
