@@ -11,7 +11,8 @@ Within a word (runs of letters, digits, marks or whitespace; for some vocabulari
 leftmost pair of the best rank first. Of tokens a b of an encoding, no merge crosses the boundary, so `ab` alone encodes
 as a b; and a sequence of tokens in which each adjacent pair encodes as itself is the encoding of its text, because a
 first merge across some boundary would also happen in that pair alone. A window that begins with the token that follows
-the cut in the window before thus continues its encoding. If it does not begin so, a larger window is tried.
+the cut in the window before thus continues its encoding. If it does not begin so, a larger window is tried; and if a
+window no longer begins so once it is larger, the window before it is tried larger instead.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ class _Windows:
         found: list[int] = []
         start, width = 0, self._size
         window = self._encoded(start, width)
-        # What a cut was accepted for: the id that the window begins with. And the windows before: start, width, such an
-        # id, and how many ids were found before them.
+        # The first id of the window, for which the cut before it was accepted; and start, width, first id and number of
+        # ids before it of each window in front.
         first, taken = list(window.ids[:1]), list[tuple[int, int, list[int], int]]()
         while start + width < len(self._text):
             limit.check(before + len(found))

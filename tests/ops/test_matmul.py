@@ -171,8 +171,9 @@ def test_rows_do_not_depend_on_their_neighbours(
     checks.check_neighbours(device, name, rows, cols, counts)
 
 
-#: four and eight chains, columns that end within a step, and features within a block
+#: tiles as a whole and chains together, of check_grouped_waves
 Deal = tuple[int, int] | None
+#: four and eight chains, columns that end within a step, and features within a block
 COMPANY = [("Q4_K", 70, 1280), ("Q5_K", 33, 2304), ("Q6_K", 37, 1280), ("Q6_K", 33, 4096)]
 
 

@@ -111,24 +111,31 @@ def check_parts(device: Device, n: int) -> None:
         np.testing.assert_array_equal(together, apart)
 
 
+@contextlib.contextmanager
+def _launched(device: Device) -> Iterator[list[str]]:
+    """The kernels that the device launches within."""
+    kernels, launch = list[str](), type(device).launch
+
+    def record(self: Device, source: str, kernel: str, *args: Any, **options: Any) -> None:
+        kernels.append(kernel)
+        launch(self, source, kernel, *args, **options)
+
+    with mock.patch.object(type(device), "launch", record):
+        yield kernels
+
+
 def check_company(device: Device, names: Sequence[str], rows: int, cols: int, counts: Sequence[int]) -> None:
     """Rows have the bits in company that they have alone, up to MANY_ROWS of them, by the kernel for so many."""
     tensors = [random_tensor(name, rows, cols, seed=5 + number) for number, name in enumerate(names)]
-    weight, launched = upload_weight(device, tensors), list[str]()
-    launch = type(device).launch
-
-    def record(self: Device, source: str, kernel: str, *args: Any, **options: Any) -> None:
-        launched.append(kernel)
-        launch(self, source, kernel, *args, **options)
-
-    x = _x(max(counts), cols, seed=6)
+    weight, x = upload_weight(device, tensors), _x(max(counts), cols, seed=6)
     alone = [device.download(matmul(device, device.upload(x[at : at + 1]), weight)) for at in range(max(counts))]
-    with mock.patch.object(type(device), "launch", record):
+    with _launched(device) as kernels:
         for n in counts:
             together = device.download(matmul(device, device.upload(x[:n]), weight))
             np.testing.assert_array_equal(together, np.concatenate(alone[:n]), err_msg=f"{n} rows")
-    many = [kernel for kernel in launched if kernel in ("matmul_rows", "matmul_rows_wgmma")]
-    assert len(many) == len(counts) * len(weight.parts)
+    grouped = sum(matmul_rows_wgmma.serves(device, part.type) for part in weight.parts)
+    assert kernels.count("matmul_rows_wgmma") == len(counts) * grouped
+    assert kernels.count("matmul_rows") == len(counts) * (len(weight.parts) - grouped)
 
 
 def check_grouped_waves(
@@ -139,13 +146,8 @@ def check_grouped_waves(
     `deal`: so many tiles of each part are taken as a whole, of the others so many chains together; None: as the device
     deals them. `first`: of the weight's rows that are multiplied.
     """
-    weight, launched = upload_weight(device, tensors), list[str]()
+    weight, dealt = upload_weight(device, tensors), matmul_rows_wgmma.dealt
     weight = weight.cut(range(first, weight.rows))
-    launch, dealt = type(device).launch, matmul_rows_wgmma.dealt
-
-    def record(self: Device, source: str, kernel: str, *args: Any, **options: Any) -> None:
-        launched.append(kernel)
-        launch(self, source, kernel, *args, **options)
 
     def dealing(tiles: int, turns: int, units: int, bits: int, blocks: int) -> matmul_rows_wgmma.Dealing:
         if deal is None:
@@ -155,14 +157,13 @@ def check_grouped_waves(
         own = split * ((1 << bits) - together)
         return matmul_rows_wgmma.Dealing(whole, together, whole + split + -(-own // together))
 
-    with mock.patch.object(type(device), "launch", record), mock.patch.object(matmul_rows_wgmma, "dealt", dealing):
+    with mock.patch.object(matmul_rows_wgmma, "dealt", dealing), _launched(device) as kernels:
         together = device.download(matmul(device, device.upload(x), weight))
-        assert launched.count("matmul_rows_wgmma") == len(tensors)
-        assert deal is None or launched.count("add_chains") == sum(deal[0] * 128 < part.rows for part in weight.parts)
-        launched.clear()
-        with mock.patch.object(matmul_rows_wgmma, "serves", lambda *_: False):
-            alone = device.download(matmul(device, device.upload(x), weight))
-        assert launched.count("matmul_rows") == len(tensors)
+    assert kernels.count("matmul_rows_wgmma") == len(tensors)
+    assert deal is None or kernels.count("add_chains") == sum(deal[0] * 128 < part.rows for part in weight.parts)
+    with mock.patch.object(matmul_rows_wgmma, "serves", lambda *_: False), _launched(device) as kernels:
+        alone = device.download(matmul(device, device.upload(x), weight))
+    assert kernels.count("matmul_rows") == len(tensors)
     np.testing.assert_array_equal(together, alone)
     return together
 
@@ -214,16 +215,9 @@ def check_pair(device: Device, first: str, second: str, n: int) -> None:
     """Two tensors whose formats share a launch give the products of each, bit for bit; neither fills its last block."""
     tensors = [random_tensor("F16", 1, 1536, 1), random_tensor(first, 37, 1536, 2), random_tensor(second, 18, 1536, 3)]
     x = _x(n, 1536, seed=9)
-    launched: list[str] = []
-    launch = type(device).launch
-
-    def record(self: Device, source: str, *args: Any, **options: Any) -> None:
-        launched.append(source)
-        launch(self, source, *args, **options)
-
-    with mock.patch.object(type(device), "launch", record):
+    with _launched(device) as kernels:
         together = _product(device, x, tensors)
-    assert launched.count("matmul_int8_pair") == 1 and "matmul_int8" not in launched
+    assert kernels.count("matmul_int8_pair") == 1 and "matmul_int8" not in kernels
     apart = np.concatenate([_product(device, x, [t]) for t in tensors], axis=1)
     np.testing.assert_array_equal(together, apart)
 
