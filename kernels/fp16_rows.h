@@ -41,13 +41,17 @@ struct Fp16Row {
     // Whether the row has to be written again; every thread of the block asks. The scale is 1, or the power of two that
     // brings the row's largest finite magnitude to 2^14 or more but less than 2^15.
     __device__ __forceinline__ bool again() {
+        return factor == 1.0f && again(luce_block_max(most), luce_thread() == 0);
+    }
+
+    // The same for a row whose threads have found its largest finite magnitude; one of them, `first`, stores the scale.
+    __device__ __forceinline__ bool again(float largest, bool first) {
         if (factor != 1.0f) return false;
-        const float largest = luce_block_max(most);
         const int exponent = (int)(__float_as_uint(largest) >> 23) - 127;
         // The smallest rows would need more than a float's largest power of two.
         const int shift =
             largest == 0.0f || (exponent >= -7 && exponent <= 14) ? 0 : luce_min(14 - exponent, 126);
-        if (luce_thread() == 0) *scale = __uint_as_float((u32)(127 - shift) << 23);
+        if (first) *scale = __uint_as_float((u32)(127 - shift) << 23);
         factor = __uint_as_float((u32)(127 + shift) << 23);
         return shift != 0;
     }

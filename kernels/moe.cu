@@ -135,10 +135,25 @@ extern "C" __global__ void __launch_bounds__(LUCE_LANES)
     }
 }
 
-#define GROUP_THREADS 256
+// A multiprocessor has room for two blocks, so that those of 256 experts run at once on a large GPU.
+#define GROUP_THREADS 512
 #define GROUP_WAVES (GROUP_THREADS / LUCE_LANES)
+#define GROUP_IDS 4                          // that a lane loads at a time
+#define GROUP_STEP (GROUP_IDS * LUCE_LANES)  // ids of a wave
+#define GROUP_LOADS 4                        // of a lane that run at once
 
 LUCE_FN int ones(u64 mask) { return __popc((u32)mask) + __popc((u32)(mask >> 32)); }
+
+// Those from pair i on, a multiple of GROUP_IDS; -1 from `end` on. `whole`: ids and pairs allow loads of all at once.
+LUCE_FN void load_ids(const i32* __restrict__ ids, bool whole, int i, int end, i32 (&own)[GROUP_IDS]) {
+    if (whole) {
+        const int4 four = i < end ? *reinterpret_cast<const int4*>(ids + i) : make_int4(-1, -1, -1, -1);
+        own[0] = four.x, own[1] = four.y, own[2] = four.z, own[3] = four.w;
+    } else {
+#pragma unroll
+        for (int e = 0; e < GROUP_IDS; e++) own[e] = i + e < end ? ids[i + e] : -1;
+    }
+}
 
 // A counting sort. order [pairs]: the numbers of the pairs, by expert, those of one expert ascending. tiles [most, 3]:
 // expert, first place in `order`, and count of at most tile_rows pairs of one expert; the count is 0 (and the rest
@@ -152,61 +167,126 @@ extern "C" __global__ void __launch_bounds__(GROUP_THREADS)
     __shared__ i32 found[GROUP_WAVES];
     const int experts = (int)gridDim.x;
     const int expert = (int)blockIdx.x;
-    const int thread = luce_thread();
-
-    // Every block counts all experts itself: 16 KB of ids at 512 rows take less time than another launch.
-    for (int e = thread; e < experts; e += GROUP_THREADS) count[e] = 0;
-    luce_sync();
-    for (int i = thread; i < pairs; i += GROUP_THREADS) atomicAdd(&count[ids[i]], 1);
-    luce_sync();
-    int first = 0, tile = 0;
-    for (int e = thread; e < expert; e += GROUP_THREADS) {
-        first += count[e];
-        tile += luce_ceil_div(count[e], tile_rows);
-    }
-    first = luce_block_sum(first);
-    tile = luce_block_sum(tile);
-
-    const int own = count[expert];
-    const int end_tile = tile + luce_ceil_div(own, tile_rows);
-    for (int t = tile + thread; t < end_tile; t += GROUP_THREADS) {
-        const int done = (t - tile) * tile_rows;
-        tiles[t * 3] = expert;
-        tiles[t * 3 + 1] = first + done;
-        tiles[t * 3 + 2] = luce_min(tile_rows, own - done);
-    }
-    if (expert == experts - 1) {
-        for (int t = end_tile + thread; t < most; t += GROUP_THREADS) tiles[t * 3 + 2] = 0;
-    }
-
-    // Each wave takes a run of neighbouring pairs, so that the ballots alone give every pair its place.
     const int lane = luce_lane(), wave = luce_wave();
-    const int run = luce_ceil_div(pairs, GROUP_WAVES);
-    const int end = luce_min((wave + 1) * run, pairs);
+
+    // Every block counts the experts up to its own itself: 16 KB of ids at 512 rows take less time than another launch.
+    for (int e = luce_thread(); e <= expert; e += GROUP_THREADS) count[e] = 0;
+    luce_sync();
+    // Each wave takes a run of neighbouring pairs.
+    const int run = luce_ceil_div(pairs, GROUP_WAVES * GROUP_STEP) * GROUP_STEP;
+    const int begin = wave * run, end = luce_min(begin + run, pairs);
+    const bool whole = (u64)ids % 16 == 0 && pairs % GROUP_IDS == 0;
     int seen = 0;
-    for (int i = wave * run + lane; i - lane < end; i += LUCE_LANES) seen += ones(luce_ballot(i < end && ids[i] == expert));
+    for (int i = begin + lane * GROUP_IDS; i < end; i += GROUP_LOADS * GROUP_STEP) {
+        i32 own[GROUP_LOADS][GROUP_IDS];
+#pragma unroll
+        for (int load = 0; load < GROUP_LOADS; load++) load_ids(ids, whole, i + load * GROUP_STEP, end, own[load]);
+#pragma unroll
+        for (int load = 0; load < GROUP_LOADS; load++) {
+#pragma unroll
+            for (int e = 0; e < GROUP_IDS; e++) {
+                const i32 id = own[load][e];
+                if ((u32)id <= (u32)expert) atomicAdd(&count[id], 1);
+                seen += id == expert;
+            }
+        }
+    }
+    seen = luce_lane_sum(seen);
     if (lane == 0) found[wave] = seen;
     luce_sync();
+
+    int first = 0;  // the expert's place in `order`
+    for (int e = lane; e < expert; e += LUCE_LANES) first += count[e];
+    first = luce_lane_sum(first);
+    if (wave == 0) {
+        int tile = 0;
+        for (int e = lane; e < expert; e += LUCE_LANES) tile += luce_ceil_div(count[e], tile_rows);
+        tile = luce_lane_sum(tile);
+        const int all = count[expert];
+        const int end_tile = tile + luce_ceil_div(all, tile_rows);
+        for (int t = tile + lane; t < end_tile; t += LUCE_LANES) {
+            const int done = (t - tile) * tile_rows;
+            tiles[t * 3] = expert;
+            tiles[t * 3 + 1] = first + done;
+            tiles[t * 3 + 2] = luce_min(tile_rows, all - done);
+        }
+        if (expert == experts - 1) {
+            for (int t = end_tile + lane; t < most; t += LUCE_LANES) tiles[t * 3 + 2] = 0;
+        }
+    }
+
+    if (seen == 0) return;
     for (int w = 0; w < wave; w++) first += found[w];
-    for (int i = wave * run + lane; i - lane < end; i += LUCE_LANES) {
-        const bool mine = i < end && ids[i] == expert;
-        const u64 all = luce_ballot(mine);
-        if (mine) order[first + ones(all & (((u64)1 << lane) - 1))] = i;
-        first += ones(all);
+    for (int i = begin + lane * GROUP_IDS; i - lane * GROUP_IDS < end; i += GROUP_STEP) {
+        i32 own[GROUP_IDS];
+        load_ids(ids, whole, i, end, own);
+        int mine = 0;
+#pragma unroll
+        for (int e = 0; e < GROUP_IDS; e++) mine += own[e] == expert;
+        if (luce_ballot(mine != 0) == 0) continue;
+        // The pairs of the lanes below come first.
+        int at = first;
+#pragma unroll
+        for (int e = 0; e < GROUP_IDS; e++) {
+            const u64 all = luce_ballot(own[e] == expert);
+            at += ones(all & (((u64)1 << lane) - 1));
+            first += ones(all);
+        }
+#pragma unroll
+        for (int e = 0; e < GROUP_IDS; e++) {
+            if (own[e] == expert) order[at++] = i + e;
+        }
     }
 }
 
-// out[r, j] = sum over the slots s, ascending, of weights[r, s] * y[r, s, j]; y float32 [n, slots, rows].
-// Grid: (n, ceil(rows / the block's threads)).
-extern "C" __global__ void combine(const float* __restrict__ y, const float* __restrict__ weights,
-                                   float* __restrict__ out, int slots, int rows) {
+// Elements of a thread and slots whose loads run at once, as they hide the memory's latency.
+#define EACH 4
+#define SLOTS 4
+#define COMBINE_THREADS 256
+
+// out[r, j] = sum over the slots s, ascending, of weights[r, s] * y[r, s, j]; y float32 [n, slots, rows]. If `adds`,
+// plus shared[r, j], times the sigmoid of the row's gate if `gated`; gates are gate_stride elements apart.
+// Grid: (n, ceil(rows / (EACH * COMBINE_THREADS))) blocks of COMBINE_THREADS.
+extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
+    combine(const float* __restrict__ y, const float* __restrict__ weights, const float* __restrict__ shared,
+            const float* __restrict__ gate, float* __restrict__ out, int slots, int rows, int adds, int gated,
+            i64 gate_stride) {
     luce_await();
-    const int j = (int)(blockIdx.y * blockDim.x + threadIdx.x);
-    if (j >= rows) return;
-    const i64 pair = (i64)blockIdx.x * slots;
-    float sum = 0.0f;
-    for (int s = 0; s < slots; s++) sum = fmaf(weights[pair + s], y[(pair + s) * rows + j], sum);
-    out[(i64)blockIdx.x * rows + j] = sum;
+    const int j = (int)blockIdx.y * (EACH * COMBINE_THREADS) + (int)threadIdx.x;
+    const i64 at = (i64)blockIdx.x * rows + j;
+    y += (i64)blockIdx.x * slots * rows + j;
+    weights += (i64)blockIdx.x * slots;
+    const float z = gated ? gate[blockIdx.x * gate_stride] : 0.0f;
+    float more[EACH], sum[EACH];
+#pragma unroll
+    for (int e = 0; e < EACH; e++) {
+        more[e] = adds && j + e * COMBINE_THREADS < rows ? shared[at + e * COMBINE_THREADS] : 0.0f;
+        sum[e] = 0.0f;
+    }
+    for (int first = 0; first < slots; first += SLOTS) {
+        float own[SLOTS][EACH], weight[SLOTS];
+#pragma unroll
+        for (int i = 0; i < SLOTS; i++) {
+            const bool used = first + i < slots;
+            const float* from = y + (i64)(first + i) * rows;
+            weight[i] = used ? weights[first + i] : 0.0f;
+#pragma unroll
+            for (int e = 0; e < EACH; e++)
+                own[i][e] = used && j + e * COMBINE_THREADS < rows ? from[e * COMBINE_THREADS] : 0.0f;
+        }
+#pragma unroll
+        for (int i = 0; i < SLOTS; i++) {
+            if (first + i >= slots) break;
+#pragma unroll
+            for (int e = 0; e < EACH; e++) sum[e] = fmaf(weight[i], own[i][e], sum[e]);
+        }
+    }
+#pragma unroll
+    for (int e = 0; e < EACH; e++) {
+        if (j + e * COMBINE_THREADS >= rows) break;
+        if (adds) sum[e] += gated ? more[e] / (1.0f + expf(-z)) : more[e];
+        out[at + e * COMBINE_THREADS] = sum[e];
+    }
 }
 
 // y[pair, j] += bias[ids[pair], j]: y float32 [pairs, rows], bias [experts, rows]. Grid: (pairs, ceil(rows / the

@@ -8,7 +8,7 @@
 // As in tile.h, weights go from memory to the registers of the multiplication: a lane dequantises whole units of its
 // weight rows. wgmma takes columns of x as they lie in shared memory, so x is arranged to suit these units. Sums have
 // the order of tile.h, and on an H100 the same bits.
-#define WHOLE_BY_BITS 1
+#define NUMBERS_AS_HALVES 1
 #include "activation.h"
 #include "fp16_rows.h"
 #include "quants.h"
@@ -28,44 +28,81 @@
 #define PANEL (MOST_ROWS * 128)                // bytes of 64 columns of the tile's rows
 #define LANE_UNITS (SLICE / 4 / UNIT)          // units of a weight row that a lane has of a slice
 #define COPY_ROWS (THREADS / CHUNKS)           // rows that the block copies at a time
+// Slices from the one whose weights a lane loads to that whose weights it brings to the second-level cache. H200, 256
+// experts of 35B A3B with 64 rows each: gates and ups 283, 272, 282 us with 1, 2, 3, and 294 without.
+#define PREFETCHED 2
 
 static_assert(LANE_UNITS * RUNS % 2 == 0, "runs take turns with two sets of words");
 static_assert(SLICE % SPAN == 0 && SLICE % (4 * UNIT) == 0, "units do not cross slices");
 
-// The column of x in place `at` of its arrangement. A product of 16 places takes four from each lane of a weight row:
-// 2t, 2t + 1, 2t + 8 and 2t + 9.
+// The columns of x in the places from `at` on, a multiple of 8, of its arrangement: two neighbours for each of four
+// units. A product of 16 places takes four from each lane of a weight row, 2t, 2t + 1, 2t + 8 and 2t + 9, and places
+// 2t and 2t + 1 have the columns arranged(at) + unit_column(t) and the next one.
 LUCE_FN int arranged(int at) {
-    const int step = at % SLICE / 16, t = at % 8 / 2, e = step * 4 + at % 16 / 8 * 2 + at % 2;
-    const int unit = at / SLICE * (SLICE / UNIT) + e / UNIT * 4 + t;
-    return unit_column(unit) + e % UNIT / RUN * STEP + e % RUN;
+    const u32 place = (u32)at, e = place % SLICE / 16 * 4 + place % 16 / 8 * 2;
+    const u32 unit = place / SLICE * (SLICE / UNIT) + e / UNIT * 4;
+    return unit_column((int)unit) + (int)(e % UNIT / RUN * STEP + e % RUN);
+}
+static_assert(4 * UNIT % SPAN == 0 && RUN % 2 == 0, "four units begin a span, and a run has whole pairs of columns");
+
+#define ARRANGED_ROWS 4    // of a block of arrange_rows: one of each wave
+#define ARRANGED_PIECES 4  // of 8 places that a lane loads at once
+
+// What stands in the eight places from `at` on; zeros beyond the last column.
+LUCE_FN void load_arranged(const float* __restrict__ row, int at, int cols, float (&v)[8]) {
+    const int first = arranged(at);
+    row += first, cols -= first;
+    if (unit_column(3) + 1 < cols && (u64)row % 8 == 0) {
+#pragma unroll
+        for (int t = 0; t < 4; t++) {
+            const float2 two = *reinterpret_cast<const float2*>(row + unit_column(t));
+            v[t * 2] = two.x, v[t * 2 + 1] = two.y;
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            const int column = unit_column(i / 2) + i % 2;
+            v[i] = column < cols ? row[column] : 0.0f;
+        }
+    }
 }
 
-// Rows as rows_to_fp16 of fp16.cu has them, but arranged. Grid: one block per row.
-extern "C" __global__ void __launch_bounds__(256)
-    arrange_rows(const float* __restrict__ x, f16_t* __restrict__ half, float* __restrict__ scale, int slots, int cols,
-                 int padded, i64 x_row, i64 x_slot) {
+// Rows as rows_to_fp16 of fp16.cu has them, but arranged. Grid: ceil(n / ARRANGED_ROWS) blocks of ARRANGED_ROWS waves.
+extern "C" __global__ void __launch_bounds__(ARRANGED_ROWS * LUCE_LANES)
+    arrange_rows(const float* __restrict__ x, f16_t* __restrict__ half, float* __restrict__ scale, int n, int slots,
+                 int cols, int padded, i64 x_row, i64 x_slot) {
     luce_await();
-    const int r = (int)blockIdx.x;
+    const int r = (int)blockIdx.x * ARRANGED_ROWS + luce_wave(), lane = luce_lane();
+    if (r >= n) return;
     const float* row = x + r / slots * x_row + r % slots * x_slot;
     Fp16Row to(half + (i64)r * padded, scale + r);
     do {
-        for (int at = luce_thread() * 8; at < padded; at += luce_threads() * 8) {
-            float v[8];
+        for (int first = lane * 8; first < padded; first += ARRANGED_PIECES * LUCE_LANES * 8) {
+            float v[ARRANGED_PIECES][8];
 #pragma unroll
-            for (int i = 0; i < 8; i++) {
-                const int column = arranged(at + i);
-                v[i] = column < cols ? row[column] : 0.0f;
+            for (int p = 0; p < ARRANGED_PIECES; p++) {
+                const int at = first + p * (LUCE_LANES * 8);
+                if (at < padded) load_arranged(row, at, cols, v[p]);
             }
-            to.put(at, v);
+#pragma unroll
+            for (int p = 0; p < ARRANGED_PIECES; p++) {
+                const int at = first + p * (LUCE_LANES * 8);
+                if (at < padded) to.put(at, v[p]);
+            }
         }
-    } while (to.again());
+    } while (to.again(luce_lane_max(to.most), lane == 0));
 }
+
+// Where a row's results begin, and its scale.
+struct Row {
+    u32 place;
+    float scale;
+};
 
 struct Shared {
     alignas(1024) u8 x[STAGES][2 * PANEL];
     u32 source[MOST_ROWS];  // where the row's pieces begin
-    i32 pair[MOST_ROWS];
-    float scale[MOST_ROWS];
+    alignas(16) Row rows[MOST_ROWS];
 };
 
 struct Tile {
@@ -105,69 +142,83 @@ LUCE_FN void fetch_slice(const u8* const (&row)[2], int slice, int cols, Packed 
     }
 }
 
-// The results of a lane's features j (and j + 1, but with GATED).
-template <int N> LUCE_FN void write_results(const Tile& tile, const Shared& shared, int j, const float (&sum)[N / 8][4]) {
-    const int t = (int)(threadIdx.x % 4);
-    const bool pairs = j + 1 < tile.rows && ((u64)(tile.out + j) | (u64)tile.out_stride * 4) % 8 == 0;
+// Brings the 32-byte sectors that begin in a slice to the second-level cache: each of a row's four lanes another one.
+LUCE_FN void prefetch_slice(const u8* const (&row)[2], int slice, int cols) {
+    constexpr int BYTES = SLICE / 8 * BLOCK_BYTES / (BLOCK / 8);
+    const int last = (int)row_bytes(cols) - 1;
 #pragma unroll
-    for (int i = 0; i < N / 8; i++) {
+    for (int side = 0; side < 2; side++) {
 #pragma unroll
-        for (int e = 0; e < 2; e++) {
-            const int r = i * 8 + t * 2 + e;
-            if (r >= tile.count || j >= tile.rows) continue;
-            const float scale = shared.scale[r];
-            const float low = sum[i][e] * scale, high = sum[i][e + 2] * scale;
-            float* to = tile.out + (i64)shared.pair[r] * tile.out_stride + j;
-#if GATED
-            *to = gated(GATED - 1, low, high);
+        for (int i = 0; i < BYTES; i += 128) {
+            const int at = luce_min(slice * BYTES + i + (int)(threadIdx.x % 4) * 32, last);
+#if defined(__CUDA_ARCH__)
+            asm volatile("prefetch.global.L2 [%0];" ::"l"(row[side] + at));
 #else
-            if (pairs) {
-                *reinterpret_cast<float2*>(to) = make_float2(low, high);
-            } else {
-                to[0] = low;
-                if (j + 1 < tile.rows) to[1] = high;
-            }
+            (void)at;
 #endif
         }
     }
 }
 
+// The results of a lane's features j (and j + 1, but with GATED).
+template <int N> LUCE_FN void write_results(const Tile& tile, const Shared& shared, int j, const float (&sum)[N / 8][4]) {
+    if (j >= tile.rows) return;
+    const int t = (int)(threadIdx.x % 4);
+    float* const out = tile.out + j;
+    const auto write = [&](const bool both) {
+#pragma unroll
+        for (int i = 0; i < N / 8; i++) {
+            const uint4 two = *reinterpret_cast<const uint4*>(&shared.rows[i * 8 + t * 2]);
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                if (i * 8 + t * 2 + e >= tile.count) continue;
+                const float scale = __uint_as_float(e ? two.w : two.y);
+                const float low = sum[i][e] * scale, high = sum[i][e + 2] * scale;
+                float* const to = out + (e ? two.z : two.x);
+                if (GATED) {
+                    *to = gated(GATED ? GATED - 1 : 0, low, high);
+                } else if (both) {
+                    *reinterpret_cast<float2*>(to) = make_float2(low, high);
+                } else {
+                    to[0] = low;
+                    if (j + 1 < tile.rows) to[1] = high;
+                }
+            }
+        }
+    };
+    if (GATED || (j + 1 < tile.rows && ((u64)out | (u64)tile.out_stride * 4) % 8 == 0))
+        write(true);
+    else
+        write(false);
+}
+
 // N: rows of the tile, padded.
-template <int N> LUCE_FN void multiply(const Tile& tile, Shared& shared) {
-    const int slices = luce_ceil_div(tile.cols, SLICE);
-    // Short rows stay in shared memory for all features.
-    const bool stays = slices <= STAGES;
-    const int copies = stays ? slices : tile.blocks * slices;
-    // The thread copies one piece of every COPY_ROWS-th row.
+template <int N> LUCE_FN void multiply(const Tile& tile, const u8* (&row)[2], Shared& shared) {
+    const int slices = luce_ceil_div(tile.cols, SLICE), blocks = GATED ? 1 : tile.blocks;
+    // The thread copies one piece of every COPY_ROWS-th row. Of several blocks, slices of x stay in shared memory.
     const int first = (int)(threadIdx.x / CHUNKS), chunk = (int)(threadIdx.x % CHUNKS);
     u8* const to = shared.x[0] + chunk / 8 * PANEL + first * 128 + (chunk ^ first) % 8 * 16;
     constexpr int COPIES = (N + COPY_ROWS - 1) / COPY_ROWS;
     u32 from[COPIES];
 #pragma unroll
     for (int i = 0; i < COPIES; i++) from[i] = shared.source[luce_min(first + i * COPY_ROWS, MOST_ROWS - 1)] + chunk;
-    int copied = 0, next_slice = 0, next_slot = 0;
-    auto copy = [&] {
-        if (copied < copies) {
-            const uint4* x = tile.x + next_slice * CHUNKS;
-            u8* slot = to + next_slot * (2 * PANEL);
+    const auto copy = [&](int slice) {
+        if (slice < slices) {
+            const uint4* x = tile.x + slice * CHUNKS;
+            u8* slot = to + slice % STAGES * (2 * PANEL);
 #pragma unroll
             for (int i = 0; i < COPIES; i++) luce_copy16(slot + i * (COPY_ROWS * 128), x + from[i], true);
         }
         luce_copy_close();
-        copied++;
-        next_slice = next_slice + 1 == slices ? 0 : next_slice + 1;
-        next_slot = next_slot + 1 == STAGES ? 0 : next_slot + 1;
     };
-    for (int i = 0; i < STAGES - 2; i++) copy();
-
     const luce_rows_t x0 = luce_wgmma_rows_at(shared.x[0]);
-    const u8* row[2];
+    for (int i = 0; i < STAGES - 2; i++) copy(i);
     Packed packed[2][LANE_UNITS];
-    lane_rows(tile, 0, row);
     fetch_slice(row, 0, tile.cols, packed);
-    int slot = 0;
 #pragma unroll 1
-    for (int block = 0; block < tile.blocks; block++) {
+    for (int i = 1; i < PREFETCHED; i++) prefetch_slice(row, i, tile.cols);
+#pragma unroll 1
+    for (int block = 0; block < blocks; block++) {
         float sum[N / 8][4];
 #pragma unroll
         for (int i = 0; i < N / 8; i++) {
@@ -177,16 +228,16 @@ template <int N> LUCE_FN void multiply(const Tile& tile, Shared& shared) {
         u32 words[2][RUN / 4][4];
 #pragma unroll 1
         for (int slice = 0; slice < slices; slice++) {
-            if (!stays || block == 0) {
+            const bool last = slice + 1 == slices;
+            if (block == 0) {
                 // A slot is written again two slices after its own: its products have ended, as at most those of one
                 // slice's last run are in flight.
                 luce_copy_wait<STAGES - 3>();
                 luce_wgmma_share();
                 luce_sync();
-                copy();
+                copy(slice + STAGES - 2);
             }
-            const luce_rows_t x = luce_wgmma_rows_further(x0, (stays ? slice : slot) * (2 * PANEL));
-            slot = slot + 1 == STAGES ? 0 : slot + 1;
+            const luce_rows_t x = luce_wgmma_rows_further(x0, slice % STAGES * (2 * PANEL));
 #pragma unroll
             for (int part = 0; part < LANE_UNITS; part++) {
 #pragma unroll
@@ -208,9 +259,9 @@ template <int N> LUCE_FN void multiply(const Tile& tile, Shared& shared) {
                     }
                     luce_wgmma_close();
                     if (run == RUNS - 1 && part == LANE_UNITS - 1) {
-                        const bool last = slice + 1 == slices;
-                        if (last) lane_rows(tile, luce_min(block + 1, tile.blocks - 1), row);
+                        if (last && !GATED) lane_rows(tile, luce_min(block + 1, blocks - 1), row);
                         fetch_slice(row, last ? 0 : slice + 1, tile.cols, packed);
+                        prefetch_slice(row, (last ? 0 : slice + 1) + PREFETCHED, tile.cols);
                     }
                     luce_wgmma_wait<1>();
                 }
@@ -226,7 +277,8 @@ template <int N> LUCE_FN void multiply(const Tile& tile, Shared& shared) {
 // rows. An expert's matrices in blocks of QTYPE begin expert_rows rows apart, gates or weights at `weight`, ups at
 // `ups`. x arranged, rows x_stride elements apart; out float32 with out_stride elements from pair to pair. Tiles of at
 // most MOST_ROWS pairs as group_pairs of moe.cu makes them.
-// Grid: (tiles, ceil(rows / (FEATURES * blocks))) blocks of THREADS; tiles of no pairs are left out.
+// Grid: (tiles, ceil(rows / (FEATURES * blocks))) blocks of THREADS; tiles of no pairs are left out. `blocks` is 1 with
+// GATED, and for more than STAGES slices.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     expert_rows(const u8* __restrict__ weight, const u8* __restrict__ ups, const f16_t* __restrict__ x,
                 const float* __restrict__ scale, const i32* __restrict__ order, const i32* __restrict__ tiles,
@@ -237,15 +289,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int count = tiles[blockIdx.x * 3 + 2];
     if (count == 0) return;
     const int place = tiles[blockIdx.x * 3 + 1];
-    for (int i = (int)threadIdx.x; i < MOST_ROWS; i += THREADS) {
-        // Rows beyond the last repeat it, and their results are not written.
-        const int pair = order[place + luce_min(i, count - 1)], source = pair / share;
-        all->pair[i] = pair;
-        all->source[i] = (u32)source * (u32)(x_stride / 8);
-        all->scale[i] = scale[source];
-    }
-    luce_sync();
-
     Tile tile;
     const i64 expert = (i64)tiles[blockIdx.x * 3] * expert_rows * row_bytes(cols);
     tile.low = weight + expert;
@@ -258,13 +301,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     tile.rows = rows;
     tile.cols = cols;
     tile.out_stride = out_stride;
+    static_assert(MOST_ROWS <= THREADS, "a thread has a row");
+    if (const int r = (int)threadIdx.x; r < MOST_ROWS) {
+        // Rows beyond the last repeat it, and their results are not written.
+        const int pair = order[place + luce_min(r, count - 1)], source = pair / share;
+        all->rows[r] = Row{(u32)pair * (u32)out_stride, scale[source]};
+        all->source[r] = (u32)source * (u32)(x_stride / 8);
+    }
+    luce_sync();
+    const u8* row[2];
+    lane_rows(tile, 0, row);
     switch (luce_ceil_div(count, 16)) {
-    case 1: multiply<16>(tile, *all); break;
-    case 2: multiply<32>(tile, *all); break;
-    case 3: multiply<48>(tile, *all); break;
-    case 4: multiply<64>(tile, *all); break;
-    case 5: multiply<80>(tile, *all); break;
-    default: multiply<96>(tile, *all);
+    case 1: multiply<16>(tile, row, *all); break;
+    case 2: multiply<32>(tile, row, *all); break;
+    case 3: multiply<48>(tile, row, *all); break;
+    case 4: multiply<64>(tile, row, *all); break;
+    case 5: multiply<80>(tile, row, *all); break;
+    default: multiply<96>(tile, row, *all);
     }
 }
 

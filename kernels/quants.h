@@ -213,6 +213,15 @@ template <int COUNT> LUCE_FN void read_words(const u8* from, u32* to) {
 #endif
 }
 
+// The lower halves of two words, or the upper ones.
+LUCE_FN u32 luce_u16_pair(u32 low, u32 high, int upper) {
+#if defined(__CUDA_ARCH__)
+    return __byte_perm(low, high, upper ? 0x7632u : 0x5410u);
+#else
+    return (low >> upper * 16 & 0xffff) | high >> upper * 16 << 16;
+#endif
+}
+
 LUCE_FN float half_of(u32 word, int side) { return luce_f32(f16_t{(u16)(word >> (side * 16))}); }
 
 #if (QTYPE >= IQ2_XXS && QTYPE <= IQ1_S) || QTYPE == IQ3_S || QTYPE == IQ2_S || QTYPE == IQ1_M
@@ -412,12 +421,22 @@ LUCE_FN void unpack_run(const Packed& packed, int unit, int run, float* __restri
     // The group of 64 columns has two scales and two minima, 6 bits each. Of groups 0 and 1 they lie whole in 16 bits
     // each, of groups 2 and 3 the upper two bits of each are in what the former leave free.
     const int group = unit % UNITS / 2;
+#if NUMBERS_AS_HALVES
+    // Both runs' scales and minima at once, as bytes; those of a run are subnormal fp16 numbers, 2^-24 of their values.
+    const u32 sixes = luce_u16_pair(packed.scales[1], packed.scales[2], group % 2);
+    const u32 fours = luce_u16_pair(packed.scales[3], packed.scales[3] >> 4, group % 2);
+    const u32 bits = group < 2 ? sixes & 0x3f3f3f3f : (fours & 0x0f0f0f0f) | (sixes >> 2 & 0x30303030);
+    const u32 own = masked(bits >> (run * 8), 0x00ff00ff);
+    const float scale = half_of(packed.scales[0], 0) * 0x1p24f * half_of(own, 0);
+    const float minimum = half_of(packed.scales[0], 1) * 0x1p24f * half_of(own, 1);
+#else
     const int side = group % 2 * 16 + run * 8;
     const u32 first = packed.scales[1] >> side, second = packed.scales[2] >> side, third = packed.scales[3] >> side;
     const u32 scale_bits = group < 2 ? first & 63 : (third & 15) | (first >> 2 & 48);
     const u32 minimum_bits = group < 2 ? second & 63 : (third >> 4 & 15) | (second >> 2 & 48);
     const float scale = half_of(packed.scales[0], 0) * (float)scale_bits;
     const float minimum = half_of(packed.scales[0], 1) * (float)minimum_bits;
+#endif
 #pragma unroll
     for (int i = 0; i < 4; i++) {
 #if QTYPE == Q4_K

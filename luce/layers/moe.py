@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from gguf import GGMLQuantizationType
+
 from luce.layers.mlp import GatedMLPLayer
 from luce.layers.routed_experts import OffloadedExperts, RoutedExperts
 from luce.models.spec import MoE
-from luce.ops.activation import FUSED, add, add_gated
-from luce.ops.matmul import int8_group, matmul
-from luce.ops.moe import route
+from luce.ops.activation import FUSED
+from luce.ops.matmul import int8_group, matmul, matmul_row
+from luce.ops.moe import add_shared, combine, route
 from luce.ops.moe_int8 import expert_mlp, expert_weights
 from luce.ops.quantise import Quantised, quantise
 from luce.ops.weight import Weight
 from luce.runtime.device import Array, Device
+
+#: from so many rows on, a prompt's products with the router leave the shared MLP's gate out: the library multiplies
+#: tiles of features, and a 257th feature would be one tile more
+GATE_APART = 1024
 
 
 class MoELayer:
@@ -36,6 +42,11 @@ class MoELayer:
         self._bias = bias
         self._expert_scale = expert_scale
         self._router = router
+        #: for many rows, the router's rows of the experts and that of the gate
+        self._apart: tuple[Weight, Weight] | None = None
+        plain = router.bias is None and all(part.type == GGMLQuantizationType.F32 for part in router.parts)
+        if spec.shared_gate and plain and device.blas and not device.host:
+            self._apart = router.cut(range(spec.experts)), router.cut(range(spec.experts, spec.experts + 1))
         self._experts = experts
         self._shared = shared
         self._int8 = self._joined = None
@@ -54,10 +65,10 @@ class MoELayer:
     def __call__(self, y: Array | Quantised, routed_by: Array | None = None) -> Array:
         """y float32 [rows, hidden] -> float32 [rows, hidden]; the router reads `routed_by`, or y if that is None."""
         device, spec = self._device, self._spec
-        scores = matmul(device, y if routed_by is None else routed_by, self._router)
+        scores, shared_gate = self._scores(y if routed_by is None else routed_by)
         routing = route(
             device,
-            scores[:, : spec.experts],
+            scores,
             top_k=spec.used,
             gating=spec.gating,
             bias=self._bias,
@@ -67,25 +78,28 @@ class MoELayer:
             groups=spec.groups,
             multiplies=isinstance(self._experts, RoutedExperts),
         )
-        shared_gate = scores[:, spec.experts :] if spec.shared_gate else None
         if isinstance(self._experts, OffloadedExperts):
             finish = self._experts.begin(y.x if isinstance(y, Quantised) else y, routing)
             # The device computes the shared MLP while the CPU computes the experts.
             shared = None if self._shared is None else self._shared(y)
-            return self._sum(finish(), shared, shared_gate)
-        if self._int8 is not None and (group := int8_group(device, y.shape[0], self.input_weight)):
+            out = finish()
+        elif self._int8 is not None and (group := int8_group(device, y.shape[0], self.input_weight)):
             x = y if isinstance(y, Quantised) else quantise(device, y, group)
             joined, gate = self._joined, None if self._joined is None else shared_gate
             out = expert_mlp(device, x, routing.ids, routing.weights, self._int8, spec.activation, joined, gate)
-            if joined is not None:
-                return out
+            shared = None if self._shared is None or joined is not None else self._shared(y)
         else:
-            out = self._experts(y.x if isinstance(y, Quantised) else y, routing)
-        return self._sum(out, None if self._shared is None else self._shared(y), shared_gate)
-
-    def _sum(self, out: Array, shared: Array | None, shared_gate: Array | None) -> Array:
-        if shared is not None and shared_gate is not None:
-            add_gated(self._device, out, shared, shared_gate)
-        elif shared is not None:
-            add(self._device, out, shared)
+            results = self._experts.results(y.x if isinstance(y, Quantised) else y, routing)
+            shared = None if self._shared is None else self._shared(y)
+            return combine(device, results, routing.weights, shared, shared_gate)
+        if shared is not None:
+            add_shared(device, out, shared, shared_gate)
         return out
+
+    def _scores(self, x: Array | Quantised) -> tuple[Array, Array | None]:
+        """Of the experts, and the shared MLP's gate."""
+        if self._apart is not None and not isinstance(x, Quantised) and x.shape[0] >= GATE_APART:
+            experts, gate = self._apart
+            return matmul(self._device, x, experts), matmul_row(self._device, x, gate)
+        scores, count = matmul(self._device, x, self._router), self._spec.experts
+        return scores[:, :count], scores[:, count:] if self._spec.shared_gate else None

@@ -34,13 +34,12 @@ class RoutedExperts:
         self.down = down
         self._spec = spec
 
-    def __call__(self, y: Array, routing: Routing) -> Array:
-        """The weighted results of the chosen experts, one operation after another: y float32 [rows, hidden] -> the
-        same."""
+    def results(self, y: Array, routing: Routing) -> Array:
+        """What each chosen expert makes of its row, one operation after another: y float32 [rows, hidden] -> float32
+        [rows, used, hidden], for `combine`."""
         device, spec, rows = self.device, self._spec, y.shape[0]
         inner = gated_experts(device, y, self.gate_up, spec.experts, routing, spec.activation)
-        outer = expert_matmul(device, inner.reshape(rows, spec.used, spec.hidden), self.down, spec.experts, routing)
-        return combine(device, outer, routing.weights)
+        return expert_matmul(device, inner.reshape(rows, spec.used, spec.hidden), self.down, spec.experts, routing)
 
 
 def load_experts(
@@ -102,7 +101,8 @@ class OffloadedExperts:
         def compute(out: Array) -> None:
             rows, ids, weights = (wait() for wait in waits)
             sums = self._rows.like(len(waits), out)
-            sums[...] = self._experts(rows, Routing(ids, weights, None))
+            results = self._experts.results(rows, Routing(ids, weights, None))
+            sums[...] = combine(self._experts.device, results, weights)
             device.write(out, sums)
 
         def finish() -> Array:

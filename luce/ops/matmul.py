@@ -82,6 +82,19 @@ def matmul(device: Device, x: Rows, weight: Weight) -> Array:
     return out
 
 
+def matmul_row(device: Device, x: Array, row: Weight) -> Array:
+    """x float32 [n, cols] contiguous times a weight of one row in F32, on a GPU: float32 [n, 1].
+
+    x takes the place of the weight, and the row that of x, in the kernel of few rows: a library would multiply a whole
+    tile of features.
+    """
+    (part,), n = row.parts, x.shape[0]
+    out = device.empty((n, 1))
+    weight = Weight(n, row.cols, (WeightPart(x.view(np.uint8), GGMLQuantizationType.F32, 0, n),))
+    _vec(device, part.data.view(np.float32), weight.parts[0], weight, out.reshape(1, n))
+    return out
+
+
 def invariant_rows(device: Device, weight: Weight) -> int:
     """Up to how many rows the bits of a row of a product do not depend on the number of rows, as far as that is known:
     FEW_ROWS or MANY_ROWS."""

@@ -19,7 +19,7 @@ import numpy as np
 from gguf import GGMLQuantizationType
 
 from luce.ops import moe_prefill
-from luce.ops.activation import gated_activation
+from luce.ops.activation import add, add_gated, gated_activation
 from luce.ops.fp16 import Fp16Rows, to_fp16
 from luce.ops.matmul import FEW_ROWS, MANY_ROWS, matmul
 from luce.ops.matmul_packed import multiply_experts
@@ -39,9 +39,9 @@ MAX_CHOSEN = 16
 #: most groups of experts: lanes of the narrowest wave
 MAX_GROUPS = 32
 # The constants of moe.cu and moe_matmul.cu.
-_GROUP_THREADS = 256
+_GROUP_THREADS = 512
 _WAVES, _FEATURES = 4, 2
-_COMBINE_THREADS = 256
+_COMBINE_THREADS, _COMBINE_EACH = 256, 4
 
 
 @dataclass(frozen=True)
@@ -206,19 +206,39 @@ def add_expert_bias(device: Device, y: Array, bias: Array, ids: Array) -> None:
     device.launch("moe", "add_expert_bias", grid, (_COMBINE_THREADS,), (y, bias, ids, np.int32(rows)))
 
 
-def combine(device: Device, y: Array, weights: Array) -> Array:
-    """Sum over the slots, in their order, of weights[r, s] * y[r, s]: y float32 [n, k, rows], weights float32 [n, k]
+def combine(
+    device: Device, y: Array, weights: Array, shared: Array | None = None, shared_gate: Array | None = None
+) -> Array:
+    """Sum over the slots, in their order, of weights[r, s] * y[r, s], plus shared[r], which is multiplied by
+    sigmoid(shared_gate[r]) if there is a gate.
 
-    -> float32 [n, rows].
+    y float32 [n, k, rows], weights float32 [n, k], shared float32 [n, rows] contiguous, shared_gate float32 [n, 1] (any
+    row stride) -> float32 [n, rows].
     """
     n, k, rows = y.shape
     if isinstance(device, HostDevice):
-        return device.compute(_host_combine, (n, rows), y, weights)
+        out = device.compute(_host_combine, (n, rows), y, weights)
+        if shared is not None:
+            add_shared(device, out, shared, shared_gate)
+        return out
     out = device.empty((n, rows))
     if n:
-        grid = (n, -(-rows // _COMBINE_THREADS))
-        device.launch("moe", "combine", grid, (_COMBINE_THREADS,), (y, weights, out, np.int32(k), np.int32(rows)))
+        # The kernel does not dereference what there is none of.
+        more = y if shared is None else shared
+        gate, stride = (weights, 0) if shared_gate is None else (shared_gate, shared_gate.strides[0] // 4)
+        sizes = (np.int32(k), np.int32(rows), np.int32(shared is not None), np.int32(shared_gate is not None))
+        grid = (n, -(-rows // (_COMBINE_EACH * _COMBINE_THREADS)))
+        args = (y, weights, more, gate, out, *sizes, np.int64(stride))
+        device.launch("moe", "combine", grid, (_COMBINE_THREADS,), args)
     return out
+
+
+def add_shared(device: Device, out: Array, shared: Array, shared_gate: Array | None) -> None:
+    """out += shared, which is multiplied by sigmoid(shared_gate) if there is a gate, in place, as in `combine`."""
+    if shared_gate is None:
+        add(device, out, shared)
+    else:
+        add_gated(device, out, shared, shared_gate)
 
 
 def _few(device: Device, x: Array, weight: Weight, experts: int, ids: Array, out: Array) -> None:

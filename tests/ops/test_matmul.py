@@ -362,6 +362,11 @@ def test_two_formats_in_one_launch(device: Device, n: int, first: str, second: s
     checks.check_pair(device, first, second, n)
 
 
+@on_devices("n, cols", host=[], emulated=[(1, 32), (19, 1027)], gpu=[(2048, 2048), (1025, 2051)])
+def test_many_rows_and_one_row_of_weights(device: Device, n: int, cols: int) -> None:
+    checks.check_row(device, n, cols)
+
+
 @on_devices(
     "name, cols, n",
     host=[],

@@ -146,6 +146,8 @@ WGMMA = ("emulated, wgmma",)
         ([("Q4_K", 9), ("F16", 270)], PROMPT_ROWS, 2, 3, 256, False),
         # More slices than stay in shared memory, and columns that end within one.
         ([("Q8_0", 258)], PROMPT_ROWS, 1, 5, 640 + 32, True),
+        # An odd number of columns, and rows longer than what a wave loads at once.
+        ([("F16", 5)], PROMPT_ROWS, 1, 3, 1091, False),
         ([("F32", 3), ("Q4_K", 515)], PROMPT_ROWS + 3, 2, 70, 256, True),
     ],
     gpu=[(([(name, 300)], PROMPT_ROWS, 4, 12, 768, True)) for name in FORMATS],
@@ -164,6 +166,7 @@ def test_product_of_a_prompt(
     emulated=[
         (("Q4_K", "Q4_K"), PROMPT_ROWS, 2, 3, 130, 256, "silu", False),
         (("Q6_K", "Q6_K"), PROMPT_ROWS, 1, 3, 9, 256, "gelu", True),
+        (("Q4_K", "Q4_K"), PROMPT_ROWS, 1, 3, 9, 1280, "silu", False),
         (("Q4_K", "Q6_K"), PROMPT_ROWS, 1, 3, 9, 256, "silu", False),
         (("F32", "F32"), PROMPT_ROWS, 1, 3, 9, 32, "gelu", False),
     ],

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from luce.ops import matmul_int8, matmul_prefill, matmul_rows_wgmma
 from luce.ops.activation import gated_activation
 from luce.ops.fp16 import to_fp16
-from luce.ops.matmul import FEW_ROWS, matmul
+from luce.ops.matmul import FEW_ROWS, matmul, matmul_row
 from luce.ops.matmul_prefill import copy_bytes, store_copy
 from luce.ops.quantise import quantise, quantise_gated
 from luce.ops.weight import RawTensor, upload_weight
@@ -220,6 +220,15 @@ def check_pair(device: Device, first: str, second: str, n: int) -> None:
     assert kernels.count("matmul_int8_pair") == 1 and "matmul_int8" not in kernels
     apart = np.concatenate([_product(device, x, [t]) for t in tensors], axis=1)
     np.testing.assert_array_equal(together, apart)
+
+
+def check_row(device: Device, n: int, cols: int) -> None:
+    """Many rows times one row of weights, against float64."""
+    tensor, x = random_tensor("F32", 1, cols, seed=13), _x(n, cols, seed=14)
+    actual = device.download(matmul_row(device, device.upload(x), upload_weight(device, [tensor])))
+    w = decoded(tensor)
+    assert actual.shape == (n, 1)
+    assert (np.abs(actual - x.astype(np.float64) @ w.T) <= product_limit(x, w, fp16=False)).all()
 
 
 def check_row_stride(device: Device, name: str, n: int, cols: int) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.models.spec import ExpertGroups, Gating
-from luce.ops.moe import Routing, add_expert_bias, combine, expert_matmul, group, route
+from luce.ops.moe import Routing, add_expert_bias, add_shared, combine, expert_matmul, group, route
 from luce.ops.moe_int8 import expert_mlp, expert_weights
 from luce.ops.quantise import quantise
 from luce.ops.weight import RawTensor, Weight, WeightPart, upload_experts, upload_weight
@@ -323,6 +323,13 @@ def check_combine(device: Device, n: int, k: int, rows: int) -> None:
     assert actual.dtype == np.float32
     assert actual.shape == (n, rows)
     assert (np.abs(actual - terms.sum(axis=1)) <= k * 2.0**-24 * np.abs(terms).sum(axis=1)).all()
+    shared, gate = device.upload(rng.standard_normal((n, rows)).astype(np.float32)), device.upload(weights)[:, k - 1 :]
+    for own in (None, gate):
+        # Bits do not depend on whether one launch or two add the shared expert.
+        expected = device.upload(actual.copy())
+        add_shared(device, expected, shared, own)
+        together = combine(device, device.upload(y), device.upload(weights), shared, own)
+        np.testing.assert_array_equal(device.download(together), device.download(expected))
 
 
 def check_combine_order(device: Device) -> None:

@@ -162,7 +162,7 @@ def _moe(device: Device) -> None:
     op_checks_moe.check_ties(device, 256, 8, "gemma4")
     op_checks_moe.check_nan(device, 70, 4)
     op_checks_moe.check_grouped(device, "two best", 4, 8, 256, 8, 3, biased=True)
-    many = op_checks_moe.random_ids(150, 8, 40)
+    many = op_checks_moe.random_ids(300, 8, 40)
     op_checks_moe.check_product(device, [("Q8_0", 2)], many, experts=40, cols=32)
     op_checks_moe.check_combine(device, 2, 3, 300)
 
@@ -245,6 +245,8 @@ HARMLESS = (
     ("moe_prefill.cu", "LUCE_LANES"),  # never launched with 64
     ("moe.cu", "LUCE_LANES >= experts) break;"),
     ("moe.cu", "LUCE_LANES);\n        if (lane == winner)"),  # there are at most 32 groups
+    ("moe.cu", "LUCE_LANES) {\n            const int done"),  # two lanes write the same
+    ("moe.cu", "LUCE_LANES) tiles[t"),
     ("attention.cu", "luce_sync();\n    return true;"),  # add_keys begins with another one
 )
 SWAPPED = "luce_shfl(value, luce_lane() ^ mask ^ (luce_lane() / 2 == 3))"
