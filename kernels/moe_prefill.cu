@@ -216,8 +216,6 @@ template <int N> LUCE_FN void multiply(const Tile& tile, const u8* (&row)[2], Sh
     Packed packed[2][LANE_UNITS];
     fetch_slice(row, 0, tile.cols, packed);
 #pragma unroll 1
-    for (int i = 1; i < PREFETCHED; i++) prefetch_slice(row, i, tile.cols);
-#pragma unroll 1
     for (int block = 0; block < blocks; block++) {
         float sum[N / 8][4];
 #pragma unroll
@@ -261,7 +259,14 @@ template <int N> LUCE_FN void multiply(const Tile& tile, const u8* (&row)[2], Sh
                     if (run == RUNS - 1 && part == LANE_UNITS - 1) {
                         if (last && !GATED) lane_rows(tile, luce_min(block + 1, blocks - 1), row);
                         fetch_slice(row, last ? 0 : slice + 1, tile.cols, packed);
-                        prefetch_slice(row, (last ? 0 : slice + 1) + PREFETCHED, tile.cols);
+                        const int further = (last ? 0 : slice + 1) + PREFETCHED;
+                        if (further < slices) {
+                            prefetch_slice(row, further, tile.cols);
+                        } else if (block + 1 + last < blocks) {
+                            const u8* next[2];
+                            lane_rows(tile, block + 1 + last, next);
+                            prefetch_slice(next, further - slices, tile.cols);
+                        }
                     }
                     luce_wgmma_wait<1>();
                 }
@@ -301,6 +306,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     tile.rows = rows;
     tile.cols = cols;
     tile.out_stride = out_stride;
+    // The first weights come while the rows' places are loaded, one from the other.
+    const u8* row[2];
+    lane_rows(tile, 0, row);
+#pragma unroll 1
+    for (int i = 0; i <= PREFETCHED; i++) prefetch_slice(row, i, cols);
     static_assert(MOST_ROWS <= THREADS, "a thread has a row");
     if (const int r = (int)threadIdx.x; r < MOST_ROWS) {
         // Rows beyond the last repeat it, and their results are not written.
@@ -309,8 +319,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         all->source[r] = (u32)source * (u32)(x_stride / 8);
     }
     luce_sync();
-    const u8* row[2];
-    lane_rows(tile, 0, row);
     switch (luce_ceil_div(count, 16)) {
     case 1: multiply<16>(tile, row, *all); break;
     case 2: multiply<32>(tile, row, *all); break;
