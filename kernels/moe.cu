@@ -135,16 +135,17 @@ extern "C" __global__ void __launch_bounds__(LUCE_LANES)
     }
 }
 
-// A multiprocessor has room for two blocks, so that those of 256 experts run at once on a large GPU.
+// Two blocks fit on a multiprocessor, so that those of 256 experts run at once on a large GPU.
 #define GROUP_THREADS 512
 #define GROUP_WAVES (GROUP_THREADS / LUCE_LANES)
 #define GROUP_IDS 4                          // that a lane loads at a time
 #define GROUP_STEP (GROUP_IDS * LUCE_LANES)  // ids of a wave
-#define GROUP_LOADS 4                        // of a lane that run at once
+#define GROUP_LOADS 4                        // of a lane in flight at a time
 
 LUCE_FN int ones(u64 mask) { return __popc((u32)mask) + __popc((u32)(mask >> 32)); }
 
-// Those from pair i on, a multiple of GROUP_IDS; -1 from `end` on. `whole`: ids and pairs allow loads of all at once.
+// The ids of the pairs from i on, a multiple of GROUP_IDS; -1 from `end` on. `whole`: one load reads all of them, as
+// `ids` is aligned to it and `end` a multiple of GROUP_IDS.
 LUCE_FN void load_ids(const i32* __restrict__ ids, bool whole, int i, int end, i32 (&own)[GROUP_IDS]) {
     if (whole) {
         const int4 four = i < end ? *reinterpret_cast<const int4*>(ids + i) : make_int4(-1, -1, -1, -1);
@@ -202,13 +203,13 @@ extern "C" __global__ void __launch_bounds__(GROUP_THREADS)
         int tile = 0;
         for (int e = lane; e < expert; e += LUCE_LANES) tile += luce_ceil_div(count[e], tile_rows);
         tile = luce_lane_sum(tile);
-        const int all = count[expert];
-        const int end_tile = tile + luce_ceil_div(all, tile_rows);
+        const int total = count[expert];
+        const int end_tile = tile + luce_ceil_div(total, tile_rows);
         for (int t = tile + lane; t < end_tile; t += LUCE_LANES) {
             const int done = (t - tile) * tile_rows;
             tiles[t * 3] = expert;
             tiles[t * 3 + 1] = first + done;
-            tiles[t * 3 + 2] = luce_min(tile_rows, all - done);
+            tiles[t * 3 + 2] = luce_min(tile_rows, total - done);
         }
         if (expert == experts - 1) {
             for (int t = end_tile + lane; t < most; t += LUCE_LANES) tiles[t * 3 + 2] = 0;
@@ -220,17 +221,17 @@ extern "C" __global__ void __launch_bounds__(GROUP_THREADS)
     for (int i = begin + lane * GROUP_IDS; i - lane * GROUP_IDS < end; i += GROUP_STEP) {
         i32 own[GROUP_IDS];
         load_ids(ids, whole, i, end, own);
-        int mine = 0;
+        bool any = false;
 #pragma unroll
-        for (int e = 0; e < GROUP_IDS; e++) mine += own[e] == expert;
-        if (luce_ballot(mine != 0) == 0) continue;
-        // The pairs of the lanes below come first.
+        for (int e = 0; e < GROUP_IDS; e++) any |= own[e] == expert;
+        if (luce_ballot(any) == 0) continue;
+        // Lower lanes have earlier pairs.
         int at = first;
 #pragma unroll
         for (int e = 0; e < GROUP_IDS; e++) {
-            const u64 all = luce_ballot(own[e] == expert);
-            at += ones(all & (((u64)1 << lane) - 1));
-            first += ones(all);
+            const u64 mask = luce_ballot(own[e] == expert);
+            at += ones(mask & (((u64)1 << lane) - 1));
+            first += ones(mask);
         }
 #pragma unroll
         for (int e = 0; e < GROUP_IDS; e++) {
@@ -239,52 +240,51 @@ extern "C" __global__ void __launch_bounds__(GROUP_THREADS)
     }
 }
 
-// Elements of a thread and slots whose loads run at once, as they hide the memory's latency.
-#define EACH 4
-#define SLOTS 4
 #define COMBINE_THREADS 256
+#define COMBINE_EACH 4   // elements of a thread
+#define COMBINE_SLOTS 4  // whose loads are in flight at a time
 
 // out[r, j] = sum over the slots s, ascending, of weights[r, s] * y[r, s, j]; y float32 [n, slots, rows]. If `adds`,
 // plus shared[r, j], times the sigmoid of the row's gate if `gated`; gates are gate_stride elements apart.
-// Grid: (n, ceil(rows / (EACH * COMBINE_THREADS))) blocks of COMBINE_THREADS.
+// Grid: (n, ceil(rows / (COMBINE_EACH * COMBINE_THREADS))) blocks of COMBINE_THREADS.
 extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
     combine(const float* __restrict__ y, const float* __restrict__ weights, const float* __restrict__ shared,
             const float* __restrict__ gate, float* __restrict__ out, int slots, int rows, int adds, int gated,
             i64 gate_stride) {
     luce_await();
-    const int j = (int)blockIdx.y * (EACH * COMBINE_THREADS) + (int)threadIdx.x;
+    const int j = (int)blockIdx.y * (COMBINE_EACH * COMBINE_THREADS) + (int)threadIdx.x;
     const i64 at = (i64)blockIdx.x * rows + j;
     y += (i64)blockIdx.x * slots * rows + j;
     weights += (i64)blockIdx.x * slots;
-    const float z = gated ? gate[blockIdx.x * gate_stride] : 0.0f;
-    float more[EACH], sum[EACH];
+    const float score = gated ? gate[blockIdx.x * gate_stride] : 0.0f;
+    float addend[COMBINE_EACH], sum[COMBINE_EACH];
 #pragma unroll
-    for (int e = 0; e < EACH; e++) {
-        more[e] = adds && j + e * COMBINE_THREADS < rows ? shared[at + e * COMBINE_THREADS] : 0.0f;
+    for (int e = 0; e < COMBINE_EACH; e++) {
+        addend[e] = adds && j + e * COMBINE_THREADS < rows ? shared[at + e * COMBINE_THREADS] : 0.0f;
         sum[e] = 0.0f;
     }
-    for (int first = 0; first < slots; first += SLOTS) {
-        float own[SLOTS][EACH], weight[SLOTS];
+    for (int first = 0; first < slots; first += COMBINE_SLOTS) {
+        float own[COMBINE_SLOTS][COMBINE_EACH], weight[COMBINE_SLOTS];
 #pragma unroll
-        for (int i = 0; i < SLOTS; i++) {
+        for (int i = 0; i < COMBINE_SLOTS; i++) {
             const bool used = first + i < slots;
             const float* from = y + (i64)(first + i) * rows;
             weight[i] = used ? weights[first + i] : 0.0f;
 #pragma unroll
-            for (int e = 0; e < EACH; e++)
+            for (int e = 0; e < COMBINE_EACH; e++)
                 own[i][e] = used && j + e * COMBINE_THREADS < rows ? from[e * COMBINE_THREADS] : 0.0f;
         }
 #pragma unroll
-        for (int i = 0; i < SLOTS; i++) {
+        for (int i = 0; i < COMBINE_SLOTS; i++) {
             if (first + i >= slots) break;
 #pragma unroll
-            for (int e = 0; e < EACH; e++) sum[e] = fmaf(weight[i], own[i][e], sum[e]);
+            for (int e = 0; e < COMBINE_EACH; e++) sum[e] = fmaf(weight[i], own[i][e], sum[e]);
         }
     }
 #pragma unroll
-    for (int e = 0; e < EACH; e++) {
+    for (int e = 0; e < COMBINE_EACH; e++) {
         if (j + e * COMBINE_THREADS >= rows) break;
-        if (adds) sum[e] += gated ? more[e] / (1.0f + expf(-z)) : more[e];
+        if (adds) sum[e] += gated ? addend[e] / (1.0f + expf(-score)) : addend[e];
         out[at + e * COMBINE_THREADS] = sum[e];
     }
 }
