@@ -146,11 +146,16 @@ WGMMA = ("emulated, wgmma",)
         ([("Q4_K", 9), ("F16", 270)], PROMPT_ROWS, 2, 3, 256, False),
         # More slices than stay in shared memory, and columns that end within one.
         ([("Q8_0", 258)], PROMPT_ROWS, 1, 5, 640 + 32, True),
+        # More turns of features than a block has, the last of which are not whole.
+        ([("Q8_0", 1283)], PROMPT_ROWS, 1, 3, 160, False),
         # An odd number of columns, and rows longer than what a wave loads at once.
         ([("F16", 5)], PROMPT_ROWS, 1, 3, 1091, False),
         ([("F32", 3), ("Q4_K", 515)], PROMPT_ROWS + 3, 2, 70, 256, True),
     ],
-    gpu=[(([(name, 300)], PROMPT_ROWS, 4, 12, 768, True)) for name in FORMATS],
+    gpu=[
+        *(([(name, 300)], PROMPT_ROWS, 4, 12, 768, True) for name in FORMATS),
+        *(([(name, 1283)], PROMPT_ROWS, 4, 12, 512, True) for name in ("Q4_K", "Q6_K")),
+    ],
     emulated_devices=WGMMA,
 )
 def test_product_of_a_prompt(
