@@ -14,7 +14,9 @@
 #define SHARED_X 0
 #endif
 // Units of each row and chain in flight or in use.
+#ifndef TILE_STAGES
 #define TILE_STAGES 2
+#endif
 
 // From one row's units to the next row's in shared memory: an odd number of 16 bytes, so that eight rows of 16 bytes
 // lie in different banks.
@@ -259,26 +261,30 @@ LUCE_FN void add_tile_unit(const TileUnit (&unit)[TILES], const u8* x, SectionX 
 }
 #endif
 
-// The products of weight rows feature0 .. feature0 + 16 * TILES - 1, of which those from `rows` on stand for the last
-// one, with ROWS rows of x, by 32 * CHAINS threads. Shared memory: TILE_STAGES * TILE_STAGE bytes or what the result
-// takes. Returns, complete for all threads, partial[(chain * ROWS + r) * PARTIAL_STRIDE(16 * TILES) + feature].
-LUCE_FN const float* tile_sums(const u8* weight, const u8* x, int feature0, int rows, int cols, u8* shared) {
+// A row of a weight, and the end of its memory.
+struct TileRow {
+    const u8 *from, *end;
+};
+
+// The products of 16 * TILES weight rows of `cols` columns with ROWS rows of x, by 32 * CHAINS threads. `row(feature)`
+// returns TileRow; the rows of a tile are of one memory. Shared memory: TILE_STAGES * TILE_STAGE bytes, or as many
+// stages as there are steps of CHAINS units, or what the result takes. Returns, complete for all threads,
+// partial[(chain * ROWS + r) * PARTIAL_STRIDE(16 * TILES) + feature].
+template <typename Source> LUCE_FN const float* tile_sums(const Source& row, const u8* x, int cols, u8* shared) {
     const int units = whole_units(cols);
     const int thread = luce_thread(), chain = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
-    const u8* const end = weight + rows * row_bytes(cols);
-    const auto row = [&](int feature) { return weight + luce_min(feature0 + feature, rows - 1) * row_bytes(cols); };
 
     TileCopy mine[TILES];
 #pragma unroll
     for (int i = 0; i < TILES; i++)
-        mine[i] = {row(thread / SHARE + i * 16) + thread % SHARE * 16, (int)row_bytes(cols) - thread % SHARE * 16};
+        mine[i] = {row(thread / SHARE + i * 16).from + thread % SHARE * 16, (int)row_bytes(cols) - thread % SHARE * 16};
     u8* const to = shared + thread / SHARE * TILE_STRIDE + thread % SHARE * 16;
     const auto copy_weights = [&](int unit, int stage) {
         // Rows that may begin at any byte are copied with the bytes around them. For a step after the last one only
         // those bytes would be copied, and no wait would cover them: they could overwrite the partial sums.
         if (ODD_UNITS && unit >= units) return;
 #pragma unroll
-        for (int i = 0; i < TILES; i++) copy_step(to + stage + i * 16 * TILE_STRIDE, mine[i], thread % SHARE, end);
+        for (int i = 0; i < TILES; i++) copy_step(to + stage + i * 16 * TILE_STRIDE, mine[i], thread % SHARE, row(i * 16).end);
     };
     // The x of a step's units lies together.
     const auto copy_x = [&](int unit, int stage) {
@@ -302,7 +308,7 @@ LUCE_FN const float* tile_sums(const u8* weight, const u8* x, int feature0, int 
     for (int tile = 0; tile < TILES; tile++) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            low[tile][i] = (u32)(u64)row(tile * 16 + i * 8 + g);
+            low[tile][i] = (u32)(u64)row(tile * 16 + i * 8 + g).from;
 #if defined(__CUDA_ARCH__) && !INTEGER_SCALES
             asm("" : "+r"(low[tile][i]));  // as in copy_step; Q6_K has no registers for it
 #endif

@@ -26,14 +26,13 @@
 LUCE_FN void product_int8(int block, const u8* __restrict__ weight, const u8* __restrict__ x, float* __restrict__ out,
                         int n, int rows, int cols, int chain_bits, int out_stride, int first, u8* shared) {
     const int feature0 = block * FEATURES;
+    const u8* end = weight + rows * row_bytes(cols);
+    const auto row = [&](int feature) { return weight + luce_min(feature0 + feature, rows - 1) * row_bytes(cols); };
 #if defined(CHAINS) && LUCE_MMA_S8
-    const float* partial = tile_sums(weight, x, feature0, rows, cols, shared);
+    const float* partial = tile_sums([&](int feature) { return TileRow{row(feature), end}; }, x, cols, shared);
     const int bits = CHAINS == 8 ? 3 : 2;
 #else
-    const u8* end = weight + rows * row_bytes(cols);
-    const auto operands = [&](int feature) {
-        return Operands{weight + luce_min(feature0 + feature, rows - 1) * row_bytes(cols), end, {x, ROWS, 0}};
-    };
+    const auto operands = [&](int feature) { return Operands{row(feature), end, {x, ROWS, 0}}; };
     const float* partial = block_sums<ROWS, 2>(operands, 1, chain_bits, cols, shared);
     const int bits = chain_bits;
 #endif

@@ -33,6 +33,31 @@ extern "C" __global__ void __launch_bounds__(256)
     quantise_columns(own, in_section(column, cols), column, row % padded, group_bytes(to, cols, padded, wide));
 }
 
+// The same of the rows of tiles of pairs (moe_rows.cu), a group for each: of `chosen` tiles [chosen, 3] with `order`, as
+// group_pairs of moe.cu writes them, x's row of the pair, a row's k slots sharing it; and behind these, x's rows in order.
+// If k is 0, x has the rows of all tiles one after the other. Tiles of no pairs are left out.
+// Grid: (padded for each tile, ceil(cols / 4 / the block's threads)).
+extern "C" __global__ void __launch_bounds__(256)
+    quantise_pairs(const float* __restrict__ x, const i32* __restrict__ order, const i32* __restrict__ tiles,
+                   u8* __restrict__ to, const i64 x_stride, const int n, const int cols, const int padded, const int wide,
+                   const int chosen, const int k) {
+    luce_release();
+    luce_await();
+    const int tile = (int)blockIdx.x / padded, place = (int)blockIdx.x % padded;
+    const int column = (int)(blockIdx.y * blockDim.x + threadIdx.x) * 4;
+    const int count = tile < chosen ? tiles[tile * 3 + 2] : padded;
+    if (count == 0) return;
+    int row = (int)blockIdx.x;
+    if (k > 0 && tile >= chosen) {
+        row -= chosen * padded;
+    } else if (k > 0) {
+        row = place < count ? order[tiles[tile * 3 + 1] + place] / k : n;
+    }
+    float own[4] = {};
+    if (row < n) load4(x + row * x_stride, column, cols, own);
+    quantise_columns(own, in_section(column, cols), column, place, group_bytes(to, cols, padded, wide));
+}
+
 // The same of act(gate) * up: gate and up float32 [n, cols], act silu or gelu.
 extern "C" __global__ void __launch_bounds__(256)
     quantise_gated(const float* __restrict__ gate, const i64 gate_stride, const float* __restrict__ up,

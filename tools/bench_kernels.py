@@ -35,10 +35,11 @@ from luce.ops.attention import attention
 from luce.ops.attention_mma import AttentionInputs
 from luce.ops.block_sparse import BlockSparse
 from luce.ops.deltanet import RECURRENT_ROWS, DeltaWeights, RecurrentState, gated_delta_net
-from luce.ops.matmul import matmul
+from luce.ops.matmul import FEW_ROWS, matmul
 from luce.ops.matmul_prefill import BLAS_ROWS
 from luce.ops.moe import expert_matmul, route
 from luce.ops.moe_int8 import ExpertWeights, expert_mlp
+from luce.ops.moe_rows import expert_mlp_rows
 from luce.ops.norm import add_rms_norm
 from luce.ops.quantise import SECTION, quantise
 from luce.ops.sample import argmax
@@ -135,7 +136,7 @@ def matvec(device: Device) -> Iterator[Case]:
 
 @family
 def experts_few(device: Device) -> Iterator[Case]:
-    """Experts of few rows, shared one included: shapes of qwen35moe 35B-A3B."""
+    """Experts of few rows and of many sequences, shared one included: shapes of qwen35moe 35B-A3B."""
     rng, type = np.random.default_rng(0), GGMLQuantizationType.Q4_K
     count, used, hidden, inner = 256, 8, 2048, 512
     for down in (GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q6_K):
@@ -145,13 +146,16 @@ def experts_few(device: Device) -> Iterator[Case]:
         own = WeightPart(downs.data[:hidden], down, 0, hidden)
         shared = ExpertWeights(1, gates[:inner], ups[:inner], inner, inner, type, hidden, own)
         one = 2 * int(gates[:inner].nbytes) + int(own.data.nbytes)
-        for n in (1, 4, 16):
-            x = quantise(device, normal(device, n, hidden), SECTION)
+        for n in (1, 4, 16, 64):
+            floats = normal(device, n, hidden)
+            x = quantise(device, floats, SECTION)
             weight, gate = normal(device, n, used), normal(device, n, 1)
             # Other experts in each call: together they exceed every cache.
             picks = [np.stack([rng.permutation(count)[:used] for _ in range(n)]) for _ in range(16)]
             ids = [device.upload(pick.astype(np.int32)) for pick in picks]
             calls = [partial(expert_mlp, device, x, i, weight, chosen, "silu", shared, gate) for i in ids]
+            if n > FEW_ROWS:
+                calls = [partial(expert_mlp_rows, device, floats, *args.args[2:]) for args in calls]
             read = int(np.mean([len(np.unique(pick)) for pick in picks])) + 1
             yield Case(f"experts Q4_K {down.name} n={n}", calls, read * one, 6 * n * (used + 1) * hidden * inner)
 

@@ -456,7 +456,7 @@ class LayerBuilder:
             experts = OffloadedExperts(self._device, routed, self._host_rows)
         else:
             experts = load_experts(self._file, self.weights, self._device, index, spec, hidden)
-        return MoELayer(
+        layer = MoELayer(
             self._device,
             spec,
             bias=bias,
@@ -465,6 +465,8 @@ class LayerBuilder:
             experts=experts,
             shared=self._mlp(index, GatedMLP(spec.shared, spec.activation), "_shexp") if spec.shared else None,
         )
+        self.weights.invariant_rows = min(self.weights.invariant_rows, layer.invariant_rows)
+        return layer
 
     def _rotary(self, spec: Rope) -> Rotary:
         if spec not in self._rotaries:

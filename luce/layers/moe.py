@@ -7,10 +7,12 @@ from gguf import GGMLQuantizationType
 from luce.layers.mlp import GatedMLPLayer
 from luce.layers.routed_experts import OffloadedExperts, RoutedExperts
 from luce.models.spec import MoE
+from luce.ops import moe_rows
 from luce.ops.activation import FUSED
-from luce.ops.matmul import int8_group, matmul, matmul_row
-from luce.ops.moe import add_shared, combine, route
+from luce.ops.matmul import MANY_ROWS, int8_group, matmul, matmul_row
+from luce.ops.moe import add_shared, combine, expert_invariant_rows, route
 from luce.ops.moe_int8 import expert_mlp, expert_weights
+from luce.ops.moe_rows import expert_mlp_rows
 from luce.ops.quantise import Quantised, quantise
 from luce.ops.weight import Weight
 from luce.runtime.device import Array, Device
@@ -50,6 +52,8 @@ class MoELayer:
         self._experts = experts
         self._shared = shared
         self._int8 = self._joined = None
+        #: up to how many rows the bits of a row of the experts' results do not depend on the number of rows
+        self.invariant_rows = expert_invariant_rows(experts.device)
         if isinstance(experts, OffloadedExperts):
             #: the weight that decides in which form the layer gets its input
             self.input_weight = router
@@ -61,10 +65,13 @@ class MoELayer:
         # One launch for the experts and the shared MLP: two fewer, and no wait for their results.
         joins = self._int8 is not None and other is not None and self._int8.joins(other)
         self._joined = other if joins else None
+        if self._int8 is not None and moe_rows.serves(device):
+            self.invariant_rows = MANY_ROWS
 
     def __call__(self, y: Array | Quantised, routed_by: Array | None = None) -> Array:
         """y float32 [rows, hidden] -> float32 [rows, hidden]; the router reads `routed_by`, or y if that is None."""
         device, spec = self._device, self._spec
+        int8 = self._int8 if y.shape[0] <= self.invariant_rows else None
         scores, shared_gate = self._scores(y if routed_by is None else routed_by)
         routing = route(
             device,
@@ -76,17 +83,21 @@ class MoELayer:
             scale=spec.scale,
             expert_scale=self._expert_scale,
             groups=spec.groups,
-            multiplies=isinstance(self._experts, RoutedExperts),
+            multiplies=isinstance(self._experts, RoutedExperts) and int8 is None,
         )
         if isinstance(self._experts, OffloadedExperts):
             finish = self._experts.begin(y.x if isinstance(y, Quantised) else y, routing)
             # The device computes the shared MLP while the CPU computes the experts.
             shared = None if self._shared is None else self._shared(y)
             out = finish()
-        elif self._int8 is not None and (group := int8_group(device, y.shape[0], self.input_weight)):
-            x = y if isinstance(y, Quantised) else quantise(device, y, group)
+        elif int8 is not None and y.shape[0]:
             joined, gate = self._joined, None if self._joined is None else shared_gate
-            out = expert_mlp(device, x, routing.ids, routing.weights, self._int8, spec.activation, joined, gate)
+            chosen = routing.ids, routing.weights, int8, spec.activation, joined, gate
+            if group := int8_group(device, y.shape[0], self.input_weight):
+                x = y if isinstance(y, Quantised) else quantise(device, y, group)
+                out = expert_mlp(device, x, *chosen)
+            else:
+                out = expert_mlp_rows(device, y.x if isinstance(y, Quantised) else y, *chosen)
             shared = None if self._shared is None or joined is not None else self._shared(y)
         else:
             results = self._experts.results(y.x if isinstance(y, Quantised) else y, routing)

@@ -83,6 +83,8 @@ class OffloadedExperts:
     """Experts on a CPU, for a layer on `device`: rows, ids and weights go there, the weighted sums come back."""
 
     def __init__(self, device: Device, experts: RoutedExperts, rows: HostRows) -> None:
+        #: where the experts lie
+        self.device = experts.device
         self._device = device
         self._experts = experts
         self._rows = rows

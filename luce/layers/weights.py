@@ -16,7 +16,6 @@ from luce.gguf.reader import GGUFFile, TensorInfo
 from luce.layers.weight_pool import WeightPool
 from luce.ops.matmul import MANY_ROWS, invariant_rows
 from luce.ops.matmul_prefill import copy_bytes, store_copy
-from luce.ops.moe import expert_invariant_rows
 from luce.ops.weight import RawTensor, Weight, WeightPart, upload_experts, upload_weight
 from luce.runtime.device import Array, Device
 
@@ -37,7 +36,7 @@ class WeightLoader:
         self._matrices: dict[tuple[str, ...], Weight] = {}
         self.used: set[str] = set()
         self.nbytes = 0
-        #: up to how many rows the bits of a row of products with these weights do not depend on the number of rows
+        #: up to how many rows the bits of a row of products with these matrices do not depend on the number of rows
         self.invariant_rows = MANY_ROWS
 
     def forget(self) -> None:
@@ -138,9 +137,8 @@ class WeightLoader:
             key: tuple[Any, ...] = (self._identity, str(device.name), device.packed, kind, names, self._int8)
             weight = self._pool.weight(key, device, load)
         weight.int8 = self._int8 and names[0].startswith("blk.")
-        if kind != "table":
-            rows = invariant_rows(self._device, weight) if kind != "experts" else expert_invariant_rows(self._device)
-            self.invariant_rows = min(self.invariant_rows, rows)
+        if kind == "matrix":
+            self.invariant_rows = min(self.invariant_rows, invariant_rows(self._device, weight))
         self.nbytes += weight.nbytes
         return weight
 

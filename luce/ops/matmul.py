@@ -10,7 +10,7 @@ This module and expert_matmul (moe.py) choose the way of each product:
 | 1 .. FEW_ROWS     | Q4_0 Q8_0 Q4_K Q5_K Q6_K | x quantised to int8, integer products (matmul_int8.py)             |
 | 1 .. FEW_ROWS     | BF16, with such products in hardware | x as pairs of bfloat16, in tiles (matmul_bf16.py)      |
 | 1 .. FEW_ROWS     | the other types          | float32 (kernels/matmul_vec.cu)                                    |
-| .. MANY_ROWS      | Q4_K Q5_K Q6_K alone, with such products in hardware | the same (matmul_rows.py)  |
+| .. MANY_ROWS      | F32, and Q4_K Q5_K Q6_K with such products in hardware, alone | as few (matmul_rows.py)     |
 | more              | any                      | x and weights as fp16, F32 weights in float32 (matmul_prefill.py)  |
 
 What makes x may make it as int8 or as fp16 at once (int8_group, multiplies_fp16, and multiplies_int8 of
@@ -44,7 +44,7 @@ from luce.runtime.host import HostDevice
 
 #: up to so many rows, the bits of a row do not depend on the number of rows
 FEW_ROWS = 16
-#: up to so many rows, the bits of a row are those of few rows if takes_rows is true of all parts of the weight
+#: up to so many rows, the bits of a row are those of few rows if _takes_rows is true of the weight
 MANY_ROWS = BLAS_ROWS - 1
 # The constant of kernels/matmul_vec.cu.
 _WAVES = 4
@@ -98,7 +98,8 @@ def matmul_row(device: Device, x: Array, row: Weight) -> Array:
 def invariant_rows(device: Device, weight: Weight) -> int:
     """Up to how many rows the bits of a row of a product do not depend on the number of rows, as far as that is known:
     FEW_ROWS or MANY_ROWS."""
-    return MANY_ROWS if isinstance(device, CpuDevice) or _takes_rows(device, weight) else FEW_ROWS
+    keeps = isinstance(device, CpuDevice) if device.host else _takes_rows(device, weight)
+    return MANY_ROWS if keeps else FEW_ROWS
 
 
 def matmul_or_sums(device: Device, x: Rows, weight: Weight) -> Array | Int8Sums:
@@ -156,12 +157,16 @@ def _few(device: Device, x: Array | Quantised, weight: Weight, out: Array) -> No
 
 
 def _takes_rows(device: Device, weight: Weight) -> bool:
-    return all(takes_rows(device, part, weight.cols) for part in weight.parts)
+    floats = GGMLQuantizationType.F32
+    return all(part.type == floats or takes_rows(device, part, weight.cols) for part in weight.parts)
 
 
 def _many(device: Device, x: Array, weight: Weight, out: Array) -> None:
     quantised: dict[int, Quantised] = {}
     for part in weight.parts:
+        if part.type == GGMLQuantizationType.F32:
+            _vec(device, x, part, weight, out)
+            continue
         group = group_for(part.type)
         own = quantised[group] = quantised.get(group) or quantise(device, x, group)
         multiply_rows(device, own, part, weight.cols, out)
@@ -183,9 +188,10 @@ def _plan(
     """Source (and kernel), grid, block, the scalar arguments and the defines of one part's launch."""
     sizes = tuple(np.int32(v) for v in (n, rows, cols, x_stride, out_stride, first))
     defines: dict[str, int | str] = {"QTYPE": GGMLQuantizationType(type).name}
-    count = 1 << (n - 1).bit_length()
+    count = min(FEW_ROWS, 1 << (n - 1).bit_length())
     features = 4 if count >= 8 else 2
-    return "matmul_vec", (-(-rows // features),), (_WAVES * lanes,), sizes, {"ROWS": count, **defines}
+    grid = (-(-rows // features), -(-n // count))
+    return "matmul_vec", grid, (_WAVES * lanes,), sizes, {"ROWS": count, **defines}
 
 
 def _host(x: Array, weight: Weight, out: Array) -> None:

@@ -110,9 +110,9 @@ def dense_shape(type: GGMLQuantizationType, rows: int, cols: int, padded: int, l
     if not limit or padded < _TILE_ROWS or bits not in _TILE_BITS:
         return block_shape(type, cols, padded, 1, bits, lanes)
     tiles = tiles_per_block(type, rows, cols, padded, bits)
-    shape = _tile_shape(type, padded, bits, tiles, shared_x=tiles > 1 or type in _FLOAT_SCALES)
+    shape = tile_shape(type, padded, bits, tiles, shared_x=tiles > 1 or type in _FLOAT_SCALES)
     # If two blocks of one tile do not fit a multiprocessor, x is better left to the caches.
-    return shape if shape.shared <= limit // (2 if tiles == 1 else 1) else _tile_shape(type, padded, bits, 1)
+    return shape if shape.shared <= limit // (2 if tiles == 1 else 1) else tile_shape(type, padded, bits, 1)
 
 
 def tiles_per_block(type: GGMLQuantizationType, rows: int, cols: int, padded: int, bits: int) -> int:
@@ -128,7 +128,9 @@ def tiles_per_block(type: GGMLQuantizationType, rows: int, cols: int, padded: in
     return 3 if long and 2 * _TILE * 132 < rows <= 3 * _TILE * 132 else 1
 
 
-def _tile_shape(type: GGMLQuantizationType, padded: int, bits: int, tiles: int, shared_x: bool = False) -> Shape:
+def tile_shape(
+    type: GGMLQuantizationType, padded: int, bits: int, tiles: int, shared_x: bool = False, stages: int = _STAGES
+) -> Shape:
     """The thread block of tile_sums (kernels/mma_int8.h), with x in shared memory or read through the caches.
 
     Types with a scale for 32 weights leave no registers in which x could wait. Trials on an H200, us through the caches
@@ -140,7 +142,7 @@ def _tile_shape(type: GGMLQuantizationType, padded: int, bits: int, tiles: int, 
     chains = 1 << bits
     run, _ = _run(type, chains)
     x = chains * (_UNIT_COLS // SECTION) * section_bytes(padded, group_for(type)) if shared_x else 0
-    shared = max(_STAGES * (_TILE * tiles * (run | 16) + x), 4 * chains * padded * (_TILE * tiles + _PARTIAL_PAD))
+    shared = max(stages * (_TILE * tiles * (run | 16) + x), 4 * chains * padded * (_TILE * tiles + _PARTIAL_PAD))
     defines = {"CHAINS": chains} | ({"TILES": tiles} if tiles > 1 else {}) | ({"SHARED_X": 1} if shared_x else {})
     return Shape(bits, _WORKER * chains, int(shared), tiles, defines)
 

@@ -134,10 +134,11 @@ def group(device: Device, ids: Array, experts: int) -> Groups | None:
     n = len(ids)
     if isinstance(device, HostDevice) or n <= FEW_ROWS:
         return None
-    return _grouped(device, ids, experts, moe_prefill.TILE_ROWS if moe_prefill.serves(device, n) else TILE_ROWS)
+    return group_tiles(device, ids, experts, moe_prefill.TILE_ROWS if moe_prefill.serves(device, n) else TILE_ROWS)
 
 
-def _grouped(device: Device, ids: Array, experts: int, tile_rows: int) -> Groups:
+def group_tiles(device: Device, ids: Array, experts: int, tile_rows: int) -> Groups:
+    """The pairs of ids int32 [n, k], each in [0, experts), by expert, in tiles of up to `tile_rows`, on a GPU."""
     pairs = ids.size
     # Upper bound of the tiles: each expert with pairs leaves at most one tile partly filled.
     tiles = (pairs + (tile_rows - 1) * min(experts, pairs)) // tile_rows
@@ -281,7 +282,7 @@ def _many(device: Device, x: Array, weight: Weight, experts: int, ids: Array, gr
             arranged[part.type] = own
             moe_prefill.multiply(device, own, part, experts, groups, share, out.reshape(-1, out.shape[2]))
             continue
-        tiled = tiled or _grouped(device, ids, experts, TILE_ROWS)
+        tiled = tiled or group_tiles(device, ids, experts, TILE_ROWS)
         if part.type == GGMLQuantizationType.F32:
             # These weights multiply x in float32. The kernel does not dereference the scale.
             values, scale = x.reshape(-1, weight.cols), out

@@ -171,16 +171,26 @@ def _gated(
     return out
 
 
+def gated_bits(type: GGMLQuantizationType, cols: int) -> int:
+    """log2 of the chains of gates and ups of a type with so many columns."""
+    return most_chains(type, cols, _GATED_TILES, _BITS)
+
+
+def down_bits(type: GGMLQuantizationType, cols: int) -> int:
+    """log2 of the chains of downs."""
+    return most_chains(type, cols, 1, _BITS)
+
+
 @lru_cache(256)
 def _gated_shape(type: GGMLQuantizationType, cols: int, lanes: int) -> Shape:
-    bits = most_chains(type, cols, _GATED_TILES, _BITS)
+    bits = gated_bits(type, cols)
     return block_shape(type, cols, 1, _GATED_TILES, bits, lanes, 3 if type in _SMALL_UNITS else 2)
 
 
 @lru_cache(256)
 def _down_shape(type: GGMLQuantizationType, cols: int, slots: int, at_once: int, lanes: int) -> tuple[Shape, int]:
     """The thread block of expert_down_int8, and how many of `at_once` slots fit. Type and columns give the chains."""
-    bits = most_chains(type, cols, 1, _BITS)
+    bits = down_bits(type, cols)
     at_once = min(at_once, slots)
     while True:
         shape = block_shape(type, cols, 1, at_once, bits, lanes)

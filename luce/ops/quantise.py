@@ -83,6 +83,23 @@ def quantise(device: Device, x: Array, group: int, *, padded: int | None = None)
     return rows
 
 
+def quantise_pairs(
+    device: Device, x: Array, group: int, order: Array, tiles: Array, k: int, count: int, tile_rows: int
+) -> Quantised:
+    """x float32 [n, cols] (any row stride) on a GPU for `count` tiles of `tile_rows` rows, a group each.
+
+    order int32 [n * k] and tiles int32 [chosen, 3] as luce.ops.moe.Groups has them; behind the rows of their pairs
+    those of x in order, if `count` is more than `chosen`. With k = 0 x has the rows of all tiles one after the other.
+    Rows that a tile lacks become zeros; a tile of none is not written.
+    """
+    n, cols = x.shape
+    rows = empty_quantised(device, count * tile_rows, cols, group, padded=tile_rows)
+    facts = (n, cols, tile_rows, group == SECTION, len(tiles), k)
+    args = (x, order, tiles, rows.data, np.int64(x.strides[0] // 4), *(np.int32(fact) for fact in facts))
+    device.launch("quantise", "quantise_pairs", _grid(rows), (_THREADS,), args)
+    return rows
+
+
 def quantise_gated(device: Device, gate: Array, up: Array, activation: Activation, group: int) -> Quantised:
     """gated_activation, silu or gelu, of 0 < n <= 16 rows on a GPU as int8 only: `quantise` of its result.
 

@@ -150,6 +150,7 @@ def test_infinities_in_tiles(device: Device) -> None:
         ("F16", 11, 1280, checks.each_few()),
         ("Q5_1", 11, 320, checks.each_few()),
         # Products of int8.
+        ("F32", 9, 71, [1, 16, 17, 40]),
         *(
             (name, rows, cols, [1, 2, 3, 8, 9, 16])
             for name, rows, cols in [
@@ -163,6 +164,7 @@ def test_infinities_in_tiles(device: Device) -> None:
         # Blocks of three tiles.
         *((name, 4300, 6144, [1, 3, 8, 9, 16]) for name in INT8),
         ("Q4_K", 300, 2816, [17, 63, 64, 65, 128, BLAS_ROWS - 1]),
+        ("F32", 257, 2048, [1, 16, 17, 64, BLAS_ROWS - 1]),
     ],
 )
 def test_rows_do_not_depend_on_their_neighbours(

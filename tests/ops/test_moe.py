@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from luce.models.spec import Activation, ExpertGroups
+from luce.ops import moe_rows
 from luce.ops.matmul import FEW_ROWS
 from luce.ops.moe import expert_matmul, route
 from luce.ops.moe_prefill import PROMPT_ROWS
@@ -362,6 +363,31 @@ TYPES = [("Q4_K", "Q4_K"), ("Q4_K", "Q6_K"), ("Q5_K", "Q8_0"), ("Q8_0", "Q8_0"),
 def test_expert_mlp(
     device: Device, types: tuple[str, str], n: int, k: int, experts: int, inner: int, cols: int, shared: str
 ) -> None:
+    checks.check_expert_mlp(device, types, n, k, experts=experts, inner=inner, cols=cols, shared=shared)
+
+
+@on_devices(
+    "types, n, k, experts, inner, cols, shared",
+    host=[],
+    emulated=[
+        (("Q4_K", "Q6_K"), 17, 2, 9, 512, 512, "gated"),
+        (("Q8_0", "Q8_0"), 18, 2, 3, 160, 544, "plain"),
+        (("Q5_K", "Q4_0"), 19, 3, 49, 544, 512, ""),
+        (("Q4_0", "Q5_K"), 41, 1, 2, 512, 512, "gated"),
+    ],
+    gpu=[
+        (types, n, k, experts, 512, 1280, shared)
+        for types, (n, k, experts, shared) in itertools.product(
+            TYPES, [(17, 8, 256, "gated"), (64, 8, 256, "plain"), (143, 2, 8, "gated"), (100, 4, 20, "")]
+        )
+    ],
+    emulated_devices=("emulated, 32 lanes",),
+)
+def test_experts_of_many_rows_have_the_bits_of_each_row_alone(
+    device: Device, types: tuple[str, str], n: int, k: int, experts: int, inner: int, cols: int, shared: str
+) -> None:
+    if not moe_rows.serves(device):
+        pytest.skip("the device has no such products")
     checks.check_expert_mlp(device, types, n, k, experts=experts, inner=inner, cols=cols, shared=shared)
 
 

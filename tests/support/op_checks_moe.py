@@ -9,8 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.models.spec import ExpertGroups, Gating
+from luce.ops.matmul import FEW_ROWS
 from luce.ops.moe import Routing, add_expert_bias, add_shared, combine, expert_matmul, group, route
 from luce.ops.moe_int8 import expert_mlp, expert_weights
+from luce.ops.moe_rows import expert_mlp_rows
 from luce.ops.quantise import quantise
 from luce.ops.weight import RawTensor, Weight, WeightPart, upload_experts, upload_weight
 from luce.runtime.cpu import CpuDevice
@@ -457,22 +459,18 @@ def check_expert_mlp(
     assert placed.joins(beside)
 
     def work(rows: slice) -> Floats:
-        return device.download(
-            expert_mlp(
-                device,
-                quantise(device, device.upload(x[rows]), group_for(types[0])),
-                device.upload(ids[rows]),
-                device.upload(weights[rows]),
-                placed,
-                "silu",
-                beside if shared else None,
-                device.upload(gate[rows])[:, 1:2] if shared == "gated" else None,
-            )
-        )
+        own, own_ids, own_weights = (device.upload(values[rows]) for values in (x, ids, weights))
+        joined, gates = beside if shared else None, None
+        if shared == "gated":
+            gates = device.upload(gate[rows])[:, 1:2]
+        if len(own) > FEW_ROWS:
+            return device.download(expert_mlp_rows(device, own, own_ids, own_weights, placed, "silu", joined, gates))
+        few = quantise(device, own, group_for(types[0]))
+        return device.download(expert_mlp(device, few, own_ids, own_weights, placed, "silu", joined, gates))
 
     actual = work(slice(None))
     assert actual.shape == (n, cols)
-    rows = seen(device, types[0], x)
+    rows = np.concatenate([seen(device, types[0], row[None]) for row in x])
     expected = np.zeros((n, cols))
     for row in range(n):
         for slot in range(k):

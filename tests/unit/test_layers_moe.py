@@ -1,4 +1,4 @@
-"""The mixture-of-experts layer: its many rows' product with the router without the shared MLP's gate."""
+"""The mixture-of-experts layer: a row's bits in company, and many rows' product with the router without the gate."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from luce.layers.mlp import GatedMLPLayer
 from luce.layers.moe import MoELayer
 from luce.layers.routed_experts import RoutedExperts
 from luce.models.spec import GatedMLP, MoE
+from luce.ops.matmul import FEW_ROWS, MANY_ROWS
 from luce.ops.weight import upload_experts, upload_weight
 from tests.support.emulated import EmulatedDevice
 from tests.support.quant_blocks import random_tensor
@@ -17,8 +18,8 @@ from tests.support.quant_blocks import random_tensor
 EXPERTS, HIDDEN, INNER, ROWS = 5, 64, 32, 20
 
 
-def test_the_gate_of_the_shared_mlp_apart_from_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = EmulatedDevice(32)
+def _layer(device: EmulatedDevice, *, experts_in: str = "Q8_0") -> MoELayer:
+    """With a shared MLP and its gate."""
     spec = MoE(EXPERTS, 2, INNER, INNER, "softmax", shared_gate=True)
 
     def tensors(name: str, *shapes: tuple[int, int]) -> list:
@@ -28,8 +29,8 @@ def test_the_gate_of_the_shared_mlp_apart_from_the_router(monkeypatch: pytest.Mo
     experts = RoutedExperts(
         device,
         spec,
-        gate_up=upload_experts(device, tensors("Q8_0", ups, ups), EXPERTS),
-        down=upload_experts(device, tensors("Q8_0", downs), EXPERTS),
+        gate_up=upload_experts(device, tensors(experts_in, ups, ups), EXPERTS),
+        down=upload_experts(device, tensors(experts_in, downs), EXPERTS),
     )
     shared = GatedMLPLayer(
         device,
@@ -38,10 +39,32 @@ def test_the_gate_of_the_shared_mlp_apart_from_the_router(monkeypatch: pytest.Mo
         down=upload_weight(device, tensors("Q8_0", (HIDDEN, INNER))),
     )
     router = upload_weight(device, tensors("F32", (EXPERTS, HIDDEN), (1, HIDDEN)))
-    layer = MoELayer(device, spec, bias=None, expert_scale=None, router=router, experts=experts, shared=shared)
+    return MoELayer(device, spec, bias=None, expert_scale=None, router=router, experts=experts, shared=shared)
+
+
+def test_the_gate_of_the_shared_mlp_apart_from_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = EmulatedDevice(32)
+    layer = _layer(device)
     x = np.random.default_rng(0).standard_normal((ROWS, HIDDEN)).astype(np.float32)
     joined = device.download(layer(device.upload(x)))
     monkeypatch.setattr(moe, "GATE_APART", ROWS)
     apart = device.download(layer(device.upload(x)))
     np.testing.assert_allclose(apart, joined, rtol=0, atol=1e-6 * np.abs(joined).max())
     assert np.abs(joined).max() > 0
+
+
+def test_a_row_has_the_bits_that_it_has_alone() -> None:
+    """The router, the experts and the shared MLP that joins them; other formats say that they do not keep them."""
+    device = EmulatedDevice(32)
+    layer = _layer(device)
+    x = np.random.default_rng(1).standard_normal((MANY_ROWS, HIDDEN)).astype(np.float32)
+    assert layer.invariant_rows == MANY_ROWS
+    together = {rows: device.download(layer(device.upload(x[:rows]))).copy() for rows in (ROWS, MANY_ROWS)}
+    for row in (0, 7, ROWS - 1, MANY_ROWS - 1):
+        alone = device.download(layer(device.upload(x[row : row + 1])))[0]
+        for rows, all_rows in together.items():
+            if row < rows:
+                np.testing.assert_array_equal(all_rows[row], alone)
+    assert _layer(device, experts_in="IQ4_NL").invariant_rows == FEW_ROWS
+    device.products = frozenset()
+    assert _layer(device).invariant_rows == FEW_ROWS
