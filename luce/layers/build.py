@@ -456,16 +456,20 @@ class LayerBuilder:
             experts = OffloadedExperts(self._device, routed, self._host_rows)
         else:
             experts = load_experts(self._file, self.weights, self._device, index, spec, hidden)
+        router = self.weights.matrix(names, hidden, [*routers.values()], biases)
+        before = self.weights.invariant_rows
         layer = MoELayer(
             self._device,
             spec,
             bias=bias,
             expert_scale=expert_scale,
-            router=self.weights.matrix(names, hidden, [*routers.values()], biases),
+            router=router,
             experts=experts,
             shared=self._mlp(index, GatedMLP(spec.shared, spec.activation), "_shexp") if spec.shared else None,
         )
-        self.weights.invariant_rows = min(self.weights.invariant_rows, layer.invariant_rows)
+        # As one more expert, the shared MLP's matrices are not multiplied by themselves.
+        rows = before if layer.shared_joins else self.weights.invariant_rows
+        self.weights.invariant_rows = min(rows, layer.invariant_rows)
         return layer
 
     def _rotary(self, spec: Rope) -> Rotary:

@@ -68,6 +68,11 @@ class MoELayer:
         if self._int8 is not None and moe_rows.serves(device):
             self.invariant_rows = MANY_ROWS
 
+    @property
+    def shared_joins(self) -> bool:
+        """Whether up to `invariant_rows` rows are multiplied with the shared MLP as with one more expert."""
+        return self._joined is not None
+
     def __call__(self, y: Array | Quantised, routed_by: Array | None = None) -> Array:
         """y float32 [rows, hidden] -> float32 [rows, hidden]; the router reads `routed_by`, or y if that is None."""
         device, spec = self._device, self._spec

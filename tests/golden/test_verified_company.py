@@ -30,8 +30,8 @@ class Wide:
     def __init__(self, stack: ExitStack, folder: Path) -> None:
         self._stack, self._folder = stack, folder
 
-    def driver(self, *devices: Device, kind: str = "Q4_K") -> Driver:
-        path = write_wide(self._folder / f"{kind}.gguf", kind)
+    def driver(self, *devices: Device, kind: str = "Q4_K", experts: bool = False) -> Driver:
+        path = write_wide(self._folder / f"{kind}{experts}.gguf", kind, experts=experts)
         file = self._stack.enter_context(open_gguf(path))
         spec = read_spec(Source(str(path), file.metadata, file.tensors))
         backend = LayerSplitBackend(file, spec, devices, ServingOptions(slots=5, context=64, verify_rows=16))
@@ -52,17 +52,23 @@ def test_by_the_kernels_of_gpus(wide: Wide, kind: str) -> None:
     check_company(wide.driver(EmulatedDevice(), kind=kind), VOCAB, 20)
 
 
+@pytest.mark.emulated
+def test_of_experts_by_the_kernels_of_gpus(wide: Wide) -> None:
+    check_company(wide.driver(EmulatedDevice(), experts=True), VOCAB, 20)
+
+
 @pytest.mark.gpu
 def test_on_a_gpu(wide: Wide, gpu: Device) -> None:
-    driver = wide.driver(gpu)
-    for rows in (17, 33, 64):
-        check_company(driver, VOCAB, rows)
+    for driver in (wide.driver(gpu), wide.driver(gpu, experts=True)):
+        for rows in (17, 33, 64):
+            check_company(driver, VOCAB, rows)
 
 
 def test_by_two_shards_of_the_cpu(wide: Wide) -> None:
-    driver = wide.driver(CpuDevice(0), CpuDevice(1))
-    for rows in (17, 64):
-        check_company(driver, VOCAB, rows)
+    for experts in (False, True):
+        driver = wide.driver(CpuDevice(0), CpuDevice(1), experts=experts)
+        for rows in (17, 64):
+            check_company(driver, VOCAB, rows)
 
 
 @pytest.mark.emulated
@@ -74,6 +80,7 @@ def test_what_devices_say(wide: Wide) -> None:
     assert wide.driver(CpuDevice(), HostDevice(1)).backend.capacity.invariant_rows == FEW_ROWS
     assert wide.driver(emulated).backend.capacity.invariant_rows == MAX_ROWS
     assert wide.driver(CpuDevice(), emulated).backend.capacity.invariant_rows == MAX_ROWS
+    assert wide.driver(emulated, experts=True).backend.capacity.invariant_rows == MAX_ROWS
     assert wide.driver(emulated, kind="Q8_0").backend.capacity.invariant_rows == FEW_ROWS
     emulated.shared_limit = 64 << 10
     assert wide.driver(emulated).backend.capacity.invariant_rows == FEW_ROWS

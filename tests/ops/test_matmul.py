@@ -149,8 +149,8 @@ def test_infinities_in_tiles(device: Device) -> None:
     emulated=[
         ("F16", 11, 1280, checks.each_few()),
         ("Q5_1", 11, 320, checks.each_few()),
-        # Products of int8.
         ("F32", 9, 71, [1, 16, 17, 40]),
+        # Products of int8.
         *(
             (name, rows, cols, [1, 2, 3, 8, 9, 16])
             for name, rows, cols in [

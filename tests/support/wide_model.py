@@ -1,4 +1,5 @@
-"""A hybrid model of two layers whose matrices are those K quants, and as wide, that products of many rows need."""
+"""A hybrid model of two layers whose matrices are those K quants, and as wide, that products of many rows need; with a
+dense MLP, or a mixture of experts."""
 
 from __future__ import annotations
 
@@ -13,13 +14,16 @@ from tests.support.quant_blocks import random_tensor
 WIDTH, VOCAB = 1024, 64
 # Query heads, the size of a head; value heads of the recurrent layer, key heads, and the size of these.
 _HEADS, _HEAD, _VALUES, _KEYS, _STATE = 4, 256, 8, 2, 128
+# Experts, those chosen, and the features of each and of the shared one.
+_EXPERTS, _USED, _INNER = 5, 2, 512
 
 
-def write_wide(path: Path, kind: str = "Q4_K") -> Path:
-    """A qwen35 file without a tokenizer: a recurrent layer and one of attention; matrices are of this type, and the
-    table, the head and a few others Q6_K."""
+def write_wide(path: Path, kind: str = "Q4_K", *, experts: bool = False) -> Path:
+    """A qwen35 or qwen35moe file without a tokenizer: a recurrent layer and one of attention; matrices are of this
+    type, and the table, the head and a few others Q6_K, the routers F32."""
     random = np.random.default_rng(3)
-    writer = gguf.GGUFWriter(path, "qwen35")
+    family = "qwen35moe" if experts else "qwen35"
+    writer = gguf.GGUFWriter(path, family)
     writer.add_block_count(2)
     writer.add_context_length(512)
     writer.add_embedding_length(WIDTH)
@@ -31,8 +35,8 @@ def write_wide(path: Path, kind: str = "Q4_K") -> Path:
     writer.add_value_length(_HEAD)
     writer.add_rope_freq_base(1e7)
     writer.add_rope_dimension_count(64)
-    writer.add_array("qwen35.rope.dimension_sections", [11, 11, 10, 0])
-    writer.add_uint32("qwen35.full_attention_interval", 2)
+    writer.add_array(f"{family}.rope.dimension_sections", [11, 11, 10, 0])
+    writer.add_uint32(f"{family}.full_attention_interval", 2)
     writer.add_ssm_conv_kernel(4)
     writer.add_ssm_state_size(_STATE)
     writer.add_ssm_group_count(_KEYS)
@@ -50,12 +54,15 @@ def write_wide(path: Path, kind: str = "Q4_K") -> Path:
         "blk.1.attn_k": (_HEAD, kind),
         "blk.1.attn_v": (_HEAD, "Q6_K"),
         "blk.1.attn_output": (WIDTH, kind),
-        **{f"blk.{layer}.ffn_{part}": (WIDTH, kind) for layer in range(2) for part in ("gate", "up")},
-        **{f"blk.{layer}.ffn_down": (WIDTH, "Q6_K") for layer in range(2)},
     }
+    if not experts:
+        matrices |= {f"blk.{layer}.ffn_{part}": (WIDTH, kind) for layer in range(2) for part in ("gate", "up")}
+        matrices |= {f"blk.{layer}.ffn_down": (WIDTH, "Q6_K") for layer in range(2)}
     for number, (name, (rows, type)) in enumerate(matrices.items()):
         tensor = random_tensor(type, rows, WIDTH, number)
         writer.add_tensor(f"{name}.weight", np.asarray(tensor.raw), raw_dtype=tensor.type)
+    if experts:
+        _add_experts(writer, kind)
     vectors = {"blk.0.ssm_a": _VALUES, "blk.0.ssm_dt.bias": _VALUES, "blk.0.ssm_norm.weight": _STATE}
     vectors |= {"output_norm.weight": WIDTH, "blk.1.attn_q_norm.weight": _HEAD, "blk.1.attn_k_norm.weight": _HEAD}
     vectors |= {f"blk.{n}.{part}.weight": WIDTH for n in range(2) for part in ("attn_norm", "post_attention_norm")}
@@ -70,3 +77,22 @@ def write_wide(path: Path, kind: str = "Q4_K") -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _add_experts(writer: gguf.GGUFWriter, kind: str) -> None:
+    writer.add_expert_count(_EXPERTS)
+    writer.add_expert_used_count(_USED)
+    writer.add_expert_feed_forward_length(_INNER)
+    writer.add_expert_shared_feed_forward_length(_INNER)
+    for layer in range(2):
+        routers = np.random.default_rng(layer).standard_normal((_EXPERTS + 1, WIDTH)).astype(np.float32)
+        writer.add_tensor(f"blk.{layer}.ffn_gate_inp.weight", routers[:-1])
+        writer.add_tensor(f"blk.{layer}.ffn_gate_inp_shexp.weight", routers[-1])
+        for suffix, count in (("_exps", _EXPERTS), ("_shexp", 1)):
+            for number, (part, rows, cols, type) in enumerate(
+                (("gate", _INNER, WIDTH, kind), ("up", _INNER, WIDTH, kind), ("down", WIDTH, _INNER, "Q6_K"))
+            ):
+                tensor = random_tensor(type, count * rows, cols, 100 * layer + 10 * count + number)
+                raw = np.asarray(tensor.raw)
+                raw = raw.reshape(count, rows, -1) if suffix == "_exps" else raw
+                writer.add_tensor(f"blk.{layer}.ffn_{part}{suffix}.weight", raw, raw_dtype=tensor.type)
