@@ -105,6 +105,7 @@ def _launch(
 ) -> None:
     """`rows`: features of an expert, and rows from one expert to the next."""
     padded = x.values.shape[1]
+    assert len(out) * out.strides[0] < 1 << 34, "the kernel counts results in 32 bits"
     turns = 1 if gated or padded > _STAGES * _SLICE else _TURNS
     features = (_GATED_FEATURES if gated else _FEATURES) * turns
     sizes = (share, *rows, turns, x.cols, padded, out.strides[0] // 4)
