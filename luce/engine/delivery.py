@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 
 from luce.engine.admission import SequenceHandle
 from luce.engine.events import Failed, Finished, FinishReason, Timings
-from luce.engine.failures import Failures
+from luce.engine.failures import FailureBoundary, Failures
 from luce.engine.parts import EngineParts
 from luce.engine.reply import Reply
 from luce.engine.sequence import Sequence
@@ -65,13 +64,9 @@ class Delivery:
                 with self.bookkeeping(reply):
                     deliver()
 
-    @contextmanager
-    def bookkeeping(self, reply: Reply) -> Iterator[None]:
+    def bookkeeping(self, reply: Reply) -> FailureBoundary:
         """What runs in this context concerns one reply only: an exception fails this reply, and goes no further."""
-        try:
-            yield
-        except Exception as error:
-            self.fail_reply(reply, error)
+        return FailureBoundary(lambda error: self.fail_reply(reply, error))
 
     def fail_replies(self, failures: Iterable[tuple[Sequence, Exception]]) -> None:
         """End the replies of sequences with the exceptions that their bookkeeping raised in a stage of all sequences.

@@ -132,6 +132,9 @@ def test_failures_are_noted_and_the_others_go_on() -> None:
     for sequence in (first, second):
         with failures.of(sequence):
             assert sequence is second
+    # What is no fault of a sequence ends the engine.
+    with pytest.raises(KeyboardInterrupt), failures.of(second):
+        raise KeyboardInterrupt
     ((failed, error),) = failures
     assert failed is first and isinstance(error, AssertionError)
 
