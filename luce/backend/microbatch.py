@@ -27,7 +27,8 @@ def separate_prompts(step: Step, invariant_rows: int = FEW_ROWS) -> list[Step]:
     whatever other prompts are in the step. More than FEW_ROWS replies have the bits of one only where their products
     add up like those of one (luce.ops.matmul).
     """
-    if step.rows <= FEW_ROWS:
+    if step.rows <= FEW_ROWS or len({span.slot for span in step.spans}) == step.rows:
+        # A row of each sequence continues its reply.
         return [step]
     begun = itertools.takewhile(lambda span: span.speculative or span.rows == 1, step.spans)
     replies = len({span.slot for span in begun})

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,8 +30,7 @@ from luce.errors import GrammarLimitError
 from luce.runtime.step import Int32, Output
 
 
-@dataclass(frozen=True)
-class OutputRow:
+class OutputRow(NamedTuple):
     """What the next token is chosen from: one row of a step's output, or logits from the prefix cache."""
 
     #: the token with the largest logit
@@ -47,8 +47,10 @@ class OutputRow:
 
 def output_rows(scheduled: ScheduledSequence, output: Output, masks: StepMasks | None = None) -> list[OutputRow]:
     """A sequence's rows of a step's output. Raises what making their masks raised."""
-    own = scheduled.candidates
-    ids, logits, candidates = output.ids[scheduled.ids].tolist(), output.logits[scheduled.logits], None
+    ids, own = output.tokens[scheduled.ids], scheduled.candidates
+    if masks is None and scheduled.logits.stop == scheduled.logits.start and own.stop == own.start:
+        return [OutputRow(token) for token in ids]
+    logits, candidates = output.logits[scheduled.logits], None
     if output.candidates is not None and own.stop > own.start:
         candidates = list(zip(output.candidates.ids[own], output.candidates.logits[own], strict=True))
     known: list[tuple[RowKind | None, NDArray[np.uint32] | None]] = [(None, None)] * len(ids)
