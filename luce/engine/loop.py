@@ -483,5 +483,6 @@ class Engine:
 
     def _queued(self, scheduled: ScheduledStep) -> None:
         """The devices have a step whose output was not waited for yet."""
+        self._scheduler.prepare(scheduled)
         if self._speculator is not None:
             self._speculator.observe(scheduled)

@@ -22,6 +22,8 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
 from math import inf
 
+import numpy as np
+
 from luce.engine.draft_tree import BranchPages, branches, is_moved, tree_depth, tree_spans, with_branch_pages
 from luce.engine.failures import Failures
 from luce.engine.sequence import Draft, Sequence
@@ -82,19 +84,6 @@ class _Share:
     draft: Draft = _NO_DRAFT
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """A share's part of a step."""
-
-    share: _Share
-    tokens: list[int]
-    spans: list[Span]
-    #: how many of the last rows are output rows, and whether they need whole logits, or candidates
-    outputs: int
-    whole: bool
-    best: bool
-
-
 @dataclass
 class _Turn:
     """When a session took rows of one kind of prompts: of few rows, or of many."""
@@ -134,6 +123,8 @@ class Scheduler:
         self._running: dict[Sequence, None] = {}
         #: chunks, slots and sequences so far
         self._turns = self._slots_given = self._added = 0
+        # The step behind the newest one, without tokens and pages.
+        self._next: ScheduledStep | None = None
         # Never later than the first deadline of any sequence, so that most checks of the time are one comparison.
         self._next_deadline = inf
 
@@ -162,6 +153,7 @@ class Scheduler:
             with contextlib.suppress(ValueError):
                 session.waiting.remove(sequence)
         else:
+            self._next = None
             del self._running[sequence]
             self._pages.release(sequence.slot)
             self._free_slots.add(sequence.slot)
@@ -221,6 +213,8 @@ class Scheduler:
         """Let a running sequence be read again from its first token."""
         state = sequence.schedule
         assert state.slot is not None
+        # Its positions may be stretched from here on, though as many are computed.
+        self._next = None
         state.accept_applied()
         state.computed_before = max(state.computed_before, state.computed)
         state.computed, state.reread = 0, max(0, len(sequence.reply) - 1)
@@ -233,6 +227,8 @@ class Scheduler:
         """
         if not self._running:
             return None
+        if (prepared := self._prepared()) is not None:
+            return prepared
         chains_only = self._lacks_branch_pages()
         shares, prompts = [], []
         for sequence in self._running:
@@ -245,6 +241,46 @@ class Scheduler:
         if prompts:
             shares += self._choose_prompts(prompts, failures)
         return self._build(shares, failures)
+
+    def prepare(self, scheduled: ScheduledStep) -> None:
+        """Prepare the step behind this one while the devices work, in which the same sequences have their next rows."""
+        step = scheduled.step
+        if step.rows != len(self._running) or any(one.position < one.sequence.read_end for one in scheduled.sequences):
+            return
+        found = [
+            ScheduledSequence(one.sequence, one.position + 1, 1, one.ids, one.logits, one.candidates)
+            for one in scheduled.sequences
+        ]
+        following = replace(
+            step,
+            positions=step.positions + np.int32(1),
+            spans=tuple(Span(span.slot, span.start, 1, span.position + 1) for span in step.spans),
+            views=(),
+            position_ids=None if step.position_ids is None else step.position_ids + np.int32(1),
+        )
+        self._next = ScheduledStep(following, tuple(found))
+
+    def _prepared(self) -> ScheduledStep | None:
+        """The step that was prepared; None if others have begun to run, or its sequences do not go on as expected."""
+        scheduled, self._next = self._next, None
+        if scheduled is None or len(scheduled.sequences) != len(self._running):
+            return None
+        failures, slots, tokens = Failures(), [], []
+        for one in scheduled.sequences:
+            sequence, state = one.sequence, one.sequence.schedule
+            if one.position != state.computed or sequence.draft.tokens:
+                return None
+            with failures.of(sequence):
+                assert state.slot is not None
+                self._pages.extend(state.slot, state.computed, 1)
+                slots.append(state.slot)
+                tokens.append(sequence.reply[-1])
+        if failures:
+            # They are found again, and the step is made without them.
+            return None
+        own: Int32 = np.array(slots, np.int32)
+        views = self._pages.views(own, own, scheduled.step.positions)
+        return replace(scheduled, step=replace(scheduled.step, tokens=np.array(tokens, np.int32), views=views))
 
     def with_drafts(self, scheduled: ScheduledStep) -> ScheduledStep | None:
         """The newest step with the tokens that its sequences' drafts have by now.
@@ -327,25 +363,7 @@ class Scheduler:
         # A branch begins and ends in two pages at most.
         return 2 * sum(len(s.draft.tokens) for s in self._running) > self._pages.refill()
 
-    def _rows(self, shares: list[_Share], failures: Failures) -> list[_Rows]:
-        """What the shares add to a step. Their pages are there now."""
-        found: list[_Rows] = []
-        start = 0
-        for share in shares:
-            with failures.of(share.sequence):
-                state, draft = share.sequence.schedule, share.draft
-                assert state.slot is not None
-                depth = tree_depth(draft.parents) if draft.parents else share.rows
-                self._pages.extend(state.slot, state.computed, depth)
-                speculative = bool(draft.tokens)
-                span = Span(state.slot, start, share.rows, state.computed, state.accepted, speculative, state.path)
-                spans = tree_spans(draft.parents, span) if draft.parents else [span]
-                found.append(_Rows(share, _tokens(share), spans, *_outputs(share)))
-                start += share.rows
-        return found
-
     def _build(self, shares: list[_Share], failures: Failures) -> ScheduledStep:
-        found = self._rows(shares, failures)
         tokens: list[int] = []
         spans: list[Span] = []
         scheduled: list[ScheduledSequence] = []
@@ -353,19 +371,28 @@ class Scheduler:
         needs_logits: list[bool] = []
         needs_candidates: list[bool] = []
         logits = candidates = 0
-        for own in found:
-            sequence, count = own.share.sequence, own.outputs
-            tokens += own.tokens
-            spans += own.spans
-            ids = slice(len(output_rows), len(output_rows) + count)
-            output_rows += range(len(tokens) - count, len(tokens))
-            needs_logits += [own.whole] * count
-            needs_candidates += [own.best] * count
-            values = slice(logits, logits + count * own.whole), slice(candidates, candidates + count * own.best)
-            scheduled.append(
-                ScheduledSequence(sequence, sequence.computed, own.share.rows, ids, *values, own.share.draft)
-            )
-            logits, candidates = values[0].stop, values[1].stop
+        for share in shares:
+            sequence, rows, draft, state = share.sequence, share.rows, share.draft, share.sequence.schedule
+            with failures.of(sequence):
+                # The step gets nothing of a sequence that fails here.
+                assert state.slot is not None
+                depth = tree_depth(draft.parents) if draft.parents else rows
+                self._pages.extend(state.slot, state.computed, depth)
+                span = Span(
+                    state.slot, len(tokens), rows, state.computed, state.accepted, bool(draft.tokens), state.path
+                )
+                own_spans = tree_spans(draft.parents, span) if draft.parents else [span]
+                unread = sequence.unread
+                own_tokens, (count, whole, best) = _tokens(share, unread), _outputs(share, unread)
+                tokens += own_tokens
+                spans += own_spans
+                ids = slice(len(output_rows), len(output_rows) + count)
+                output_rows += range(len(tokens) - count, len(tokens))
+                needs_logits += [whole] * count
+                needs_candidates += [best] * count
+                values = slice(logits, logits + count * whole), slice(candidates, candidates + count * best)
+                scheduled.append(ScheduledSequence(sequence, state.computed, rows, ids, *values, draft))
+                logits, candidates = values[0].stop, values[1].stop
         step = Step.of_spans(
             spans,
             tokens,
@@ -374,7 +401,8 @@ class Scheduler:
             needs_logits=needs_logits,
             needs_candidates=needs_candidates,
         )
-        step = replace(step, position_ids=_position_ids(step, scheduled))
+        if (position_ids := _position_ids(step, scheduled)) is not None:
+            step = replace(step, position_ids=position_ids)
         if len(spans) > len(scheduled):
             views, scheduled = self._separate_branches(step, scheduled)
             step = replace(step, views=views)
@@ -415,20 +443,21 @@ def _position_ids(step: Step, scheduled: Many[ScheduledSequence]) -> Int32 | Non
     return ids
 
 
-def _tokens(share: _Share) -> list[int]:
-    """The tokens of a share's rows."""
+def _tokens(share: _Share, unread: int) -> list[int]:
+    """The tokens of a share's rows. `unread`: of its sequence."""
     sequence, position = share.sequence, share.sequence.computed
-    if not sequence.unread:
+    if not unread:
         return [sequence.reply[-1], *share.draft.tokens]
     read = sequence.prompt if sequence.prompt_remaining else sequence.tokens
     tokens: list[int] = read[position : position + share.rows].tolist()
     return tokens
 
 
-def _outputs(share: _Share) -> tuple[int, bool, bool]:
-    """How many of a share's last rows are output rows, and whether they need whole logits, or candidates."""
+def _outputs(share: _Share, unread: int) -> tuple[int, bool, bool]:
+    """How many of a share's last rows are output rows, and whether they need whole logits, or candidates. `unread`: of
+    its sequence."""
     sequence, prompt = share.sequence, share.sequence.prompt_remaining
-    if sequence.unread and not prompt:
+    if unread and not prompt:
         return 0, False, False
     if sequence.scores_prompt and prompt:
         return share.rows, True, False

@@ -31,6 +31,8 @@ class Drive:
     totals: tuple[int, ...] | None = None
     ended: list[Sequence] = field(default_factory=list)
     fail: bool = False
+    #: whether the next step is prepared while one runs, as in the engine
+    prepares: bool = True
 
     def __post_init__(self) -> None:
         self.backend = ScriptedBackend(
@@ -53,6 +55,8 @@ class Drive:
                 self.scheduler.remove(part.sequence)
             return plan
         output = self.backend.forward(plan.step)
+        if self.prepares:
+            self.scheduler.prepare(plan)
         assert len(output.logits) == plan.step.needs_logits.sum()
         self.scheduler.advance(plan)
         for part in plan.sequences:

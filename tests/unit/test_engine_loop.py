@@ -12,6 +12,7 @@ import pytest
 from luce.engine.admission import Admission
 from luce.engine.events import FinishReason, Progress, PromptLogits, PromptScores, Tokens
 from luce.errors import ContextError, QueueFullError, RequestError
+from luce.runtime.step import Step
 from tests.support.replies import EOS, STOP, TIMEOUT, Gate, Letters, engine, submit
 from tests.support.scripted_backend import ScriptedBackend, after
 
@@ -161,6 +162,17 @@ def test_a_bias_of_an_unknown_token_is_refused_and_an_unknown_stop_token_never_c
         assert caught.value.param == "logit_bias"
         reply, _ = submit(made, stop_token_ids=frozenset({97, -3}), min_tokens=2)
         reply.finished()
+
+
+def test_the_next_step_is_prepared_while_one_runs() -> None:
+    steps: list[Step] = []
+    backend = ScriptedBackend(slots=2, hook=steps.append)
+    with engine(backend, eos=frozenset()) as made:
+        reply, _ = submit(made, [50, 51], max_tokens=20)
+        reply.finished()
+    _, first, *others = steps
+    assert len(others) == 18 and all(step.output_rows is first.output_rows for step in others)
+    assert reply.ids == backend.reply([50, 51], 20)
 
 
 def test_the_queue_is_bounded() -> None:

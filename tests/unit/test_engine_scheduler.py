@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from luce.engine.scheduler import ScheduledStep
 from luce.engine.sequence import CacheState, Draft, Sequence
 from luce.ops.matmul import FEW_ROWS
 from luce.runtime.step import STRETCHED
@@ -118,19 +119,145 @@ def test_a_plan_is_filled_with_what_is_proposed_later() -> None:
     assert early is not None
     drafted.draft = Draft((5, 6, 7))
     late, filled = drive.scheduler.schedule(), drive.scheduler.with_drafts(early)
-    assert late is not None and filled is not None
     # Nothing but the tokens of proposals could be different.
-    assert filled.sequences == late.sequences and filled.step.spans == late.step.spans
-    for name in ("tokens", "positions", "output_rows", "needs_logits", "needs_candidates"):
-        np.testing.assert_array_equal(getattr(filled.step, name), getattr(late.step, name))
-    for own, other in zip(filled.step.views, late.step.views, strict=True):
-        for name in ("table", "first", "count", "dest"):
-            np.testing.assert_array_equal(getattr(own, name), getattr(other, name))
+    assert_same(filled, late)
     for tokens, parents in (((5, 6), ()), ((), ()), ((5, 6, 7), (0, 0, 1))):
         drafted.draft = Draft(tokens, parents)
         assert drive.scheduler.with_drafts(early) is None
     drafted.draft = Draft()
     drive.run()
+
+
+def assert_same(plan: ScheduledStep | None, other: ScheduledStep | None) -> None:
+    assert plan is not None and other is not None
+    assert (plan.sequences, plan.step.spans, plan.failures) == (other.sequences, other.step.spans, other.failures)
+    for name in ("tokens", "positions", "position_ids", "output_rows", "needs_logits", "needs_candidates"):
+        np.testing.assert_array_equal(getattr(plan.step, name), getattr(other.step, name))
+    for own, view in zip(plan.step.views, other.step.views, strict=True):
+        for name in ("table", "first", "count", "dest"):
+            np.testing.assert_array_equal(getattr(own, name), getattr(view, name))
+
+
+def both(drive: Drive) -> tuple[ScheduledStep, ScheduledStep]:
+    """The next step, which may be prepared, and the same made anew."""
+    plan, anew = drive.scheduler.schedule(), drive.scheduler.schedule()
+    assert plan is not None and anew is not None
+    return plan, anew
+
+
+def decoding(*added: Sequence, drive: Drive | None = None) -> tuple[Drive, ScheduledStep]:
+    """All of them decode, and the step behind the newest one is prepared."""
+    drive = drive or Drive()
+    for one in added:
+        drive.scheduler.add(one)
+    while min(len(one.reply) for one in added) < 2:
+        newest = drive.step()
+    assert newest is not None
+    return drive, newest
+
+
+def test_a_prepared_step_is_the_one_that_would_be_made() -> None:
+    drive, newest = decoding(
+        sequence(3, 200, position_ids=np.array([0, 10, 20], np.int32)),
+        sequence(70, 200, needs_logits=True),
+        sequence(5, 200, needs_candidates=True),
+        drive=Drive(windows=(None, 40)),
+    )
+    # Some rows begin pages, and some leave pages behind.
+    for _ in range(150):
+        plan, anew = both(drive)
+        assert_same(plan, anew)
+        assert plan.step.output_rows is newest.step.output_rows is not anew.step.output_rows
+        drive.scheduler.prepare(plan)
+        drive.scheduler.advance(plan)
+        for one in drive.scheduler.running:
+            one.reply.append(one.reply[-1] + 1)
+        newest = plan
+
+
+def test_a_prepared_step_is_dropped_where_a_sequence_has_a_draft() -> None:
+    one = sequence(3, 20)
+    drive, _ = decoding(one)
+    one.draft = Draft((4,))
+    plan, anew = both(drive)
+    assert_same(plan, anew)
+    assert plan.step.rows == 2
+
+
+def test_a_prepared_step_is_dropped_with_a_step_that_failed() -> None:
+    drive, _ = decoding(sequence(3, 20))
+    plan, _ = both(drive)
+    drive.scheduler.prepare(plan)
+    assert_same(*both(drive))
+
+
+def test_a_prepared_step_is_dropped_where_other_sequences_run_now() -> None:
+    ended, other = sequence(3, 20), sequence(3, 20)
+    drive, _ = decoding(ended)
+    drive.scheduler.add(other)
+    assert list(drive.scheduler.admit()) == [other]
+    assert rows(drive.scheduler.schedule()) == {ended: 1, other: 3}
+    drive, _ = decoding(ended := sequence(3, 20))
+    drive.scheduler.add(other := sequence(3, 20))
+    drive.scheduler.remove(ended)
+    assert list(drive.scheduler.admit()) == [other]
+    # The prefix cache has its prompt, and it has begun.
+    drive.scheduler.resume(other, 4)
+    other.reply[:] = [7, 8]
+    plan, anew = both(drive)
+    assert_same(plan, anew)
+    assert rows(plan) == {other: 1}
+
+
+def test_a_prepared_step_is_dropped_where_a_sequence_is_stretched() -> None:
+    one = sequence(3, 20)
+    drive, _ = decoding(one)
+    computed, one.stretched = one.computed, True
+    drive.scheduler.restart(one)
+    # The prefix cache has all of its positions.
+    drive.scheduler.resume(one, computed)
+    plan, anew = both(drive)
+    assert_same(plan, anew)
+    assert plan.step.position_ids is not None
+
+
+def test_no_step_is_prepared_behind_drafts_and_prompts() -> None:
+    one = sequence(3, 20)
+    drive, _ = decoding(one)
+    one.draft = Draft((4, 5))
+    plan, _ = both(drive)
+    drive.scheduler.prepare(plan)
+    drive.scheduler.advance(plan)
+    drive.scheduler.accept(plan.sequences[0], [0])
+    one.draft = Draft()
+    plan, anew = both(drive)
+    assert_same(plan, anew)
+    assert plan.step.spans[0].accepted == 1
+    # A prompt's last row, whose logits are saved.
+    drive = Drive()
+    drive.scheduler.add(last := sequence(CHUNK + 1, 9, cache=CacheState(lengths=(CHUNK,), saves_logits=True)))
+    drive.step()
+    assert rows(newest := drive.step()) == {last: 1}
+    assert newest is not None and newest.step.needs_logits.all()
+    plan, anew = both(drive)
+    assert_same(plan, anew)
+    assert not plan.step.needs_logits.any()
+
+
+def test_a_sequence_without_pages_is_left_out_of_a_prepared_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    fails, stays = sequence(3, 20), sequence(3, 20)
+    drive, _ = decoding(fails, stays)
+    extend, error = drive.pages.extend, RuntimeError("no page")
+
+    def failing(slot: int, position: int, count: int) -> None:
+        if slot == fails.slot:
+            raise error
+        extend(slot, position, count)
+
+    monkeypatch.setattr(drive.pages, "extend", failing)
+    plan, anew = both(drive)
+    assert_same(plan, anew)
+    assert rows(plan) == {stays: 1} and plan.failures == [(fails, error)]
 
 
 def test_a_sequence_ends_in_every_stage_and_leaves_nothing() -> None:
