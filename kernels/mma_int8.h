@@ -14,9 +14,7 @@
 #define SHARED_X 0
 #endif
 // Units of each row and chain in flight or in use.
-#ifndef TILE_STAGES
 #define TILE_STAGES 2
-#endif
 
 // From one row's units to the next row's in shared memory: an odd number of 16 bytes, so that eight rows of 16 bytes
 // lie in different banks.
@@ -284,7 +282,8 @@ template <typename Source> LUCE_FN const float* tile_sums(const Source& row, con
         // those bytes would be copied, and no wait would cover them: they could overwrite the partial sums.
         if (ODD_UNITS && unit >= units) return;
 #pragma unroll
-        for (int i = 0; i < TILES; i++) copy_step(to + stage + i * 16 * TILE_STRIDE, mine[i], thread % SHARE, row(i * 16).end);
+        for (int i = 0; i < TILES; i++)
+            copy_step(to + stage + i * 16 * TILE_STRIDE, mine[i], thread % SHARE, row(i * 16).end);
     };
     // The x of a step's units lies together.
     const auto copy_x = [&](int unit, int stage) {

@@ -7,10 +7,9 @@
 // expert. Behind the tiles of the chosen experts are those of an expert that all rows share, if there is one: ROWS rows
 // each. Between the kernels, rows of a tile lie together, and those that it lacks are zeros.
 #define SHARED_X 1
-// Of 16 weight rows: a gate's and an up's, or two of a down.
-#ifndef TILES
+// Of 16 weight rows: a gate's and an up's, or two of a down. H200, 64 rows of 35B A3B, us: downs in Q6_K 90.7, 87.4, 92.2
+// with one, two and four, in Q4_K 62.3, 57.3, 57.7.
 #define TILES 2
-#endif
 #include "activation.h"
 #include "mma_int8.h"
 
@@ -18,10 +17,9 @@
 
 #define THREADS (32 * CHAINS)
 #define BITS (CHAINS - 1)  // log2 of the chains
-// Blocks that a multiprocessor should hold.
-#ifndef BLOCKS
+// Blocks that a multiprocessor should hold. As above, gates and ups in Q4_K take 94 to 95 us with 6, 8 and 10; with four
+// stages instead of two, and so five blocks, 112.
 #define BLOCKS ((ROWS == 8 ? 16 : 12) / CHAINS)
-#endif
 // Of the products of a feature with a row of the tile.
 #define STRIDE PARTIAL_STRIDE(16 * TILES)
 

@@ -85,7 +85,7 @@ def test_a_quant_type_is_in_the_files_of_its_list() -> None:
     floats, narrow = {"F32", "F16", "BF16"}, {kind.name for kind in INT8_TYPES}
     assert sources.pop("kernels/matmul_vec.cu") == names - narrow
     assert sources and all(found | floats == names for found in sources.values())
-    for path in ("kernels/matmul_int8.cu", "kernels/moe_int8.cu"):
+    for path in ("kernels/matmul_int8.cu", "kernels/moe_int8.cu", "kernels/moe_rows.cu"):
         assert f"`{path}`" in ADDING["quant type"] and variants(path) == narrow
     header = (ROOT / "kernels/quants.h").read_text()
     assert all(re.search(rf"\b{name}\b", header) for name in names - floats)
