@@ -115,7 +115,10 @@ def test_product(device: Device, name: str, rows: int, cols: int, n: int) -> Non
 @on_devices(
     "name, rows, cols, n",
     host=[],
-    emulated=[(name, 3, cols, n) for name, n, cols in itertools.product(PLAIN, [FEW["F32"], 17], [1, 3, 71])],
+    emulated=[
+        *((name, 3, cols, n) for name, n, cols in itertools.product(PLAIN, [FEW["F32"], 17], [1, 3, 71])),
+        ("F32", 3, 71, BLAS_ROWS),
+    ],
     gpu=[(name, 5, cols, n) for name, n, cols in itertools.product(PLAIN, [1, 16, 33, BLAS_ROWS], [1, 3, 71, 1027])],
 )
 def test_rows_of_any_length(device: Device, name: str, rows: int, cols: int, n: int) -> None:
@@ -372,7 +375,10 @@ def test_many_rows_and_one_row_of_weights(device: Device, n: int, cols: int) -> 
 @on_devices(
     "name, cols, n",
     host=[],
-    emulated=[(*format, n) for format, n in itertools.product([("F32", 37), ("Q4_K", 256)], [3, 18])],
+    emulated=[
+        *((*format, n) for format, n in itertools.product([("F32", 37), ("Q4_K", 256)], [3, 18])),
+        ("F32", 37, BLAS_ROWS),
+    ],
     gpu=[
         (*format, n)
         for format, n in itertools.product([("F32", 37), ("F16", 91), ("Q4_K", 256), ("Q8_0", 96)], [1, 3, 16, 18])
@@ -382,7 +388,7 @@ def test_row_stride(device: Device, name: str, cols: int, n: int) -> None:
     checks.check_row_stride(device, name, n, cols)
 
 
-@on_devices("n", host=[], emulated=[3, 19], gpu=[3, 16, 19])
+@on_devices("n", host=[], emulated=[3, 19, BLAS_ROWS], gpu=[3, 16, 19, BLAS_ROWS])
 def test_infinities(device: Device, n: int) -> None:
     checks.check_infinities(device, n)
 

@@ -17,6 +17,7 @@ import pytest
 from _pytest.mark import ParameterSet
 
 from luce.errors import DeviceError
+from luce.ops.matmul_prefill import BLAS_ROWS
 from luce.runtime.device import Device
 from tests.support import (
     op_checks_attention,
@@ -152,8 +153,8 @@ def _moe_int8(device: Device) -> None:
 
 def _matmul_tile(device: Device) -> None:
     op_checks_matmul.check_product(device, "Q8_0", rows=9, cols=160, n=17)
-    op_checks_matmul.check_product(device, "F32", rows=9, cols=96, n=18)
-    op_checks_matmul.check_row_stride(device, "F32", 18, 37)
+    op_checks_matmul.check_product(device, "F32", rows=9, cols=96, n=BLAS_ROWS)
+    op_checks_matmul.check_row_stride(device, "F32", BLAS_ROWS, 37)
 
 
 def _moe(device: Device) -> None:
