@@ -30,7 +30,7 @@ class Wide:
     def __init__(self, stack: ExitStack, folder: Path) -> None:
         self._stack, self._folder = stack, folder
 
-    def driver(self, *devices: Device, kind: str = "Q4_K", experts: bool = False) -> Driver:
+    def driver(self, *devices: Device, kind: str = "Q4_K", experts: str = "") -> Driver:
         path = write_wide(self._folder / f"{kind}{experts}.gguf", kind, experts=experts)
         file = self._stack.enter_context(open_gguf(path))
         spec = read_spec(Source(str(path), file.metadata, file.tensors))
@@ -54,18 +54,18 @@ def test_by_the_kernels_of_gpus(wide: Wide, kind: str) -> None:
 
 @pytest.mark.emulated
 def test_of_experts_by_the_kernels_of_gpus(wide: Wide) -> None:
-    check_company(wide.driver(EmulatedDevice(), experts=True), VOCAB, 20)
+    check_company(wide.driver(EmulatedDevice(), experts="Q4_K"), VOCAB, 20)
 
 
 @pytest.mark.gpu
 def test_on_a_gpu(wide: Wide, gpu: Device) -> None:
-    for driver in (wide.driver(gpu), wide.driver(gpu, experts=True)):
+    for driver in (wide.driver(gpu), wide.driver(gpu, experts="Q4_K")):
         for rows in (17, 33, 64):
             check_company(driver, VOCAB, rows)
 
 
 def test_by_two_shards_of_the_cpu(wide: Wide) -> None:
-    for experts in (False, True):
+    for experts in ("", "Q4_K"):
         driver = wide.driver(CpuDevice(0), CpuDevice(1), experts=experts)
         for rows in (17, 64):
             check_company(driver, VOCAB, rows)
@@ -80,7 +80,8 @@ def test_what_devices_say(wide: Wide) -> None:
     assert wide.driver(CpuDevice(), HostDevice(1)).backend.capacity.invariant_rows == FEW_ROWS
     assert wide.driver(emulated).backend.capacity.invariant_rows == MAX_ROWS
     assert wide.driver(CpuDevice(), emulated).backend.capacity.invariant_rows == MAX_ROWS
-    assert wide.driver(emulated, experts=True).backend.capacity.invariant_rows == MAX_ROWS
+    assert wide.driver(emulated, experts="Q4_K").backend.capacity.invariant_rows == MAX_ROWS
+    assert wide.driver(emulated, experts="Q5_1").backend.capacity.invariant_rows == FEW_ROWS
     assert wide.driver(emulated, kind="Q8_0").backend.capacity.invariant_rows == FEW_ROWS
     emulated.shared_limit = 64 << 10
     assert wide.driver(emulated).backend.capacity.invariant_rows == FEW_ROWS

@@ -391,6 +391,16 @@ def test_experts_of_many_rows_have_the_bits_of_each_row_alone(
     checks.check_expert_mlp(device, types, n, k, experts=experts, inner=inner, cols=cols, shared=shared)
 
 
+# A copy ends with the memory of Q8_0, whose blocks begin at any even byte, but not with that of Q4_K.
+@pytest.mark.parametrize("down", ["Q8_0", "Q4_K"])
+@on_devices("n", host=[], emulated=[3, 17], gpu=[3, 17], emulated_devices=("emulated, 32 lanes",))
+def test_experts_with_downs_that_end_within_a_tile(device: Device, n: int, down: str) -> None:
+    if n > FEW_ROWS and not moe_rows.serves(device):
+        pytest.skip("the device has no such products")
+    sizes = {"experts": 3, "inner": 256, "cols": 96}
+    checks.check_expert_mlp(device, ("Q8_0", down), n, 2, **sizes, shared="gated", outputs=41)
+
+
 @on_devices(
     "types, n, k, experts, inner, cols, shared",
     host=[],

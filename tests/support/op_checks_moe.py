@@ -405,13 +405,15 @@ def check_far_expert(device: Device, n: int) -> None:
     assert not actual[:, 1].any()
 
 
-def _mlp(rng: np.random.Generator, name: str, down: str, experts: int, inner: int, cols: int) -> list[RawTensor]:
+def _mlp(
+    rng: np.random.Generator, name: str, down: str, experts: int, inner: int, cols: int, outputs: int
+) -> list[RawTensor]:
     """Gates, ups and downs of experts, of a size that keeps results near 1."""
     seeds = rng.integers(1000, size=3)
     return [
         random_tensor(name, experts * inner, cols, int(seeds[0])),
         random_tensor(name, experts * inner, cols, int(seeds[1])),
-        random_tensor(down, experts * cols, inner, int(seeds[2])),
+        random_tensor(down, experts * outputs, inner, int(seeds[2])),
     ]
 
 
@@ -420,7 +422,8 @@ def _one_mlp(tensors: Sequence[RawTensor], expert: int, row: NDArray[np.float64]
     inner = tensors[2].cols
     gate, up = (decoded(t)[expert * inner : (expert + 1) * inner].astype(np.float64) @ row for t in tensors[:2])
     middle = quantised((gate / (1 + np.exp(-gate)) * up)[None], group_for(tensors[2].type.name)).floats(inner)[0]
-    down = decoded(tensors[2])[expert * len(row) : (expert + 1) * len(row)].astype(np.float64)
+    outputs = tensors[2].rows // (tensors[0].rows // inner)
+    down = decoded(tensors[2])[expert * outputs : (expert + 1) * outputs].astype(np.float64)
     result: NDArray[np.float64] = down @ middle
     return result
 
@@ -436,13 +439,15 @@ def check_expert_mlp(
     cols: int,
     shared: str,
     together: bool = False,
+    outputs: int = 0,
 ) -> None:
     """Chosen experts and a shared one ("": none, "plain", "gated") against the formula in float64, and each row alone.
 
-    `together`: gates and ups are one tensor, as some files have them.
+    `together`: gates and ups are one tensor, as some files have them. `outputs`: rows of a down, if not `cols`.
     """
     rng = np.random.default_rng(n + cols)
-    chosen, other = _mlp(rng, *types, experts, inner, cols), _mlp(rng, *types, 1, inner, cols)
+    outputs = outputs or cols
+    chosen, other = (_mlp(rng, *types, count, inner, cols, outputs) for count in (experts, 1))
     x = rng.standard_normal((n, cols)).astype(np.float32) / 4
     ids, weights = random_ids(n, k, experts), rng.random((n, k)).astype(np.float32)
     gate = rng.standard_normal((n, 3)).astype(np.float32)
@@ -469,9 +474,9 @@ def check_expert_mlp(
         return device.download(expert_mlp(device, few, own_ids, own_weights, placed, "silu", joined, gates))
 
     actual = work(slice(None))
-    assert actual.shape == (n, cols)
+    assert actual.shape == (n, outputs)
     rows = np.concatenate([seen(device, types[0], row[None]) for row in x])
-    expected = np.zeros((n, cols))
+    expected = np.zeros((n, outputs))
     for row in range(n):
         for slot in range(k):
             expected[row] += weights[row, slot].astype(np.float64) * _one_mlp(chosen, ids[row, slot], rows[row])

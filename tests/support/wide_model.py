@@ -14,13 +14,13 @@ from tests.support.quant_blocks import random_tensor
 WIDTH, VOCAB = 1024, 64
 # Query heads, the size of a head; value heads of the recurrent layer, key heads, and the size of these.
 _HEADS, _HEAD, _VALUES, _KEYS, _STATE = 4, 256, 8, 2, 128
-# Experts, those chosen, and the features of each and of the shared one.
+# Experts, those chosen, and the features of each and of a shared one that joins them.
 _EXPERTS, _USED, _INNER = 5, 2, 512
 
 
-def write_wide(path: Path, kind: str = "Q4_K", *, experts: bool = False) -> Path:
-    """A qwen35 or qwen35moe file without a tokenizer: a recurrent layer and one of attention; matrices are of this
-    type, and the table, the head and a few others Q6_K, the routers F32."""
+def write_wide(path: Path, kind: str = "Q4_K", *, experts: str = "") -> Path:
+    """A qwen35 file without a tokenizer, or with a type of experts a qwen35moe file: a recurrent layer and one of
+    attention; matrices are of this type, and the table, the head and a few others Q6_K, the routers F32."""
     random = np.random.default_rng(3)
     family = "qwen35moe" if experts else "qwen35"
     writer = gguf.GGUFWriter(path, family)
@@ -62,7 +62,7 @@ def write_wide(path: Path, kind: str = "Q4_K", *, experts: bool = False) -> Path
         tensor = random_tensor(type, rows, WIDTH, number)
         writer.add_tensor(f"{name}.weight", np.asarray(tensor.raw), raw_dtype=tensor.type)
     if experts:
-        _add_experts(writer, kind)
+        _add_experts(writer, kind, experts)
     vectors = {"blk.0.ssm_a": _VALUES, "blk.0.ssm_dt.bias": _VALUES, "blk.0.ssm_norm.weight": _STATE}
     vectors |= {"output_norm.weight": WIDTH, "blk.1.attn_q_norm.weight": _HEAD, "blk.1.attn_k_norm.weight": _HEAD}
     vectors |= {f"blk.{n}.{part}.weight": WIDTH for n in range(2) for part in ("attn_norm", "post_attention_norm")}
@@ -79,18 +79,20 @@ def write_wide(path: Path, kind: str = "Q4_K", *, experts: bool = False) -> Path
     return path
 
 
-def _add_experts(writer: gguf.GGUFWriter, kind: str) -> None:
+def _add_experts(writer: gguf.GGUFWriter, kind: str, experts: str) -> None:
+    # A shared MLP of another type does not join the experts, and many rows want wide matrices.
+    shared = _INNER if experts == kind else WIDTH
     writer.add_expert_count(_EXPERTS)
     writer.add_expert_used_count(_USED)
     writer.add_expert_feed_forward_length(_INNER)
-    writer.add_expert_shared_feed_forward_length(_INNER)
+    writer.add_expert_shared_feed_forward_length(shared)
     for layer in range(2):
         routers = np.random.default_rng(layer).standard_normal((_EXPERTS + 1, WIDTH)).astype(np.float32)
         writer.add_tensor(f"blk.{layer}.ffn_gate_inp.weight", routers[:-1])
         writer.add_tensor(f"blk.{layer}.ffn_gate_inp_shexp.weight", routers[-1])
-        for suffix, count in (("_exps", _EXPERTS), ("_shexp", 1)):
+        for suffix, count, inner, own in (("_exps", _EXPERTS, _INNER, experts), ("_shexp", 1, shared, kind)):
             for number, (part, rows, cols, type) in enumerate(
-                (("gate", _INNER, WIDTH, kind), ("up", _INNER, WIDTH, kind), ("down", WIDTH, _INNER, "Q6_K"))
+                (("gate", inner, WIDTH, own), ("up", inner, WIDTH, own), ("down", WIDTH, inner, "Q6_K"))
             ):
                 tensor = random_tensor(type, count * rows, cols, 100 * layer + 10 * count + number)
                 raw = np.asarray(tensor.raw)
