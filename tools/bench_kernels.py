@@ -147,15 +147,16 @@ def experts_few(device: Device) -> Iterator[Case]:
         shared = ExpertWeights(1, gates[:inner], ups[:inner], inner, inner, type, hidden, own)
         one = 2 * int(gates[:inner].nbytes) + int(own.data.nbytes)
         for n in (1, 4, 16, 64):
-            floats = normal(device, n, hidden)
-            x = quantise(device, floats, SECTION)
+            x = normal(device, n, hidden)
+            if n <= FEW_ROWS:
+                multiply = partial(expert_mlp, device, quantise(device, x, SECTION))
+            else:
+                multiply = partial(expert_mlp_rows, device, x)
             weight, gate = normal(device, n, used), normal(device, n, 1)
             # Other experts in each call: together they exceed every cache.
             picks = [np.stack([rng.permutation(count)[:used] for _ in range(n)]) for _ in range(16)]
             ids = [device.upload(pick.astype(np.int32)) for pick in picks]
-            calls = [partial(expert_mlp, device, x, i, weight, chosen, "silu", shared, gate) for i in ids]
-            if n > FEW_ROWS:
-                calls = [partial(expert_mlp_rows, device, floats, *args.args[2:]) for args in calls]
+            calls = [partial(multiply, i, weight, chosen, "silu", shared, gate) for i in ids]
             read = int(np.mean([len(np.unique(pick)) for pick in picks])) + 1
             yield Case(f"experts Q4_K {down.name} n={n}", calls, read * one, 6 * n * (used + 1) * hidden * inner)
 

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
 # The constants of kernels/moe_rows.cu: weight rows of a tile and tiles of a block, columns of a unit.
 _TILE, _TILES, _UNIT_COLS = 16, 2, 256
-# Rows of a tile, by the pairs that an expert gets of so many rows if all get as many.
-_FEW_ROWS, _MANY_ROWS, _ROWS, _FEW_PAIRS = 8, 16, 64, 4
+# Rows of a tile: few where an expert has at most _FEW_PAIRS pairs of a step of _STEP_ROWS rows, if all have as many. A
+# model has one of the two, so that no number of rows compiles another kernel.
+_SMALL_TILE, _LARGE_TILE, _STEP_ROWS, _FEW_PAIRS = 8, 16, 64, 4
 
 
 def serves(device: Device) -> bool:
@@ -47,7 +48,7 @@ def expert_mlp_rows(
     bits."""
     n, k = ids.shape
     assert 0 < n <= MANY_ROWS
-    tile_rows = _FEW_ROWS if k * _ROWS <= _FEW_PAIRS * chosen.experts else _MANY_ROWS
+    tile_rows = _SMALL_TILE if k * _STEP_ROWS <= _FEW_PAIRS * chosen.experts else _LARGE_TILE
     groups = group_tiles(device, ids, chosen.experts, tile_rows)
     own = len(groups.tiles)
     tiles = own + (0 if shared is None else -(-n // tile_rows))
