@@ -315,6 +315,7 @@ def main() -> int:
     both["load"].add_argument("--acceptance", type=_chances, default=[0.0, 0.3, 0.6, 0.8])
     both["load"].add_argument("-d", "--depth", type=int, default=600, help="tokens of the prompts")
     both["load"].add_argument("-n", "--tokens", type=int, default=256, help="tokens of a reply")
+    both["load"].add_argument("--lookup", action="store_true", help="look up texts that repeat too, as a server does")
     both["load"].add_argument("--rounds", type=int, default=3, help="times that plain and drafted replies take turns")
     maker = verbs.add_parser("make")
     maker.add_argument("target", type=Path)
@@ -341,7 +342,7 @@ def main() -> int:
         elif options.verb == "load":
             sizes = options.depth, options.tokens
             given = options.sequences, options.acceptance
-            report = load_table(options.target, *given, *sizes, rounds=options.rounds, **fields)
+            report = load_table(options.target, *given, *sizes, rounds=options.rounds, lookup=options.lookup, **fields)
         else:
             report = step_times(options.target, options.rows, options.depth, options.steps, **fields)
     except (LuceError, OSError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -119,10 +120,12 @@ def load_table(
     tokens: int,
     *,
     rounds: int = 3,
+    lookup: bool = False,
     **fields: Any,
 ) -> dict[str, Any]:
     """Load a target with its drafter, and report tokens a second by sequences at once and by acceptance: the medians of
-    `rounds` rounds. Plain and drafted replies take turns, so that a device which slows down slows both."""
+    `rounds` rounds. Plain and drafted replies take turns, so that a device which slows down slows both. `lookup`: texts
+    that repeat are looked up too, as `luce serve` does."""
     fields = {"max_ctx": depth + tokens + 64, "parallel": max(sequences), **fields}
     report: dict[str, Any] = {"target": Path(target).name, "draft": fields["draft"], "depth": depth, "load": []}
     with (
@@ -134,7 +137,7 @@ def load_table(
         random = np.random.default_rng(0)
         for count in sequences:
             prompts = [random.integers(0, backend.capacity.vocab, depth, np.int32) for _ in range(count)]
-            report["load"] += _rows(backend, drafter, prompts, chances, tokens, rounds, wait.step)
+            report["load"] += _rows(backend, drafter, prompts, chances, tokens, rounds, wait.step, lookup=lookup)
     return report
 
 
@@ -146,6 +149,8 @@ def _rows(
     tokens: int,
     rounds: int,
     say: Callable[[str], None],
+    *,
+    lookup: bool,
 ) -> list[dict[str, Any]]:
     """The report of replies to these prompts, one row for each acceptance."""
     count = len(prompts)
@@ -157,7 +162,9 @@ def _rows(
         for chance in chances:
             say(f"{count} sequences, acceptance {chance:g}")
             given = GivenDrafter(drafter, texts, len(prompts[0]), chance)
-            engines.append(_engine(stack, backend, given, prompts, tokens)[0])
+            engines.append(_engine(stack, backend, given, prompts, tokens, lookup=lookup)[0])
+        # A collection of all that is loaded takes as long as some steps, in whatever replies it happens to come.
+        gc.freeze()
         before = [together(plain, prompts, tokens)]
         drafted: list[list[Measured]] = []
         for turn in range(rounds):
@@ -197,10 +204,12 @@ def _engine(
     drafter: Drafter | None,
     prompts: Sequence[NDArray[np.int32]],
     tokens: int,
+    *,
+    lookup: bool = False,
 ) -> tuple[Engine, list[list[int]]]:
     """An engine after what `luce serve` measures first and two times all replies, which build kernels, capture graphs
     and measure for the engine; and the replies."""
-    options = EngineOptions(eos=frozenset(), max_queue=len(prompts), chunk=backend.options.chunk)
+    options = EngineOptions(eos=frozenset(), max_queue=len(prompts), chunk=backend.options.chunk, lookup=lookup)
     engine = Engine(backend, options, drafter=drafter)
     stack.callback(engine.close)
     engine.measure_drafting(MEASURED_SECONDS)

@@ -42,6 +42,21 @@ class Lookup:
         self.shortest = shortest
         self._texts: dict[int, tuple[str, Int32]] = {}
         self._recent: deque[tuple[str, Int32]] = deque(maxlen=_RECENT_TEXTS)
+        #: of each slot's text that waits for its next token, the tokens with which `find` may find something
+        self._following: dict[int, set[int]] = {}
+
+    def prepare(self, slot: int, session: str, text: Int32) -> None:
+        """Read a slot's text before its next token is known, int32 [n > 0], for `misses`."""
+        assert self.shortest > 1, "a suffix of one token may stand anywhere"
+        self._texts[slot] = session, text
+        # Where the last token stands, the next one has to follow for a suffix of two.
+        sources = [text, *(recent for name, recent in self._recent if name == session)]
+        found = (source[1:][source[:-1] == text[-1]].tolist() for source in sources)
+        self._following[slot] = {token for tokens in found for token in tokens}
+
+    def misses(self, slot: int, token: int) -> bool:
+        """Whether `find` finds nothing for the text that was prepared last for a slot and this token behind it."""
+        return token not in self._following[slot]
 
     def find(self, slot: int, session: str, text: Int32, most: int) -> Copy | None:
         """Up to `most` > 0 tokens that may follow a slot's text, int32 [n]; None where its end does not occur before.
@@ -67,6 +82,7 @@ class Lookup:
 
     def forget(self, slot: int) -> None:
         """The sequence in a slot has ended: its text is a recent one."""
+        self._following.pop(slot, None)
         session, text = self._texts.pop(slot, ("", None))
         if text is not None:
             self._recent.append((session, text[-_RECENT_TOKENS:].copy()))

@@ -22,8 +22,6 @@ _OWN_PROPOSALS = 4
 _MARGIN = 0.03
 # Forecasts are compared with the times again after so many steps at most.
 _STEPS = 16
-# Most texts that are looked up in turn for a step.
-_LOOKED_UP = 8
 
 
 class Pace:
@@ -154,27 +152,6 @@ class Pace:
             seconds, plain = self._drafted
             self.account.book_drafted(seconds, plain + self._accepted, plain, self.step_times(plain, plain))
         self._drafted, self._accepted = None, 0
-
-
-class LookupTurns:
-    """Whose texts are looked up though no drafter is asked for them: those that copy, and some others in turn.
-
-    One takes the host 0.03 to 0.1 ms, with what is chosen then, and the devices wait for it: of 32 sequences all would
-    take a tenth of a step. `off`: nothing is looked up.
-    """
-
-    def __init__(self, *, off: bool = False) -> None:
-        self._off = off
-        self._begin = 0
-
-    def choose(self, copying: Many[bool]) -> list[bool]:
-        """Of all sequences that decode, in an order that stays. `copying`: whether each one copies."""
-        count = len(copying)
-        if self._off:
-            return [False] * count
-        turns = [own or (place - self._begin) % count < _LOOKED_UP for place, own in enumerate(copying)]
-        self._begin = (self._begin + _LOOKED_UP) % count if count else 0
-        return turns
 
 
 def _mean(old: Many[float], new: Many[float], weight: float) -> list[float]:

@@ -486,3 +486,4 @@ class Engine:
         self._scheduler.prepare(scheduled)
         if self._speculator is not None:
             self._speculator.observe(scheduled)
+            self._speculator.prepare(scheduled)

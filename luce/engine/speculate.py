@@ -31,8 +31,9 @@ from luce.draft.feature_tail import FeatureTail, FeatureTails
 from luce.draft.prompt_lookup import Lookup
 from luce.engine.draft_budget import AcceptanceRates, choose_draft_rows, fair_shares
 from luce.engine.draft_costs import CostTable
-from luce.engine.draft_pace import LookupTurns, Pace
+from luce.engine.draft_pace import Pace
 from luce.engine.draft_tree import behind, checked, compared, merge_branches, part_of, refused_tokens
+from luce.engine.draft_turns import DraftTurns, Turn
 from luce.engine.drafted import (
     DraftedSequence,
     DraftLimits,
@@ -41,7 +42,7 @@ from luce.engine.drafted import (
     DraftText,
     SequenceDrafts,
 )
-from luce.engine.failures import Failures
+from luce.engine.failures import FailureBoundary, Failures
 from luce.engine.scheduler import ScheduledSequence, ScheduledStep
 from luce.engine.sequence import Draft, DraftState, Sequence
 from luce.errors import LuceError
@@ -98,7 +99,7 @@ class Speculator:
         self._answered = False
         self._idle = True
         self._counts = DraftStats()
-        self._turns = LookupTurns(off=lookup is None)
+        self._turns = DraftTurns(self.pace, lookup, fixed=self._fixed)
 
     def stats(self) -> DraftStats:
         """Counters and state. Any thread may ask."""
@@ -125,32 +126,17 @@ class Speculator:
         Until then their drafts have as many tokens as is likely, and these tokens mean nothing. Returns the sequences
         whose own bookkeeping failed; a drafter that fails costs drafts only.
         """
-        failures = Failures()
-        decoding = [s for s in running if not s.unread]
-        for sequence in running:
-            sequence.draft = _NO_DRAFT
-            if sequence not in self._sequences:
-                sequence.draft_state = DraftState.PROMPT if self.drafter.block else None
-                self._sequences[sequence] = DraftedSequence(AcceptanceRates(self._rates), np.empty(0, np.int32))
-        budget = self._limits.budget(len(decoding))
-        if budget <= 0 or not (self._fixed or self.pace.step_times.measured(len(decoding), len(decoding))):
-            # Steps without drafts are measured first.
-            for sequence in decoding if self.drafter.block else ():
-                sequence.draft_state = DraftState.FULL if budget <= 0 else DraftState.MEASURING
+        failures, started = Failures(), self._clock()
+        decoding, turns = running, self._turns.planned(running)
+        if turns is None:
+            decoding, turns = self._decide(running, failures)
+        if not turns:
             return failures
-        texts, started = [], self._clock()
-        for sequence in [s for s in decoding if self._sequences[s].offered is not None]:
-            with failures.of(sequence):
-                self._compare(sequence, self._sequences[sequence])
-        failed = {sequence for sequence, _ in failures}
-        decoding = [sequence for sequence in decoding if sequence not in failed]
-        turns = self._turns.choose([self._sequences[sequence].copying for sequence in decoding])
-        for sequence, asks, turn in zip(decoding, self._asks(decoding, budget), turns, strict=True):
-            if asks or turn or sequence.ending or sequence.constraint is not None:
+        budget, texts = self._limits.budget(len(decoding)), list[DraftText]()
+        for sequence, turn in zip(decoding, turns, strict=True):
+            if turn.asks or turn.looks or sequence.ending or sequence.constraint is not None:
                 with failures.of(sequence):
-                    texts += self._text(sequence, budget, asks=asks)
-            else:
-                self._rest(sequence)
+                    texts += self._text(sequence, budget, asks=turn.asks)
         asked = [text.asked for text in texts if text.asked is not None]
         pending: PendingProposals | None = list
         if asked:
@@ -229,6 +215,20 @@ class Speculator:
             return
         if self._answered:
             self._failures, self._error = 0, ""
+
+    def prepare(self, scheduled: ScheduledStep) -> None:
+        """Choose for whom to draft in the step behind this one, while the devices work: if each reply gets one token,
+        and nothing is left to learn from."""
+        decoding = [one.sequence for one in scheduled.sequences if one.rows == 1 and not one.sequence.unread]
+        if len(decoding) < len(scheduled.sequences) or any(self._sequences[s].offered for s in decoding):
+            return
+        # What fails for one sequence fails again between the steps, for that one alone.
+        with FailureBoundary(lambda error: _log.debug("no drafts were planned", exc_info=error)):
+            for sequence in decoding:
+                self._rest(sequence)
+            turns = self._turns_of(decoding)
+            if turns or self._limits.budget(len(decoding)) <= 0:
+                self._turns.plan(decoding, [self._sequences[sequence] for sequence in decoding], turns)
 
     def record_step(self, scheduled: ScheduledStep, seconds: float) -> None:
         """Record what a step took."""
@@ -367,14 +367,33 @@ class Speculator:
                 proposal = part_of(proposal, [node for node, kept in enumerate(allowed) if kept])
         return behind(proposal, known.forced, most - len(known.forced))
 
-    def _asks(self, decoding: Many[Sequence], budget: int) -> list[bool]:
-        """For which of the sequences the drafter is asked."""
-        known = [self._sequences[sequence] for sequence in decoding]
-        if not self._drafts:
-            return [False] * len(known)
-        for one, sequence in zip(known, decoding, strict=True):
-            one.now = len(sequence.prompt) + len(sequence.reply)
-        return [not one.off for one in known] if self._fixed else self.pace.ask(known, budget)
+    def _decide(self, running: Many[Sequence], failures: Failures) -> tuple[list[Sequence], list[Turn]]:
+        """The sequences that decode, and whom to draft for now; nobody while steps without drafts are measured."""
+        for sequence in running:
+            sequence.draft = _NO_DRAFT
+            if sequence not in self._sequences:
+                sequence.draft_state = DraftState.PROMPT if self.drafter.block else None
+                self._sequences[sequence] = DraftedSequence(AcceptanceRates(self._rates), np.empty(0, np.int32))
+        decoding = [s for s in running if not s.unread]
+        for sequence in decoding:
+            with failures.of(sequence):
+                self._compare(sequence, self._sequences[sequence])
+                self._rest(sequence)
+        failed = {sequence for sequence, _ in failures}
+        decoding = [sequence for sequence in decoding if sequence not in failed]
+        return decoding, self._turns_of(decoding)
+
+    def _turns_of(self, decoding: Many[Sequence]) -> list[Turn]:
+        """The turns of sequences in a step that gives each of them a token at least; none if nothing may be drafted."""
+        budget, plain = self._limits.budget(len(decoding)), len(decoding)
+        measured = self._fixed or self.pace.step_times.measured(plain, plain)
+        if budget > 0 and measured:
+            known = [self._sequences[sequence] for sequence in decoding]
+            return self._turns.choose(decoding, known, budget, drafts=self._drafts)
+        # Steps without drafts are measured first.
+        for sequence in decoding if self.drafter.block else ():
+            sequence.draft_state = DraftState.FULL if budget <= 0 else DraftState.MEASURING
+        return []
 
     def _compare(self, sequence: Sequence, known: DraftedSequence) -> None:
         """Learn from a proposal of which no token was verified, once the reply has gone on otherwise."""
@@ -403,9 +422,8 @@ class Speculator:
             # other's queries (luce.ops.page_ranking).
             depth = min(depth, sequence.paging.max_draft - 1)
         most = min(depth if tree is None else tree, self._max_verify_rows - 1, budget)
-        self._rest(sequence)
         if asks:
-            sequence.draft_state = DraftState.DRAFTING
+            sequence.draft_state, known.now = DraftState.DRAFTING, len(sequence.prompt) + len(sequence.reply)
         if not asks or sequence.ending or min(depth, most) <= 0:
             room = self._room(sequence, budget)
             return [DraftText(sequence, room, min(depth, most), None)] if room > 0 else []

@@ -198,7 +198,7 @@ class Load:
     def _step(self, known: list[Sequence]) -> None:
         begun = self.device.seconds
         asked_before = sum(self.drafter.asked)
-        assert not self.speculator.propose(known)
+        assert not self.speculator.propose(tuple(known))
         for call in self._later:
             call()
         self._later = []
@@ -227,6 +227,7 @@ class Load:
         step = Step.of_spans(spans, np.zeros(rows, np.int32), (), np.arange(rows, dtype=np.int32))
         scheduled, queued = ScheduledStep(step, tuple(found)), self.device.seconds
         self.speculator.observe(scheduled)
+        self.speculator.prepare(scheduled)
         self.device.run(StepShape.of(step), ms=self.costs.step(rows, len(known)))
         spent = self.device.seconds - queued
         self.speculator.record_step(scheduled, spent)

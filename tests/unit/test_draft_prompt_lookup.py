@@ -41,6 +41,32 @@ def test_the_longest_suffix_decides_at_its_latest_place(own: list[int], recent: 
     assert expected == (None if found is None else (found.tokens, found.matched))
 
 
+@given(IDS, st.lists(IDS, max_size=3), st.integers(0, 4))
+def test_what_is_known_to_be_missed_before_the_next_token_is_not_found(
+    own: list[int], recent: list[list[int]], token: int
+) -> None:
+    lookup = Lookup(longest=3, shortest=2)
+    for slot, ended in enumerate(recent):
+        lookup.find(slot, "a", text(*ended), 1)
+        lookup.forget(slot)
+    lookup.prepare(9, "a", text(*own))
+    # A pair at the very end of a recent text has nothing behind it: such a miss is not known.
+    ends = any(ended[-2:] == [own[-1], token] for ended in recent)
+    assert lookup.misses(9, token) == (lookup.find(9, "a", text(*own, token), 1) is None) or ends
+    assert not lookup.misses(9, token) or lookup.find(9, "a", text(*own, token), 1) is None
+
+
+def test_a_text_of_which_only_misses_were_known_is_a_recent_one() -> None:
+    lookup = Lookup()
+    lookup.prepare(0, "a", text(1, 2, 3, 4, 5))
+    assert lookup.misses(0, 9)
+    lookup.forget(0)
+    lookup.prepare(0, "b", text(9, 1, 2))
+    assert lookup.misses(0, 3)
+    lookup.prepare(0, "a", text(9, 1, 2))
+    assert not lookup.misses(0, 3) and lookup.find(0, "a", text(9, 1, 2, 3), 4) == Copy([4, 5], 3)
+
+
 def test_a_text_of_another_session_is_not_looked_up() -> None:
     lookup = Lookup()
     lookup.find(0, "a", text(1, 2, 3, 4, 5), 4)

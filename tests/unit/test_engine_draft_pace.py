@@ -9,7 +9,7 @@ import pytest
 
 from luce.engine.draft_account import SHARE
 from luce.engine.draft_budget import AcceptanceRates
-from luce.engine.draft_pace import LookupTurns, Pace
+from luce.engine.draft_pace import Pace
 from luce.engine.drafted import DraftedSequence
 
 SIZES = (2, 4, 8, 16)
@@ -169,14 +169,3 @@ def test_drafts_beside_prompts_are_booked() -> None:
     pace.record_beside_prompts(8, 5, 0.5)
     pace.record_beside_prompts(0, 0, None)
     assert not pace.account.affords(begun - 2.0 + 0.05)
-
-
-def test_texts_are_looked_up_in_turn() -> None:
-    turns = LookupTurns()
-    assert turns.choose([]) == [] and turns.choose([False] * 8) == [True] * 8
-    chosen = [turns.choose([place == 19 for place in range(20)]) for _ in range(5)]
-    assert LookupTurns(off=True).choose([True, False]) == [False, False]
-    # The one that copies each time, and of the others eight in turn: every one within three steps.
-    assert all(one[19] and sum(one) in (8, 9) for one in chosen)
-    for first in range(3):
-        assert all(any(one[place] for one in chosen[first : first + 3]) for place in range(20))
