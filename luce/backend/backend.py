@@ -98,6 +98,10 @@ class Backend(Protocol):
         """Sizes and limits."""
 
     @property
+    def asynchronous(self) -> bool:
+        """Whether `forward` calls `queued` long before the output is there, as the devices work beside the host."""
+
+    @property
     def state(self) -> BackendState:
         """Saves and restores pages and recurrent states of sequences."""
 

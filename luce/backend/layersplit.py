@@ -104,6 +104,8 @@ class LayerSplitBackend:
         self.options = options
         self.capacity = capacity
         self._microbatch = options.microbatch or default_microbatch_rows(len(devices))
+        offloaded = any(shard.offloaded for shard in plan.shards)
+        self.asynchronous = not (offloaded or any(device.remote or device.host for device in devices))
         self._devices = tuple(devices)
         self._own = [device for device in devices if not device.remote]
         self._memory = MemoryWatch(self._own)

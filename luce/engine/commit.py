@@ -27,6 +27,9 @@ class Committer:
     def commit(self, scheduled: ScheduledStep, output: Output, now: float, masks: StepMasks | None = None) -> None:
         """Commit the output of a step, with its masks, that ended `now`, on time.monotonic's clock."""
         for one in scheduled.sequences:
+            if one.sequence not in self._delivery:
+                # Its sink failed while the step ran.
+                continue
             reply = self._delivery[one.sequence]
             with self._delivery.bookkeeping(reply):
                 self._commit(reply, one, output_rows(one, output, masks), output, now)

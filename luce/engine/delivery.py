@@ -20,7 +20,8 @@ _log = logging.getLogger(__name__)
 class Delivery:
     """The replies whose last event is not delivered yet.
 
-    Events that a step produced are delivered later, while the next step's drafts are made (`later`, `flush`).
+    Events that a step produced are delivered later (`later`), while the next step's drafts are made (`flush`) or the
+    devices compute it (`deliver`).
     """
 
     def __init__(self, parts: EngineParts) -> None:
@@ -28,6 +29,8 @@ class Delivery:
         self._replies: dict[Sequence, Reply] = {}
         self._by_handle: dict[SequenceHandle, Reply] = {}
         self._pending: list[tuple[Reply, Callable[[], None]]] = []
+        #: those whose sinks failed while a step ran
+        self._failed: dict[Sequence, Exception] = {}
         #: seconds and tokens of the replies that ended in order, together
         self.finished = Timings()
 
@@ -36,6 +39,9 @@ class Delivery:
 
     def __iter__(self) -> Iterator[Reply]:
         return iter(list(self._replies.values()))
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence in self._replies
 
     def __getitem__(self, sequence: Sequence) -> Reply:
         return self._replies[sequence]
@@ -57,12 +63,29 @@ class Delivery:
         self._pending.append((reply, deliver))
 
     def flush(self) -> None:
-        """Deliver the events of the last step."""
+        """Deliver the events of the last step, between steps."""
+        self.deliver()
+        self.end_failed()
+
+    def deliver(self) -> None:
+        """Deliver the events of the last step, also while a step runs: replies whose sinks fail end with `end_failed`,
+        as none may end while the devices compute its rows."""
         pending, self._pending = self._pending, []
         for reply, deliver in pending:
-            if not reply.handle.ended:
-                with self.bookkeeping(reply):
+            if not reply.handle.ended and reply.sequence not in self._failed:
+                try:
                     deliver()
+                except Exception as error:
+                    self._failed[reply.sequence] = error
+
+    def end_failed(self) -> None:
+        """End the replies whose sinks failed: they get no other event."""
+        if failed := self._failed:
+            self._pending = [(reply, deliver) for reply, deliver in self._pending if reply.sequence not in failed]
+            self._failed = {}
+        for sequence, error in failed.items():
+            if sequence in self:
+                self.fail_reply(self._replies[sequence], error)
 
     def bookkeeping(self, reply: Reply) -> FailureBoundary:
         """What runs in this context concerns one reply only: an exception fails this reply, and goes no further."""

@@ -355,8 +355,9 @@ class Engine:
         self._swap_pages()
         if self._speculator is not None:
             self._delivery.fail_replies(self._speculator.propose(self._scheduler.running))
-        # Work that the next step does not wait for is done while drafts are made. Sinks may post commands.
-        self._delivery.flush()
+        # Work that the next step does not wait for is done while drafts are made; without them, while the step runs.
+        if not self._backend.asynchronous or (self._speculator is not None and self._speculator.pending):
+            self._delivery.flush()
         if self._saver is not None:
             self._saver.pump(idle=not len(self._delivery))
         closing, scheduled = self._closing(), self._schedule()
@@ -366,6 +367,9 @@ class Engine:
             self._delivery.fail_replies(scheduled.failures)
             if scheduled.sequences:
                 self._step(scheduled)
+                self._delivery.end_failed()
+                return True
+        self._delivery.flush()
         return True
 
     def _closing(self) -> bool:
@@ -477,13 +481,16 @@ class Engine:
     def _end_masks(self, scheduled: ScheduledStep, masks: StepMasks) -> None:
         """Wait for the masks of a step that failed: no other thread uses a reply's constraint while the reply goes on.
         A reply whose masks cannot be made fails."""
-        for one in scheduled.sequences:
-            with self._delivery.bookkeeping(self._delivery[one.sequence]):
+        replies = self._delivery.of(one.sequence for one in scheduled.sequences)
+        for one, reply in zip(scheduled.sequences, replies, strict=True):
+            with self._delivery.bookkeeping(reply):
                 masks.of(one)
 
     def _queued(self, scheduled: ScheduledStep) -> None:
-        """The devices have a step whose output was not waited for yet."""
-        self._scheduler.prepare(scheduled)
+        """The devices have a step whose output was not waited for yet. Sinks may post commands."""
         if self._speculator is not None:
             self._speculator.observe(scheduled)
+        self._delivery.deliver()
+        self._scheduler.prepare(scheduled)
+        if self._speculator is not None:
             self._speculator.prepare(scheduled)

@@ -224,9 +224,9 @@ class Speculator:
             return
         # What fails for one sequence fails again between the steps, for that one alone.
         with FailureBoundary(lambda error: _log.debug("no drafts were planned", exc_info=error)):
-            for sequence in decoding:
-                self._rest(sequence)
             turns = self._turns_of(decoding)
+            for sequence in [one for one, turn in zip(decoding, turns, strict=False) if not turn.asks]:
+                self._rest(sequence)
             if turns or self._limits.budget(len(decoding)) <= 0:
                 self._turns.plan(decoding, [self._sequences[sequence] for sequence in decoding], turns)
 
@@ -416,6 +416,7 @@ class Speculator:
     def _text(self, sequence: Sequence, budget: int, *, asks: bool) -> list[DraftText]:
         """A sequence with the draft rows that could be verified after its seed, if there are any."""
         known, tree = self._sequences[sequence], self._limits.tree_tokens
+        known.copy = None
         depth = self._room(sequence, budget)
         if sequence.paging.max_draft is not None and tree is not None:
             # The query of the last of these rows may rank pages, and a tree's rows at one position overwrite each

@@ -78,8 +78,10 @@ class ScriptedBackend:
         lag: int = 0,
         bound: int | None = None,
         branch_pages: int = 0,
+        asynchronous: bool = True,
     ) -> None:
         self.resumes = resumes
+        self.asynchronous = asynchronous
         #: paths of trees that are not their first rows, as `move_features` was told: (slot, position, path)
         self.moved: list[tuple[int, int, tuple[int, ...]]] = []
         self.chunk = chunk
@@ -138,9 +140,9 @@ class ScriptedBackend:
         return "a shard is down" if self.lasting else ""
 
     def forward(self, step: Step, queued: Callable[[], None] = lambda: None) -> Output:
+        queued()
         if self.hook is not None:
             self.hook(step)
-        queued()
         if self.delay:
             time.sleep(self.delay)
         try:

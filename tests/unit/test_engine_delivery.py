@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from luce.engine.admission import SequenceHandle
 from luce.engine.events import Event, Failed, Finished, FinishReason, Progress, Started, Tokens
 from luce.errors import BackendError, DeviceError, QueueFullError, RequestError, ShardLostError, UnavailableError
-from luce.runtime.step import Step
+from luce.runtime.step import Output, Step
 from tests.support.replies import TIMEOUT, Gate, Letters, Reply, engine, make_engine, submit
 from tests.support.scripted_backend import ScriptedBackend
 
@@ -56,9 +57,10 @@ def test_cancellation(stage: str) -> None:
         assert [type(e).__name__ for e in victim.events] == ["Finished"]
 
 
-def test_a_sequence_cancels_itself_from_its_sink() -> None:
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_sequence_cancels_itself_from_its_sink(asynchronous: bool) -> None:
     box: list[SequenceHandle] = []
-    with engine(ScriptedBackend()) as made:
+    with engine(ScriptedBackend(asynchronous=asynchronous)) as made:
         held = threading.Event()
 
         def watch(event: Event) -> None:
@@ -71,7 +73,59 @@ def test_a_sequence_cancels_itself_from_its_sink() -> None:
         box.append(ticket)
         held.set()
         assert reply.finished().reason is FinishReason.CANCELLED
-    assert len(reply.ids) == 1
+    # Devices that work beside the host compute the next token by then.
+    assert len(reply.ids) == 1 + asynchronous
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_tokens_are_delivered_while_devices_work_that_work_beside_the_host(asynchronous: bool) -> None:
+    backend = ScriptedBackend(asynchronous=asynchronous)
+    forward, runs, delivered = backend.forward, [False], list[bool]()
+
+    def watched(step: Step, queued: Callable[[], None]) -> Output:
+        runs[0] = True
+        try:
+            return forward(step, queued)
+        finally:
+            runs[0] = False
+
+    backend.forward = watched  # type: ignore[assignment,method-assign]
+
+    def note(event: Event) -> None:
+        if isinstance(event, Tokens):
+            delivered.append(runs[0])
+
+    with engine(backend, eos=frozenset()) as made:
+        submit(made, max_tokens=6, on=note)[0].finished()
+    # Behind the last token there is no step.
+    assert delivered == [asynchronous] * 5 + [False]
+
+
+def test_a_sink_that_fails_while_a_step_runs_ends_its_reply_behind_the_step() -> None:
+    backend = ScriptedBackend(slots=2)
+    ended_in = list[bool]()
+    runs, forward = [False], backend.forward
+
+    def watched(step: Step, queued: Callable[[], None]) -> Output:
+        runs[0] = True
+        output = forward(step, queued)
+        runs[0] = False
+        return output
+
+    backend.forward = watched  # type: ignore[assignment,method-assign]
+
+    def fail(event: Event) -> None:
+        if isinstance(event, Failed):
+            ended_in.append(runs[0])
+        if isinstance(event, Tokens):
+            raise RuntimeError("the client is gone")
+
+    with engine(backend, eos=frozenset()) as made:
+        good, _ = submit(made, [50, 51], max_tokens=30)
+        bad, _ = submit(made, [40, 41], max_tokens=30, on=fail)
+        assert "the client is gone" in str(bad.failed()) and len(bad.ids) == 1
+        good.finished()
+    assert ended_in == [False] and good.ids == backend.reply([50, 51], 30)
 
 
 def test_a_sink_may_submit() -> None:
@@ -267,11 +321,12 @@ def test_close_ends_what_runs_and_what_waits() -> None:
     assert not backend.closed
 
 
-def test_a_sink_may_close_the_engine() -> None:
-    made = make_engine(ScriptedBackend(), chunk=64)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_sink_may_close_the_engine(asynchronous: bool) -> None:
+    made = make_engine(ScriptedBackend(asynchronous=asynchronous), chunk=64)
     reply, _ = submit(made, max_tokens=None, on=lambda event: made.close() if isinstance(event, Tokens) else None)
     assert reply.finished().reason is FinishReason.SHUTDOWN
-    assert len(reply.ids) == 1
+    assert len(reply.ids) == 1 + asynchronous
     made.close()
 
 
