@@ -61,8 +61,12 @@ void luce_host_sync();
 void luce_host_sync_lanes();
 void luce_host_await();
 void luce_host_copy16(void* to, const void* from, bool valid);
-void luce_host_copy_close();
+u64 luce_host_copy_close();
 void luce_host_copy_wait(int groups);
+void luce_host_copy_land(u64 group);
+void luce_host_store16(void* to, const void* from);
+void luce_host_store_close();
+void luce_host_store_wait(int groups);
 
 float fabsf(float);
 float fmaf(float, float, float);

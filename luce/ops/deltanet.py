@@ -29,6 +29,8 @@ RECURRENT_ROWS = 16
 
 # The constants of deltanet.cu, deltanet_chunk.cu and deltanet_output.cu.
 _STEP_COLUMNS, _STEP_ELEMENTS = 4, 8
+# Of deltanet_many.cu: states in a block's shared memory, and threads of a multiprocessor.
+_MANY_STATES, _MANY_THREADS = 3, 512
 _CONV_THREADS, _CONV_ROWS = 128, 16
 _PREPARE_THREADS = 256
 _CHUNK_THREADS, _CHUNK_COLUMNS = 256, 32
@@ -156,15 +158,29 @@ def _launch_recurrent(
     states = (state.past, state.memory, state.speculative_rows, state.speculative_decays, table, accepting)
     steps = (x, weights.conv, weights.decay, weights.dt_bias, weights.norm, *states)
     sizes = (np.int64(x.strides[0] // 4), np.int32(weights.key_heads), taps, most, np.float32(weights.eps))
-    to = (None if rows is not None else out, *sizes, np.int32(len(x)), *as_arguments(rows))
+    output = None if rows is not None else out
+    to = (output, *sizes, np.int32(len(x)), *as_arguments(rows))
     grid, block, defines = (heads, spans.count), (d // _STEP_COLUMNS * (d // _STEP_ELEMENTS),), {"HEAD": d}
-    if spans.branches is not None:
+    resident, shared = _resident(device, d), 4 * _MANY_STATES * d * d
+    if spans.longest == 1 and pending is None and heads * spans.count > 2 * resident > 0:
+        own = (*steps[:5], state.past, state.memory, table, output)
+        sizes = (sizes[0], *map(np.int32, (spans.count, weights.key_heads, heads)), taps, sizes[-1])
+        args = (*own, *sizes, np.int32(len(x)), *as_arguments(rows))
+        device.launch("deltanet_many", "delta_many", (resident,), block, args, defines=defines, shared=shared)
+    elif spans.branches is not None:
         # All spans of a slot begin with its state, so rows are accepted before any span begins.
         for kernel in ("delta_accept", "delta_branches"):
             device.launch("deltanet", kernel, grid, block, (*steps, spans.branches, *to), defines=defines)
     else:
         kernel = "delta_verify" if pending is not None else "delta_step" if spans.longest == 1 else "delta_steps"
         device.launch("deltanet", kernel, grid, block, (*steps, *to), defines=defines)
+
+
+def _resident(device: Device, d: int) -> int:
+    """The blocks of delta_many that run at once; 0 if the device cannot run it."""
+    blocks = _MANY_THREADS // (d // _STEP_COLUMNS * (d // _STEP_ELEMENTS))
+    served = "WGMMA" in device.products and blocks * 4 * _MANY_STATES * d * d <= device.shared_limit
+    return blocks * device.multiprocessors if served else 0
 
 
 def _launch_chunks(

@@ -70,6 +70,20 @@ def test_single_steps(device: Device, rows: int, key_heads: int, heads: int, d: 
 
 
 @on_devices(
+    "count, key_heads, heads, d, taps",
+    host=[],
+    # A block of the emulated device has up to 8 rows, more than there are states in its shared memory.
+    emulated=[(19, 1, 3, 64, 4), (11, 1, 2, 64, 2), (5, 1, 3, 128, 4)],
+    emulated_devices=("emulated, wgmma",),
+    gpu=[(64, 16, 48, 128, 4), (16, 16, 32, 128, 4), (200, 2, 6, 64, 3)],
+)
+def test_many_spans(
+    device: Device, monkeypatch: pytest.MonkeyPatch, count: int, key_heads: int, heads: int, d: int, taps: int
+) -> None:
+    checks.check_many_spans(device, monkeypatch, count, key_heads=key_heads, heads=heads, d=d, taps=taps)
+
+
+@on_devices(
     "draft, accepted, then, heads, d, taps",
     host=[
         (*drafted, then, 4, 32, 4)

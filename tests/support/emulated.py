@@ -8,6 +8,7 @@ runs it in emulator.cpp at once. It raises DeviceError with kernel, block, threa
 - a race: two threads at one address, one of them writing, without a barrier between, also across blocks, and any
   access where a copy in the background may still be in flight;
 - barriers and lane operations that not all threads reach, shuffles from lanes that do not exist;
+- a thread that ends while a copy in the background may still read its block's shared memory;
 - a thread that ends without luce_await, and before luce_await a write to an array or a read of data that a kernel has
   written since the last copy from the host.
 
@@ -391,8 +392,10 @@ class _Library:
                 what = "shuffle or vote in a wave that lacks threads: the block is not a whole number of waves"
             case 12:
                 what = f"{access} before luce_await ({_nearest(report.address, arrays)})"
-            case _:
+            case 13:
                 what = "the thread ended without luce_await"
+            case _:
+                what = "the thread ended before a wait for what this copies from shared memory"
         return f"{where}: {at}: {what}"
 
     def _elsewhere(self, site: int | None) -> str:

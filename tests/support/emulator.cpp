@@ -57,6 +57,7 @@ enum Fault : u32 {
     PARTIAL_WAVE,    // a shuffle or vote in a wave that lacks threads
     EARLY,           // before luce_await: a write to global memory, or a read of what a kernel of the step wrote
     UNAWAITED,       // a thread ended without luce_await
+    UNREAD,          // a thread ended while a copy of it might still read shared memory
 };
 
 enum Access : u32 { READ, WRITE, ATOMIC };
@@ -94,6 +95,13 @@ struct Copy {  // of 16 bytes that are on their way to shared memory
     void* site;
 };
 
+struct Store {  // of 16 bytes that are on their way from shared memory
+    u8 *to, *from;
+    u8 bytes[16];
+    u64 group;
+    void* site;
+};
+
 struct Fiber {
 #if defined(LUCE_UCONTEXT)
     ucontext_t context;
@@ -105,8 +113,10 @@ struct Fiber {
     void* site;
     u64 value;
     int source;
-    std::vector<Copy> copies;  // that it asked for and did not wait for, the oldest first
-    u64 group;                 // of the next one
+    std::vector<Copy> copies;   // that it asked for and did not wait for, the oldest first
+    u64 group;                  // of the next one
+    std::vector<Store> stores;  // the same for copies from shared memory
+    u64 store_group;
     bool awaited;
     Wait wait;
     LaneOp op;
@@ -191,6 +201,7 @@ void land(u64 end);
 void fiber_main() {
     launch.call(launch.arguments);
     land(~u64{0});
+    if (!current->stores.empty()) fail(UNREAD, current_thread, current->stores[0].site);
     if (!current->awaited) fail(UNAWAITED, current_thread, reinterpret_cast<void*>(launch.call));
     current->wait = ENDED;
     to_scheduler();
@@ -442,6 +453,29 @@ void land(u64 end) {
     copies.erase(copies.begin(), copies.begin() + count);
 }
 
+// Copies from shared memory: they read it and write when they are waited for.
+void begin_store(u8* to, const u8* from, void* site) {
+    Store store = {to, const_cast<u8*>(from), {}, current->store_group, site};
+    check(store.from, 16, READ, site, 16);
+    check(to, 16, WRITE, site, 16);
+    memcpy(store.bytes, from, 16);
+    current->stores.push_back(store);
+}
+
+// Ends the current thread's copies of groups before `end`.
+void store(u64 end) {
+    std::vector<Store>& stores = current->stores;
+    u64 count = 0;
+    for (; count < stores.size() && stores[count].group < end; count++) {
+        const Store& copy = stores[count];
+        check(copy.from, 16, READ, copy.site, 16);
+        if (memcmp(copy.from, copy.bytes, 16)) return fail_access(RACE_SHARED, READ, copy.from, 16, copy.site);
+        check(copy.to, 16, WRITE, copy.site, 16);
+        memcpy(copy.to, copy.bytes, 16);
+    }
+    stores.erase(stores.begin(), stores.begin() + count);
+}
+
 Cell* map_cells(u64 count) {
     return static_cast<Cell*>(map(count * sizeof(Cell)));
 }
@@ -521,6 +555,8 @@ void run_block() {
                 fibers[t].awaited = false;
                 fibers[t].copies.clear();
                 fibers[t].group = 0;
+                fibers[t].stores.clear();
+                fibers[t].store_group = 0;
                 fibers[t++].wait = NEW;
             }
     epoch = 0;
@@ -590,9 +626,17 @@ void luce_host_await() { current->awaited = true; }
 void luce_host_copy16(void* to, const void* from, bool valid) {
     begin_copy(static_cast<u8*>(to), static_cast<const u8*>(from), valid, __builtin_return_address(0));
 }
-void luce_host_copy_close() { current->group++; }
+u64 luce_host_copy_close() { return current->group++; }
 void luce_host_copy_wait(int groups) {
     if (current->group > static_cast<u64>(groups)) land(current->group - groups);
+}
+void luce_host_copy_land(u64 group) { land(group + 1); }
+void luce_host_store16(void* to, const void* from) {
+    begin_store(static_cast<u8*>(to), static_cast<const u8*>(from), __builtin_return_address(0));
+}
+void luce_host_store_close() { current->store_group++; }
+void luce_host_store_wait(int groups) {
+    if (current->store_group > static_cast<u64>(groups)) store(current->store_group - groups);
 }
 void luce_host_sync_lanes() { meet_lanes(SYNC_LANES, 0, 0, __builtin_return_address(0)); }
 void luce_host_sync() {

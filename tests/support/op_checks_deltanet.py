@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from luce.engine.draft_tree import tree_spans
@@ -271,6 +272,36 @@ def check_quantised_output(device: Device, lengths: Sequence[int], *, key_heads:
         bytes, after = queue(device, case, spans, int8_group=group)
         same_output(device, bytes, floats, group if d % 128 == 0 else 0)
         np.testing.assert_array_equal(after.memory, state.memory)
+
+
+def check_many_spans(
+    device: Device, monkeypatch: pytest.MonkeyPatch, count: int, *, key_heads: int, heads: int, d: int, taps: int = 4
+) -> None:
+    """Single rows of many spans by deltanet_many.cu: the formula, and the bits of deltanet.cu, also as int8 rows."""
+    launched: list[str] = []
+    launch = device.launch
+
+    def recording(source: str, *rest: Any, **named: Any) -> None:
+        if source != "quantise":
+            launched.append(source)
+        launch(source, *rest, **named)
+
+    monkeypatch.setattr(device, "launch", recording)
+    lengths = (1,) * count
+    check_formula(device, lengths, key_heads=key_heads, heads=heads, d=d, taps=taps)
+    case = make_case(count, key_heads=key_heads, heads=heads, d=d, taps=taps, slots=count + 1)
+    spans = spread_spans(count + 1, lengths)
+    (out, after), (floats, _) = run(device, case, spans), queue(device, case, spans)
+    if count <= 16 and d % 128 == 0:
+        for group in (32, 128):
+            same_output(device, queue(device, case, spans, int8_group=group)[0], floats, group)
+    assert set(launched) == {"deltanet_many"}
+    monkeypatch.setattr(device, "products", device.products - {"WGMMA"})
+    expected, state = run(device, case, spans)
+    assert launched[-1] == "deltanet"
+    np.testing.assert_array_equal(out, expected)
+    np.testing.assert_array_equal(after.memory, state.memory)
+    np.testing.assert_array_equal(after.past, state.past)
 
 
 def check_single_steps(device: Device, rows: int, *, key_heads: int, heads: int, d: int, taps: int = 4) -> None:

@@ -106,6 +106,12 @@ def _deltanet_wgmma(device: Device) -> None:
     _deltanet_mma(device)
 
 
+def _deltanet_many(device: Device) -> None:
+    if device.lanes == 32:
+        device.products |= {"WGMMA"}
+    op_checks_deltanet.check_formula(device, (1,) * 19, key_heads=1, heads=3, d=64)
+
+
 def _deltanet_chunk(device: Device) -> None:
     device.products = frozenset()
     op_checks_deltanet.check_formula(device, (150, 17), key_heads=1, heads=2, d=128)
@@ -202,8 +208,10 @@ CHECKS: dict[str, Callable[[Device], None]] = {
     "attention_wgmma.h": _attention_wgmma,
     "deltanet.cu": _deltanet,
     "deltanet_chunk.cu": _deltanet_chunk,
+    "deltanet_many.cu": _deltanet_many,
     "deltanet_mma.cu": _deltanet_mma,
     "deltanet_output.cu": _deltanet_output,
+    "deltanet_rows.h": _deltanet,
     "deltanet_wgmma.cu": _deltanet_wgmma,
     "qkv.cu": _qkv,
     "matmul_tile.cu": _matmul_tile,
@@ -234,9 +242,10 @@ HARMLESS = (
     ("reduce.h", "LUCE_LANES];"),  # an array is only larger than needed
     ("reduce.h", "LUCE_LANES) return __reduce"),  # for CUDA alone
     ("sample.cu", "LUCE_LANES];"),
-    ("deltanet.cu", "LUCE_LANES == 0,"),
+    ("deltanet_rows.h", "LUCE_LANES == 0,"),
     ("moe.cu", "LUCE_LANES)  // experts"),
     ("attention_mma.cu", "LUCE_LANES"),  # never launched with 64
+    ("deltanet_many.cu", "LUCE_LANES"),
     ("deltanet_wgmma.cu", "LUCE_LANES"),
     ("block_sparse.cu", "LUCE_LANES)\nstatic_assert"),  # never compiled for 64
     ("block_sparse.cu", "LUCE_LANES) top"),  # scores are only read twice
@@ -258,7 +267,7 @@ def _mutations() -> Iterator[ParameterSet]:
     for name in sorted(CHECKS):
         text = (KERNELS / name).read_text(encoding="utf-8")
         code = re.sub(r"//[^\n]*", lambda comment: " " * len(comment[0]), text)
-        waits = r"luce_sync(_lanes)?\(\);|luce_copy_wait<.*?>\(\);"
+        waits = r"luce_sync(_lanes)?\(\);|luce_(?:copy_wait|bulk_wait_read)<.*?>\(\);"
         edits = [(waits, ";", 32), (r"\bLUCE_LANES\b", "32", 64)]
         if name == "norm.cu":
             edits.append((r"\bi < d;", "i <= d;", 32))

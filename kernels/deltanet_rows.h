@@ -1,0 +1,231 @@
+// A row of gated DeltaNet by the block of a value head: for deltanet.cu, and for deltanet_many.cu, whose blocks stay for
+// many heads.
+//
+// A thread has COLUMNS columns of the state, of which PARTS adjacent lanes have 8 key elements each.
+#pragma once
+#include "deltanet.h"
+#include "quantise.h"
+
+#define COLUMNS 4
+#define PARTS (HEAD / 8)
+#define THREADS (HEAD / COLUMNS * PARTS)
+#define WAVES (THREADS / LUCE_LANES)
+// Lanes that have the same column for their first one. A thread's column c is the first one of the lanes c groups away
+// (in the sense of xor), so no lane has to select the sums that it passes on.
+#define GROUP (PARTS / COLUMNS)
+static_assert(THREADS % LUCE_LANES == 0, "whole waves");
+
+// Sums of columns over PARTS lanes; each lane gets that of its first column, the lanes of a group the same bits.
+LUCE_FN float column_sum(const float (&value)[COLUMNS]) {
+    const float first = value[0] + luce_shfl_xor(value[2], 2 * GROUP);
+    const float second = value[1] + luce_shfl_xor(value[3], 2 * GROUP);
+    return luce_lane_sum<GROUP>(first + luce_shfl_xor(second, GROUP));
+}
+
+// s <- fade s + key change; each lane passes the change of its first column.
+LUCE_FN void update(float (&s)[COLUMNS][2][4], const float (&key)[2][4], float fade, float change) {
+#pragma unroll
+    for (int c = 0; c < COLUMNS; c++) {
+        const float own = c ? luce_shfl_xor(change, c * GROUP) : change;
+#pragma unroll
+        for (int e = 0; e < 8; e++) s[c][e / 4][e % 4] = fmaf(key[e / 4][e % 4], own, s[c][e / 4][e % 4] * fade);
+    }
+}
+
+// The stored vectors of a speculative row, per value head (RecurrentState.speculative_rows of luce/ops/deltanet.py):
+// the inputs of the convolution, the key made of them, and the change along that key that the row adds to the state.
+// The fade (speculative_decays) has an array of its own.
+enum { KEPT_KEY = VECTORS, KEPT_CHANGE, KEPT };
+
+// The rows that a block computes: the `before` rows of the step that the span continues, and the span's own.
+struct Way {
+    const i32* behind;
+    int before, start;
+
+    // The number of a row of the way, counted from the span's first row.
+    __device__ __forceinline__ int at(int row) const { return row < before ? behind[row] - start : row - before; }
+    // The place of one of the span's own rows among the speculative rows of its slot.
+    __device__ __forceinline__ int kept(int row) const { return row - before + (before ? start - behind[0] : 0); }
+};
+
+// An element of vectors and gates that belongs to one thread: no other thread reads or writes its inputs. BATCH: rows
+// whose inputs are loaded at once, while the previous rows are computed.
+template <int BATCH> struct Element {
+    const float* row;  // of the span's first row
+    int stride;
+    Way way;
+    int kind, index;  // among a row's VECTORS + 1 vectors
+    // The last weight multiplies the row itself; a gate's is the norm's.
+    float weight[TAPS];
+    // The inputs before the next row, and the next ones.
+    float before[TAPS - 1], next[BATCH];
+
+    // Of the span whose first row is at `x`.
+    __device__ __forceinline__ void begin(const float* x, i64 stride, const Way& way, const float* __restrict__ filter,
+                                          const float* __restrict__ norm, const Layout& layout, int head, int taps,
+                                          int index) {
+        this->index = index;
+        kind = index / HEAD;
+        const bool gate = kind == VECTORS;
+        const int channel = (gate ? layout.gate(head) : layout.vector(kind, head)) + index % HEAD;
+        row = x + channel, this->stride = (int)stride, this->way = way;
+#pragma unroll
+        for (int tap = 0; tap < TAPS; tap++) {
+            const int own_tap = tap - (TAPS - taps);
+            weight[tap] = 0.0f;
+            if (gate && tap == TAPS - 1) weight[tap] = norm[index % HEAD];
+            if (!gate && own_tap >= 0) weight[tap] = filter[(i64)channel * taps + own_tap];
+        }
+    }
+    // Fetches the inputs before the span's first row, of which inputs(tap) are those of the tap; zeros if there are none.
+    template <typename Inputs> __device__ __forceinline__ void remember(int taps, bool any, const Inputs& inputs) {
+#pragma unroll
+        for (int tap = 0; tap < TAPS - 1; tap++)
+            before[tap] = kind < VECTORS && tap >= TAPS - taps && any ? inputs(tap)[index] : 0.0f;
+    }
+    __device__ __forceinline__ void fetch(int first, int rows) {
+#pragma unroll
+        for (int b = 0; b < BATCH; b++)
+            if (first + b < rows) next[b] = row[way.at(first + b) * stride];
+    }
+    // For the next span, `taps` - 1 inputs.
+    __device__ __forceinline__ void leave(float* past, int taps) const {
+        if (kind == VECTORS) return;
+#pragma unroll
+        for (int tap = 0; tap < TAPS - 1; tap++) {
+            const int own_tap = tap - (TAPS - taps);
+            if (own_tap >= 0) past[own_tap * VECTORS * HEAD + index] = before[tap];
+        }
+    }
+};
+#define OWN ((VECTORS + 1) * HEAD / THREADS)
+static_assert(OWN * THREADS == (VECTORS + 1) * HEAD, "all threads have as many elements");
+
+// The data of the rows that a block computes: queries and keys before they become unit vectors, values, gates times the
+// norm's weight; the factors of the recurrence; the outputs of the state, and the factors that make them those of unit
+// queries.
+enum { FADE, SEEN, CHANGE, OVERLAP, FACTORS };
+template <int MOST> struct Rows {
+    __align__(16) float vectors[MOST][(VECTORS + 1) * HEAD];
+    __align__(16) float factor[MOST][FACTORS];
+    float answer[MOST][HEAD], scale[MOST];
+};
+
+// Computes an element of `rows` rows, whose first inputs have been fetched. Rows from `first` on store their inputs,
+// and the keys made of them, from `kept` on if it is not null.
+template <int MOST, int BATCH>
+LUCE_FN void convolve(Rows<MOST>& r, int rows, Element<BATCH>& own, float* kept, int first) {
+    const bool gate = own.kind == VECTORS;
+    for (int from = 0; from < rows; from += BATCH) {
+        float input[TAPS - 1 + BATCH];
+#pragma unroll
+        for (int i = 0; i < TAPS - 1 + BATCH; i++) input[i] = i < TAPS - 1 ? own.before[i] : own.next[i - (TAPS - 1)];
+        own.fetch(from + BATCH, rows);
+#pragma unroll
+        for (int b = 0; b < BATCH; b++) {
+            const int row = from + b;
+            if (row >= rows) break;
+            float sum = 0.0f;
+#pragma unroll
+            for (int tap = 0; tap < TAPS; tap++) sum = fmaf(input[b + tap], own.weight[tap], sum);
+            const float value = silu(gate ? input[TAPS - 1 + b] : sum) * (gate ? own.weight[TAPS - 1] : 1.0f);
+            r.vectors[row][own.index] = value;
+            if (kept && row >= first) {
+                float* to = kept + (row - first) * KEPT * HEAD;
+                *to = input[TAPS - 1 + b];
+                if (own.kind == KEY) to[(KEPT_KEY - KEY) * HEAD] = value;
+            }
+#pragma unroll
+            for (int tap = 0; tap < TAPS - 1; tap++) own.before[tap] = input[b + 1 + tap];
+        }
+    }
+}
+
+// Computes scales, and factors in the places of the raw values. One thread calls keep(row, fade) for each row.
+enum { ALPHA, DECAY, BETA, BIAS };
+template <int MOST, typename Keep> LUCE_FN void scale(Rows<MOST>& r, int rows, int thread, const Keep& keep) {
+    const int lane = thread % LUCE_LANES;
+    for (int row = thread / LUCE_LANES; row < rows; row += WAVES) {
+        float raw[FACTORS], queries = 0.0f, keys = 0.0f, overlap = 0.0f;
+        get4(raw, r.factor[row]);
+#pragma unroll
+        for (int e = 0; e < ELEMENTS; e++) {
+            const int i = e * LUCE_LANES + lane;
+            const float query = r.vectors[row][QUERY * HEAD + i], key = r.vectors[row][KEY * HEAD + i];
+            queries = fmaf(query, query, queries);
+            keys = fmaf(key, key, keys);
+            overlap = fmaf(query, key, overlap);
+        }
+        queries = luce_lane_sum(queries), keys = luce_lane_sum(keys), overlap = luce_lane_sum(overlap);
+        const float fade = expf(log_fade(raw[ALPHA], raw[DECAY], raw[BIAS])), unit = unit_scale(KEY, keys);
+        const float factor[FACTORS] = {fade, fade * unit, sigmoid(raw[BETA]) * unit, overlap};
+        luce_sync_lanes();  // all have read
+        if (lane == 0) {
+            put4(r.factor[row], factor);
+            r.scale[row] = unit_scale(QUERY, queries);
+            keep(row, fade);
+        }
+    }
+}
+
+// Takes the state's columns through `rows` rows. `changes`, if not null, gets the changes that rows from `first` on add
+// along their keys.
+//
+// With k and q before they become unit vectors: S' = fade S + k u^T, and the output of S' follows from that of S,
+// q^T S' = fade q^T S + (q^T k) u^T. So a row waits for one sum over lanes, not for two.
+template <int MOST>
+LUCE_FN void advance(Rows<MOST>& r, int rows, float (&s)[COLUMNS][2][4], int thread, float* changes, int first) {
+    const int part = thread % PARTS, own = thread / GROUP;
+    for (int row = 0; row < rows; row++) {
+        float key[2][4], query[2][4], seen[COLUMNS] = {}, asked[COLUMNS] = {}, factor[FACTORS];
+        get4(factor, r.factor[row]);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            get4(key[half], &r.vectors[row][KEY * HEAD + half * (HEAD / 2) + part * 4]);
+            get4(query[half], &r.vectors[row][QUERY * HEAD + half * (HEAD / 2) + part * 4]);
+        }
+#pragma unroll
+        for (int e = 0; e < 8; e++)
+#pragma unroll
+            for (int c = 0; c < COLUMNS; c++) {
+                seen[c] = fmaf(s[c][e / 4][e % 4], key[e / 4][e % 4], seen[c]);
+                asked[c] = fmaf(s[c][e / 4][e % 4], query[e / 4][e % 4], asked[c]);
+            }
+        const float u = factor[CHANGE] * fmaf(-factor[SEEN], column_sum(seen), r.vectors[row][VALUE * HEAD + own]);
+        const float o = fmaf(factor[OVERLAP], u, factor[FADE] * column_sum(asked));
+        update(s, key, factor[FADE], u);
+        if (thread % GROUP == 0) {
+            r.answer[row][own] = o;
+            if (changes && row >= first) changes[(row - first) * KEPT * HEAD + own] = u;
+        }
+    }
+}
+
+// A row's output norm and gate by a wave, to row `step_row` of out or of bytes, as `steps` of deltanet.cu describes them.
+template <int MOST>
+LUCE_FN void put_answer(const Rows<MOST>& r, int row, int step_row, int head, int heads, float eps, float* out,
+                        const Bytes& bytes) {
+    const int lane = (int)threadIdx.x % LUCE_LANES;
+    float sum = 0.0f;
+#pragma unroll
+    for (int e = 0; e < ELEMENTS; e++) {
+        const float value = r.answer[row][lane + e * LUCE_LANES] * r.scale[row];
+        sum = fmaf(value, value, sum);
+    }
+    const float inverse = r.scale[row] / sqrtf(luce_lane_sum(sum) / (float)HEAD + eps);
+    float* to = out + ((i64)step_row * heads + head) * HEAD;
+    if (!bytes.padded) {
+#pragma unroll
+        for (int e = 0; e < ELEMENTS; e++) {
+            const int i = lane + e * LUCE_LANES;
+            to[i] = r.answer[row][i] * inverse * r.vectors[row][VECTORS * HEAD + i];
+        }
+    } else if (HEAD % SECTION == 0) {
+        const int i = lane % (HEAD / 4) * 4;
+        float result[4];
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            result[e] = r.answer[row][i + e] * inverse * r.vectors[row][VECTORS * HEAD + i + e];
+        quantise_columns(result, lane < HEAD / 4, head * HEAD + i, step_row, bytes);
+    }
+}
