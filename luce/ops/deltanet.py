@@ -131,7 +131,11 @@ def gated_delta_net(
     # Each form skips the spans of the other one, except for the speculative rows that long spans accept.
     if spans.longest <= RECURRENT_ROWS or spans.count > 1 or spans.pending is not None:
         assert not isinstance(x, Int8Sums)
-        _launch_recurrent(device, x, weights, state, spans, out if rows is None else rows)
+        plain = spans.longest == 1 and spans.pending is None
+        # With fewer heads all blocks of delta_step run at once.
+        many = plain and heads * spans.count > 2 * _resident(device, d) > 0
+        recurrent = _launch_many if many else _launch_recurrent
+        recurrent(device, x, weights, state, spans, out if rows is None else rows)
     if spans.longest > RECURRENT_ROWS:
         halves = empty_fp16(device, n, heads * d) if fp16 and spans.count == 1 else None
         _launch_chunks(device, x, weights, state, spans, out)
@@ -158,16 +162,9 @@ def _launch_recurrent(
     states = (state.past, state.memory, state.speculative_rows, state.speculative_decays, table, accepting)
     steps = (x, weights.conv, weights.decay, weights.dt_bias, weights.norm, *states)
     sizes = (np.int64(x.strides[0] // 4), np.int32(weights.key_heads), taps, most, np.float32(weights.eps))
-    output = None if rows is not None else out
-    to = (output, *sizes, np.int32(len(x)), *as_arguments(rows))
+    to = (None if rows is not None else out, *sizes, np.int32(len(x)), *as_arguments(rows))
     grid, block, defines = (heads, spans.count), (d // _STEP_COLUMNS * (d // _STEP_ELEMENTS),), {"HEAD": d}
-    resident, shared = _resident(device, d), 4 * _MANY_STATES * d * d
-    if spans.longest == 1 and pending is None and heads * spans.count > 2 * resident > 0:
-        own = (*steps[:5], state.past, state.memory, table, output)
-        sizes = (sizes[0], *map(np.int32, (spans.count, weights.key_heads, heads)), taps, sizes[-1])
-        args = (*own, *sizes, np.int32(len(x)), *as_arguments(rows))
-        device.launch("deltanet_many", "delta_many", (resident,), block, args, defines=defines, shared=shared)
-    elif spans.branches is not None:
+    if spans.branches is not None:
         # All spans of a slot begin with its state, so rows are accepted before any span begins.
         for kernel in ("delta_accept", "delta_branches"):
             device.launch("deltanet", kernel, grid, block, (*steps, spans.branches, *to), defines=defines)
@@ -181,6 +178,26 @@ def _resident(device: Device, d: int) -> int:
     blocks = _MANY_THREADS // (d // _STEP_COLUMNS * (d // _STEP_ELEMENTS))
     served = "WGMMA" in device.products and blocks * 4 * _MANY_STATES * d * d <= device.shared_limit
     return blocks * device.multiprocessors if served else 0
+
+
+def _launch_many(
+    device: Device,
+    x: Array,
+    weights: DeltaWeights,
+    state: RecurrentState,
+    spans: SpanArrays,
+    out: Array | Quantised | None,
+) -> None:
+    """Many spans of one row each."""
+    rows = out if isinstance(out, Quantised) else None
+    heads, d = state.memory.shape[1], state.memory.shape[2]
+    own = (weights.conv, weights.decay, weights.dt_bias, weights.norm, state.past, state.memory, spans.table)
+    counts = np.int32(spans.count), np.int32(weights.key_heads), np.int32(heads), np.int32(weights.conv.shape[1])
+    sizes = (np.int64(x.strides[0] // 4), *counts, np.float32(weights.eps), np.int32(len(x)))
+    args = (x, *own, None if rows is not None else out, *sizes, *as_arguments(rows))
+    block, shared = (d // _STEP_COLUMNS * (d // _STEP_ELEMENTS),), 4 * _MANY_STATES * d * d
+    grid = (_resident(device, d),)
+    device.launch("deltanet_many", "delta_many", grid, block, args, defines={"HEAD": d}, shared=shared)
 
 
 def _launch_chunks(
