@@ -16,8 +16,9 @@ from luce.runtime.device import DeviceName
 from luce.runtime.driver import Driver, Properties
 from luce.runtime.kernels import KernelBuild
 
-# Dynamic shared memory that every kernel gets without asking, in bytes.
-_DEFAULT_SHARED = 48 * 1024
+# Dynamic shared memory that every kernel gets without asking, in bytes: CUDA's 48 KiB but for a kernel's static arrays,
+# which count among them and are smaller than the rest.
+_DEFAULT_SHARED = 40 * 1024
 # Kernels that are compiled side by side.
 _COMPILERS = 8
 # The types of kernel parameters besides arrays, in the struct module's letters.

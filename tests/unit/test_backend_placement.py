@@ -10,7 +10,7 @@ import pytest
 
 from luce.backend.layersplit import LayerSplitBackend
 from luce.backend.microbatch import default_microbatch_rows, max_microbatch_rows
-from luce.backend.placement import ShardPlan, default_context, plan_shards
+from luce.backend.placement import ShardPlan, default_chunk, default_context, plan_shards
 from luce.backend.serving_options import ServingOptions
 from luce.errors import UsageError
 from luce.gguf.reader import GGUFFile, open_gguf
@@ -250,6 +250,16 @@ def test_sequences_and_context_count() -> None:
     pages = sum(64 * 2 * m.kv_heads * m.head_dim * 4 for m in attending)
     # Twice the slots; twice the pages for each of them.
     assert sizes[1] - 2 * sizes[0] == 2 * pages
+
+
+def test_chunk() -> None:
+    dense, experts = Reference("qwen3-a-F32").spec, Reference("qwen35moe-a-F32").spec
+    small, large, host = Sized("cuda:0", 69 * GIB), Sized("cuda:1", 70 * GIB), HostDevice(0)
+    assert default_chunk(experts, [large], 0) == 8192 and default_chunk(dense, [large], 0) == 2048
+    # Every device has to hold the arrays of a step.
+    assert default_chunk(experts, [small], 0) == default_chunk(experts, [large, small], 0) == 2048
+    assert default_chunk(experts, [large, host], 0) == 512
+    assert default_chunk(experts, [large], 100) == default_chunk(dense, [host], 100) == 100
 
 
 def test_context() -> None:
