@@ -6,37 +6,41 @@
 #include "activation.h"
 #include "dot_int8.h"
 
-// Units of a chain in flight in expert_gated_int8: three where they fit (_SMALL_UNITS of luce/ops/moe_int8.py).
-#define GATED_STAGES (QTYPE == Q4_0 || QTYPE == Q4_K ? 3 : 2)
+// Of a block of expert_gated_int8, whose tile has as many gates as ups. Few, so that the blocks of one row fill large
+// GPUs evenly.
+#define GATED_FEATURES 8
+// Units of a chain in flight or in use there: all of a row of 2048 columns are asked for at once, as little else
+// hides their latency.
+#define GATED_STAGES 5
 
 // act(gate x) * up x of every pair: out float32 [pairs, half]. gates, ups: `half` rows for each of `experts`,
-// expert_rows apart, and shared_gates, shared_ups [half, cols], all in blocks of QTYPE; half is a multiple of 32.
+// expert_rows apart, and shared_gates, shared_ups [half, cols], all in blocks of QTYPE; half is a multiple of 8.
 // x_int8: x as `padded` quantised rows; ids [n, k].
-// Grid: (half / 32, slots, n) blocks of 128 << chain_bits threads, chain_bits at most 1.
-extern "C" __global__ void __launch_bounds__(256)
+// Grid: (half / 8, slots, n) blocks of 32 << chain_bits threads, chain_bits at most 1.
+extern "C" __global__ void __launch_bounds__(64)
     expert_gated_int8(const u8* __restrict__ gates, const u8* __restrict__ ups, const u8* __restrict__ shared_gates,
                     const u8* __restrict__ shared_ups, const i32* __restrict__ ids, const u8* __restrict__ x_int8,
                     float* __restrict__ out, const int padded, const int experts, const int expert_rows, const int k,
                     const int half, const int cols, const int chain_bits, const int gelu_gate) {
-    luce_await();
     LUCE_DYNAMIC_SHARED(u8, shared);
-    const int feature0 = (int)blockIdx.x * 32;
+    const int feature0 = (int)blockIdx.x * GATED_FEATURES;
     const int slot = (int)blockIdx.y, row = (int)blockIdx.z, slots = (int)gridDim.y;
     const Rows8 x = {x_int8, padded, row};
     const bool chosen = slot < k;
+    if (chosen) luce_await();  // for the ids; the shared expert's weights are fetched before
     const u8* gate = chosen ? gates : shared_gates;
     const u8* up = chosen ? ups : shared_ups;
     const i64 first = (chosen ? (i64)ids[row * k + slot] * expert_rows : 0) + feature0;
     const i64 all = (chosen ? (i64)(experts - 1) * expert_rows + half : half) * row_bytes(cols);
     const auto operands = [&](int feature) {
-        const u8* matrix = feature < 32 ? gate : up;
-        return Operands{matrix + (first + feature % 32) * row_bytes(cols), matrix + all, x};
+        const u8* matrix = feature < GATED_FEATURES ? gate : up;
+        return Operands{matrix + (first + feature % GATED_FEATURES) * row_bytes(cols), matrix + all, x};
     };
-    const float* partial = block_sums<1, GATED_STAGES>(operands, 4, chain_bits, cols, shared);
+    const float* partial = block_sums<1, GATED_STAGES>(operands, 1, chain_bits, cols, shared);
     const int feature = luce_thread();
-    if (feature >= 32) return;
-    const float own = chain_sum(partial + feature, chain_bits, PARTIAL_STRIDE(64));
-    const float other = chain_sum(partial + feature + 32, chain_bits, PARTIAL_STRIDE(64));
+    if (feature >= GATED_FEATURES) return;
+    const float own = chain_sum(partial + feature, chain_bits, PARTIAL_STRIDE(16));
+    const float other = chain_sum(partial + feature + GATED_FEATURES, chain_bits, PARTIAL_STRIDE(16));
     out[(i64)(row * slots + slot) * half + feature0 + feature] = (gelu_gate ? gelu(own) : silu(own)) * other;
 }
 

@@ -184,7 +184,6 @@ def block_shape(
     run, odd = _run(type, chains)
     if not odd:
         run = -(-(run - 16) // 32) * 32 + 16
-    if cols <= chains * _UNIT_COLS:
-        stages = 1  # a single step fills no second stage
+    stages = min(stages, -(-cols // (chains * _UNIT_COLS)))  # no more than there are steps to fill
     shared = max(stages * _TILE * tiles * run, 4 * chains * padded * (_TILE * tiles + _PARTIAL_PAD))
     return Shape(bits, -(-_WORKER * tiles * chains // lanes) * lanes, shared)

@@ -1,6 +1,6 @@
 """Experts for few quantised rows: one kernel for gates, ups and activation, another for downs and the weighted sum.
 
-Between the two, quantise.cu quantises the inner rows, as a block of the first has a quarter of the columns of a scale.
+Between the two, quantise.cu quantises the inner rows, as a block of the first has few of the columns of a scale.
 
 As in matmul_int8.py, each pair of a row and a slot is computed by itself: the bits of a row do not depend on other
 rows. An expert that all rows share can join as one more slot.
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 # The constants of kernels/moe_int8.cu.
 _TILE = 16
-_GATED_TILES = 4
+_GATED_FEATURES, _GATED_STAGES = 8, 5
 _BITS = 1
 _DOWN_THREADS = 640
-# Types of which three stages of expert_gated_int8 fit into MOST_SHARED: each has few and short steps (H200, a step of
-# 35B A3B in Q4_K: 1.935 ms, and 1.960 with two).
-_SMALL_UNITS = frozenset({GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_K})
+# Tiles of gates and ups whose units, two for each chain, had to fit a block's shared memory when this decided on the
+# chains: another number would change the bits of Q8_0.
+_CHAIN_TILES = 4
 # Slots that a block computes at once for the downs of several rows: more would wait for each other (H200, 16 rows,
 # Q4_K: 35.4 us, and 62.7 with all nine). For a single row a block computes all slots (5.3 us, and 6.8 with three).
 _DOWN_SLOTS = 3
@@ -159,7 +159,7 @@ def _gated(
     device.launch(
         "moe_int8",
         "expert_gated_int8",
-        (chosen.inner // BLOCK, slots, n),
+        (chosen.inner // _GATED_FEATURES, slots, n),
         (shape.threads,),
         (
             *(chosen.gates, chosen.ups, other.gates, other.ups, ids),
@@ -173,7 +173,7 @@ def _gated(
 
 def gated_bits(type: GGMLQuantizationType, cols: int) -> int:
     """log2 of the chains of gates and ups of a type with so many columns."""
-    return most_chains(type, cols, _GATED_TILES, _BITS)
+    return most_chains(type, cols, _CHAIN_TILES, _BITS)
 
 
 def down_bits(type: GGMLQuantizationType, cols: int) -> int:
@@ -183,8 +183,7 @@ def down_bits(type: GGMLQuantizationType, cols: int) -> int:
 
 @lru_cache(256)
 def _gated_shape(type: GGMLQuantizationType, cols: int, lanes: int) -> Shape:
-    bits = gated_bits(type, cols)
-    return block_shape(type, cols, 1, _GATED_TILES, bits, lanes, 3 if type in _SMALL_UNITS else 2)
+    return block_shape(type, cols, 1, 1, gated_bits(type, cols), lanes, _GATED_STAGES)
 
 
 @lru_cache(256)
