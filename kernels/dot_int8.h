@@ -251,10 +251,10 @@ LUCE_FN void add_set(const Unit (&in)[2], const Rows8& x, const SetRow* rows, in
 
 // The products of `tiles` times 16 weight rows with COUNT rows of x each, by 32 * tiles << bits threads; any more idle.
 // Rows have 1 << bits chains. `operands(feature)` returns Operands. STAGES units of every row and chain are in flight
-// or in use. Shared memory: STAGES * 16 * tiles * run_stride bytes or what the result takes. Returns, complete for all
+// or in use. Every thread calls `prepare` when earlier kernels' results can be read, before x is. Shared memory: STAGES * 16 * tiles * run_stride bytes or what the result takes. Returns, complete for all
 // threads, partial[(chain * COUNT + r) * PARTIAL_STRIDE(16 * tiles) + feature].
-template <int COUNT, int STAGES, typename Source>
-LUCE_FN float* block_sums(const Source& operands, int tiles, int bits, int cols, u8* shared) {
+template <int COUNT, int STAGES, typename Source, typename Prepare>
+LUCE_FN float* block_sums(const Source& operands, int tiles, int bits, int cols, u8* shared, const Prepare& prepare) {
     const int chains = 1 << bits, run = UNIT_BYTES << bits, units = whole_units(cols);
     const int worker = luce_thread() / 32, lane = luce_thread() % 32, g = lane / 4, t = lane % 4;
     const bool live = worker < tiles << bits;
@@ -282,6 +282,7 @@ LUCE_FN float* block_sums(const Source& operands, int tiles, int bits, int cols,
 #pragma unroll
     for (int stage = 0; stage < STAGES - 1; stage++) copy(stage << bits);
     luce_await();  // until here, only weights were fetched
+    prepare();
     for (int unit0 = 0; unit0 < units; unit0 += chains) {
         const int unit = unit0 + chain;
         SetRow rows[MOST_AHEAD];
@@ -319,6 +320,11 @@ LUCE_FN float* block_sums(const Source& operands, int tiles, int bits, int cols,
     }
     luce_sync();
     return partial;
+}
+
+template <int COUNT, int STAGES, typename Source>
+LUCE_FN float* block_sums(const Source& operands, int tiles, int bits, int cols, u8* shared) {
+    return block_sums<COUNT, STAGES>(operands, tiles, bits, cols, shared, [] {});
 }
 
 // The sum of the chains of one result; `partial` points to the first one's, `step` is from chain to chain.

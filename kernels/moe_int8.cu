@@ -44,34 +44,68 @@ extern "C" __global__ void __launch_bounds__(64)
     out[(i64)(row * slots + slot) * half + feature0 + feature] = (gelu_gate ? gelu(own) : silu(own)) * other;
 }
 
+// Rows of x that a block quantises into shared memory: one after the other, each as if it were the only one.
+LUCE_FN int alone_bytes(int cols) { return luce_ceil_div(cols, SECTION) * section_bytes(1, INTEGER_SCALES); }
+
+// `count` rows x float32 [count, cols] so, for all threads of the block.
+LUCE_FN void quantise_alone(const float* __restrict__ x, u8* to, int count, int cols) {
+    const int lanes = luce_ceil_div(cols, SECTION) * (SECTION / 4);  // of a row, each with four columns
+#pragma unroll 2
+    for (int first = 0; first < count * lanes; first += luce_threads()) {
+        const int row = (first + luce_thread()) / lanes, column = (first + luce_thread()) % lanes * 4;
+        float own[4] = {};
+        if (row < count) load4(x + (i64)row * cols, column, cols, own);
+        quantise_columns(own, row < count, column, 0, {to + row * alone_bytes(cols), 1, INTEGER_SCALES});
+    }
+    luce_sync();
+}
+
 // out[r, j] = sum over the slots s < k, ascending, of weights[r, s] * (down of its expert times pair (r, s))[j], and
 // with one slot more, plus the shared expert's result, times sigmoid(shared_gate[r]) if `gated`. downs [experts, rows,
-// cols] and shared_down [rows, cols] in blocks of QTYPE; inner: a quantised row per pair; weights [n, k];
-// shared_gate elements gate_stride apart; out float32 [n, rows].
+// cols] and shared_down [rows, cols] in blocks of QTYPE; inner: a quantised row per pair, or, if `quantises`, values
+// float32 [pairs, cols], all slots of a row at a time; weights [n, k]; shared_gate elements gate_stride apart; out
+// float32 [n, rows]. The kernels before are quantise, unless `quantises`, expert_gated_int8, and that which wrote `ids`.
 // Grid: (ceil(rows / 16), n) blocks of 32 << chain_bits threads for each of `at_once` slots at a time.
-// Dynamic shared memory: `sums_bytes`, a multiple of 16, for block_sums, and behind it 16 floats per slot.
+// Dynamic shared memory: `sums_bytes`, a multiple of 16, for block_sums; if `quantises`, alone_bytes per slot; 17 floats
+// per slot.
 extern "C" __global__ void __launch_bounds__(640)
     expert_down_int8(const u8* __restrict__ downs, const u8* __restrict__ shared_down, const i32* __restrict__ ids,
                    const float* __restrict__ weights, const float* __restrict__ shared_gate,
-                   const u8* __restrict__ inner, float* __restrict__ out,
+                   const u8* __restrict__ inner, const float* __restrict__ values, float* __restrict__ out,
                    const int experts, const int k, const int slots, const int at_once, const int rows, const int cols,
-                   const int chain_bits, const int gated, const int gate_stride, const int sums_bytes) {
-    luce_await();
+                   const int chain_bits, const int gated, const int gate_stride, const int sums_bytes,
+                   const int quantises) {
     LUCE_DYNAMIC_SHARED(u8, shared);
-    float* results = reinterpret_cast<float*>(shared + sums_bytes);
+    u8* const quantised = shared + sums_bytes;
+    float* const results = reinterpret_cast<float*>(quantised + (quantises ? slots * alone_bytes(cols) : 0));
+    float* const shares = results + 16 * slots;
     const int feature0 = (int)blockIdx.x * 16, row = (int)blockIdx.y, pairs = (int)gridDim.y * slots;
+    const auto prepare = [&] {
+        // Of the slots' results; the shared expert's is what divides its.
+        for (int slot = luce_thread(); slot < slots; slot += luce_threads()) {
+            if (slot < k) {
+                shares[slot] = weights[row * k + slot];
+            } else {
+                shares[slot] = gated ? 1.0f + expf(-shared_gate[(i64)row * gate_stride]) : 1.0f;
+            }
+        }
+        if (quantises) quantise_alone(values + (i64)row * slots * cols, quantised, slots, cols);
+    };
     for (int slot0 = 0; slot0 < slots; slot0 += at_once) {
         const auto operands = [&](int feature) {
             const int slot = luce_min(slot0 + feature / 16, slots - 1);
             const bool chosen = slot < k;
             const u8* matrix = chosen ? downs : shared_down;
-            const i64 first = chosen ? (i64)ids[row * k + slot] * rows : 0;
+            const i64 first = chosen ? (i64)luce_read_early(ids + row * k + slot) * rows : 0;
             const i64 all = (chosen ? (i64)experts * rows : rows) * row_bytes(cols);
             const i64 own = first + luce_min(feature0 + feature % 16, rows - 1);
-            const Rows8 x = {inner, pairs, row * slots + slot};
+            const Rows8 x = quantises ? Rows8{quantised + slot * alone_bytes(cols), 1, 0}
+                                      : Rows8{inner, pairs, row * slots + slot};
             return Operands{matrix + own * row_bytes(cols), matrix + all, x};
         };
-        const float* partial = block_sums<1, 2>(operands, at_once, chain_bits, cols, shared);
+        const float* partial = block_sums<1, 2>(operands, at_once, chain_bits, cols, shared, [&] {
+            if (slot0 == 0) prepare();
+        });
         const int feature = luce_thread();
         if (feature < 16 * luce_min(at_once, slots - slot0)) {
             results[slot0 * 16 + feature] = chain_sum(partial + feature, chain_bits, PARTIAL_STRIDE(16 * at_once));
@@ -81,11 +115,8 @@ extern "C" __global__ void __launch_bounds__(640)
     const int own = luce_thread();
     if (own < 16 && feature0 + own < rows) {
         float sum = 0.0f;
-        for (int slot = 0; slot < k; slot++) sum = fmaf(weights[row * k + slot], results[slot * 16 + own], sum);
-        if (slots > k) {
-            const float more = results[k * 16 + own];
-            sum += gated ? more / (1.0f + expf(-shared_gate[(i64)row * gate_stride])) : more;
-        }
+        for (int slot = 0; slot < k; slot++) sum = fmaf(shares[slot], results[slot * 16 + own], sum);
+        if (slots > k) sum += results[k * 16 + own] / shares[k];
         out[(i64)row * rows + feature0 + own] = sum;
     }
 }

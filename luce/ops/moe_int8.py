@@ -1,6 +1,8 @@
 """Experts for few quantised rows: one kernel for gates, ups and activation, another for downs and the weighted sum.
 
-Between the two, quantise.cu quantises the inner rows, as a block of the first has few of the columns of a scale.
+Between the two, quantise.cu quantises the inner rows, as a block of the first has few of the columns of a scale. Of a
+single row each block of the second does so: that takes less time than a launch, but of 16 rows it would be half as many
+instructions as the products.
 
 As in matmul_int8.py, each pair of a row and a slot is computed by itself: the bits of a row do not depend on other
 rows. An expert that all rows share can join as one more slot.
@@ -17,7 +19,7 @@ import numpy as np
 from gguf import GGMLQuantizationType
 
 from luce.ops.matmul_int8 import INT8_TYPES, MOST_SHARED, Shape, block_shape, group_for, most_chains
-from luce.ops.quantise import BLOCK, Quantised, quantise
+from luce.ops.quantise import BLOCK, SECTION, Quantised, quantise, section_bytes
 from luce.ops.weight import Weight, WeightPart
 from luce.runtime.device import Array, Device
 
@@ -29,6 +31,7 @@ _TILE = 16
 _GATED_FEATURES, _GATED_STAGES = 8, 5
 _BITS = 1
 _DOWN_THREADS = 640
+_BESIDE = 4 * (_TILE + 1)
 # Tiles of gates and ups whose units, two for each chain, had to fit a block's shared memory when this decided on the
 # chains: another number would change the bits of Q8_0.
 _CHAIN_TILES = 4
@@ -101,10 +104,12 @@ def expert_mlp(
     shared expert last.
     """
     n, k = ids.shape
-    gated = _gated(device, x, ids, chosen, activation, shared)
-    inner, slots = quantise(device, gated, group_for(chosen.downs.type), padded=len(gated)), len(gated) // n
-    down, rows = chosen.downs, chosen.downs.rows // chosen.experts
-    shape, at_once = _down_shape(down.type, chosen.inner, slots, slots if n == 1 else _DOWN_SLOTS, device.lanes)
+    values = _gated(device, x, ids, chosen, activation, shared)
+    slots, down, rows = len(values) // n, chosen.downs, chosen.downs.rows // chosen.experts
+    group = group_for(down.type)
+    shape, at_once, kept = _down_shape(down.type, chosen.inner, slots, n == 1, device.lanes, device.shared_limit)
+    # The kernel dereferences one of the two.
+    inner = values if kept else quantise(device, values, group, padded=len(values)).data
     out = device.empty((n, rows))
     gate, stride = (weights, 0) if shared_gate is None else (shared_gate, shared_gate.strides[0] // 4)
     sizes = (
@@ -118,6 +123,7 @@ def expert_mlp(
         shared_gate is not None,
         stride,
         shape.shared,
+        kept > 0,
     )
     other = down if shared is None else shared.downs  # without one, the kernel does not dereference it, nor `gate`
     device.launch(
@@ -125,9 +131,9 @@ def expert_mlp(
         "expert_down_int8",
         (-(-rows // _TILE), n),
         (shape.threads,),
-        (down.data, other.data, ids, weights, gate, inner.data, out, *_int32(sizes)),
+        (down.data, other.data, ids, weights, gate, inner, values, out, *_int32(sizes)),
         defines={"QTYPE": down.type.name},
-        shared=shape.shared + 4 * _TILE * slots,
+        shared=shape.shared + kept + _BESIDE * slots,
     )
     return out
 
@@ -187,15 +193,22 @@ def _gated_shape(type: GGMLQuantizationType, cols: int, lanes: int) -> Shape:
 
 
 @lru_cache(256)
-def _down_shape(type: GGMLQuantizationType, cols: int, slots: int, at_once: int, lanes: int) -> tuple[Shape, int]:
-    """The thread block of expert_down_int8, and how many of `at_once` slots fit. Type and columns give the chains."""
+def _down_shape(
+    type: GGMLQuantizationType, cols: int, slots: int, single: bool, lanes: int, limit: int
+) -> tuple[Shape, int, int]:
+    """The thread block of expert_down_int8, how many slots it computes at once, and the bytes of inner rows that it
+    quantises itself: those of a `single` row, if `limit` bytes of shared memory hold all its slots, else 0. Type and
+    columns give the chains."""
     bits = down_bits(type, cols)
-    at_once = min(at_once, slots)
-    while True:
-        shape = block_shape(type, cols, 1, at_once, bits, lanes)
-        if shape.threads <= _DOWN_THREADS and shape.shared + 4 * _TILE * slots <= MOST_SHARED:
-            return shape, at_once
+    at_once = slots if single else min(_DOWN_SLOTS, slots)
+    shape = block_shape(type, cols, 1, at_once, bits, lanes)
+    kept = slots * -(-cols // SECTION) * section_bytes(1, group_for(type))
+    if single and shape.threads <= _DOWN_THREADS and shape.shared + kept + _BESIDE * slots <= limit:
+        return shape, slots, kept
+    while shape.threads > _DOWN_THREADS or shape.shared + _BESIDE * slots > MOST_SHARED:
         at_once -= 1
+        shape = block_shape(type, cols, 1, at_once, bits, lanes)
+    return shape, at_once, 0
 
 
 def _int32(sizes: Sequence[int]) -> tuple[np.int32, ...]:
