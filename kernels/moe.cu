@@ -3,7 +3,6 @@
 #include "reduce.h"
 
 #define MOST_EXPERTS 512
-#define OWN (MOST_EXPERTS / LUCE_LANES)  // experts of a lane
 #define UNUSED ((i32)0x80000000)
 
 // Integers in the order of the scores; NaN is below every number, UNUSED below NaN. No score is -0.0: it begins as a
@@ -17,7 +16,7 @@ LUCE_FN i32 rank(float score) {
 // Of `groups` equal runs of experts the `used` with the best scores, one bit each; ties go to the lowest number. A
 // group's score is that of its best expert or, if `two_best`, the sum of its two best ones; NaN counts as the lowest.
 // scores: of the lane's experts, -inf beyond their number. groups is at most LUCE_LANES.
-LUCE_FN u64 best_groups(const float (&scores)[OWN], int experts, int groups, int used, int two_best) {
+template <int OWN> LUCE_FN u64 best_groups(const float (&scores)[OWN], int experts, int groups, int used, int two_best) {
     const int lane = luce_lane(), size = experts / groups;
     i32 mine = UNUSED;  // of group number `lane`
     for (int group = 0; group < groups; group++) {
@@ -44,19 +43,17 @@ LUCE_FN u64 best_groups(const float (&scores)[OWN], int experts, int groups, int
     return chosen;
 }
 
-// ids, weights [rows, top_k]: the experts of a row with the largest p (+ bias, if `biased`), best first, the lowest
-// number on ties, and their p, divided by the sum of the row's if `normalise`, times `scale` (times expert_scale[id],
-// if `scaled`). p is the softmax, or with `sigmoid` the sigmoid, of logits float32 [rows, experts], rows `stride`
-// apart. With `groups`, only experts of the best groups are chosen. Grid: one wave per row. top_k is at most the number of experts, and at most LUCE_LANES.
-extern "C" __global__ void __launch_bounds__(LUCE_LANES)
-    route(const float* __restrict__ logits, const float* __restrict__ bias, const float* __restrict__ expert_scale,
-          i32* __restrict__ ids, float* __restrict__ weights, int stride, int experts, int top_k, int sigmoid, int biased,
-          int normalise, int scaled, float scale, int groups, int groups_used, int two_best) {
-    luce_release();
-    luce_await();
-    const int lane = luce_lane();
-    const float* row = logits + (i64)blockIdx.x * stride;
+// The float of a rank that is not NaN's.
+LUCE_FN float ranked(i32 bits) { return __uint_as_float((u32)(bits < 0 ? bits ^ 0x7fffffff : bits)); }
 
+// `route` of a row that has at most OWN experts for each lane; kept: MOST_EXPERTS floats of shared memory. OWN is known
+// when this is compiled, and nothing branches at the end of the experts: a branch takes longer than what it leaves out.
+template <int OWN>
+LUCE_FN void route_row(const float* __restrict__ row, const float* __restrict__ bias,
+                       const float* __restrict__ expert_scale, i32* __restrict__ ids, float* __restrict__ weights,
+                       int experts, int top_k, int sigmoid, int biased, int normalise, int scaled, float scale,
+                       int groups, int groups_used, int two_best, float* kept) {
+    const int lane = luce_lane();
     float p[OWN];
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
@@ -65,26 +62,34 @@ extern "C" __global__ void __launch_bounds__(LUCE_LANES)
     }
     if (sigmoid) {
 #pragma unroll
-        for (int i = 0; i < OWN; i++) {
-            if (i * LUCE_LANES >= experts) break;
-            p[i] = 1.0f / (1.0f + expf(-p[i]));
-        }
+        for (int i = 0; i < OWN; i++) p[i] = 1.0f / (1.0f + expf(-p[i]));
     } else {
         float most = -LUCE_INF, sum = 0.0f;
 #pragma unroll
         for (int i = 0; i < OWN; i++) most = fmaxf(most, p[i]);
-        most = luce_lane_max(most);
+        most = ranked(luce_lane_max(rank(most)));
 #pragma unroll
         for (int i = 0; i < OWN; i++) {
-            if (i * LUCE_LANES >= experts) break;
             p[i] = expf(p[i] - most);
-            sum += p[i];
+            if (lane + i * LUCE_LANES < experts) sum += p[i];
         }
         sum = luce_lane_sum(sum);
+        bool plain = true;
 #pragma unroll
-        for (int i = 0; i < OWN; i++) {
-            if (i * LUCE_LANES >= experts) break;
-            p[i] /= sum;
+        for (int i = 0; i < OWN; i++) plain = plain && (p[i] == 0.0f || p[i] >= 1e-27f);
+        if (luce_ballot(!plain) == 0) {
+            // The quotients as divisions round them, without their branches. A remainder is exact; the first makes a
+            // quotient one of the two floats beside the true one, and the second the nearer of these (Markstein).
+            const float inverse = 1.0f / sum;
+#pragma unroll
+            for (int i = 0; i < OWN; i++) {
+                float quotient = p[i] * inverse;
+                quotient = fmaf(fmaf(-sum, quotient, p[i]), inverse, quotient);
+                p[i] = fmaf(fmaf(-sum, quotient, p[i]), inverse, quotient);
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < OWN; i++) p[i] /= sum;
         }
     }
 
@@ -92,8 +97,10 @@ extern "C" __global__ void __launch_bounds__(LUCE_LANES)
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
         const int expert = lane + i * LUCE_LANES;
+        kept[expert] = p[i];
         scores[i] = expert < experts ? biased ? p[i] + bias[expert] : p[i] : -LUCE_INF;
     }
+    luce_sync_lanes();
     u64 open = ~(u64)0;
     const int size = groups ? experts / groups : experts;
     if (groups) open = best_groups(scores, experts, groups, groups_used, two_best);
@@ -101,37 +108,58 @@ extern "C" __global__ void __launch_bounds__(LUCE_LANES)
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
         const int expert = lane + i * LUCE_LANES;
-        ranks[i] = expert < experts && open >> (expert / size) & 1 ? rank(scores[i]) : UNUSED;
+        const bool used = expert < experts && (!groups || open >> (expert / size) & 1);
+        ranks[i] = used ? rank(scores[i]) : UNUSED;
     }
     i32 id = 0;
     float weight = 0.0f, total = 0.0f;
     for (int slot = 0; slot < top_k; slot++) {
         i32 best = ranks[0];
-        int own = 0;
 #pragma unroll
-        for (int i = 1; i < OWN; i++) {
-            if (i * LUCE_LANES >= experts) break;
-            if (ranks[i] > best) best = ranks[i], own = i;
-        }
+        for (int i = 1; i < OWN; i++) best = luce_max(best, ranks[i]);
         const i32 top = luce_lane_max(best);
-        const int winner = -luce_lane_max(best == top ? -(lane + own * LUCE_LANES) : -MOST_EXPERTS);
-        float value = 0.0f;
+        int first = MOST_EXPERTS;
+#pragma unroll
+        for (int i = OWN - 1; i >= 0; i--) first = ranks[i] == top ? lane + i * LUCE_LANES : first;
+        const int winner = -luce_lane_max(-first);
 #pragma unroll
         for (int i = 0; i < OWN; i++) {
-            if (i * LUCE_LANES >= experts) break;
-            if (lane + i * LUCE_LANES == winner) value = p[i], ranks[i] = UNUSED;
+            if (lane + i * LUCE_LANES == winner) ranks[i] = UNUSED;
         }
-        value = luce_shfl(value, winner % LUCE_LANES);
+        const float value = kept[winner];
         total += value;
         if (lane == slot) id = winner, weight = value;
     }
 
     if (lane < top_k) {
-        const i64 at = (i64)blockIdx.x * top_k + lane;
         if (normalise) weight /= total;
         weight *= scale;
-        ids[at] = id;
-        weights[at] = scaled ? weight * expert_scale[id] : weight;
+        ids[lane] = id;
+        weights[lane] = scaled ? weight * expert_scale[id] : weight;
+    }
+}
+
+// ids, weights [rows, top_k]: the experts of a row with the largest p (+ bias, if `biased`), best first, the lowest
+// number on ties, and their p, divided by the sum of the row's if `normalise`, times `scale` (times expert_scale[id],
+// if `scaled`). p is the softmax, or with `sigmoid` the sigmoid, of logits float32 [rows, experts], rows `stride`
+// apart. With `groups`, only experts of the best groups are chosen. Grid: one wave per row. top_k is at most the number
+// of experts, and at most LUCE_LANES.
+extern "C" __global__ void __launch_bounds__(LUCE_LANES)
+    route(const float* __restrict__ logits, const float* __restrict__ bias, const float* __restrict__ expert_scale,
+          i32* __restrict__ ids, float* __restrict__ weights, int stride, int experts, int top_k, int sigmoid, int biased,
+          int normalise, int scaled, float scale, int groups, int groups_used, int two_best) {
+    __shared__ float kept[MOST_EXPERTS];
+    luce_release();
+    luce_await();
+    logits += (i64)blockIdx.x * stride;
+    ids += (i64)blockIdx.x * top_k;
+    weights += (i64)blockIdx.x * top_k;
+    if (experts <= 8 * LUCE_LANES) {
+        route_row<8>(logits, bias, expert_scale, ids, weights, experts, top_k, sigmoid, biased, normalise, scaled, scale,
+                     groups, groups_used, two_best, kept);
+    } else {
+        route_row<MOST_EXPERTS / LUCE_LANES>(logits, bias, expert_scale, ids, weights, experts, top_k, sigmoid, biased,
+                                             normalise, scaled, scale, groups, groups_used, two_best, kept);
     }
 }
 
