@@ -48,6 +48,7 @@ LUCE_FN float ranked(i32 bits) { return __uint_as_float((u32)(bits < 0 ? bits ^ 
 
 // `route` of a row that has at most OWN experts for each lane; kept: MOST_EXPERTS floats of shared memory. OWN is known
 // when this is compiled, and nothing branches at the end of the experts: a branch takes longer than what it leaves out.
+// Beyond the experts p is 0, or with `sigmoid` not read.
 template <int OWN>
 LUCE_FN void route_row(const float* __restrict__ row, const float* __restrict__ bias,
                        const float* __restrict__ expert_scale, i32* __restrict__ ids, float* __restrict__ weights,
@@ -71,7 +72,7 @@ LUCE_FN void route_row(const float* __restrict__ row, const float* __restrict__ 
 #pragma unroll
         for (int i = 0; i < OWN; i++) {
             p[i] = expf(p[i] - most);
-            if (lane + i * LUCE_LANES < experts) sum += p[i];
+            sum += p[i];
         }
         sum = luce_lane_sum(sum);
         bool plain = true;

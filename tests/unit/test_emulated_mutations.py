@@ -153,8 +153,8 @@ def _matmul_rows_wgmma(device: Device) -> None:
 
 
 def _moe_int8(device: Device) -> None:
-    # So many slots that they take turns.
-    op_checks_moe.check_expert_mlp(device, ("Q8_0", "Q8_0"), 1, 16, experts=20, inner=64, cols=64, shared="gated")
+    # So many slots that those of two rows take turns; each row alone is quantised beside them.
+    op_checks_moe.check_expert_mlp(device, ("Q8_0", "Q8_0"), 2, 16, experts=20, inner=64, cols=64, shared="gated")
 
 
 def _matmul_tile(device: Device) -> None:
@@ -243,7 +243,8 @@ HARMLESS = (
     ("reduce.h", "LUCE_LANES) return __reduce"),  # for CUDA alone
     ("sample.cu", "LUCE_LANES];"),
     ("deltanet_rows.h", "LUCE_LANES == 0,"),
-    ("moe.cu", "LUCE_LANES)  // experts"),
+    ("moe.cu", "LUCE_LANES) {\n        route_row<8>"),  # 64 lanes have at most eight experts each
+    ("moe.cu", "LUCE_LANES>(logits"),
     ("attention_mma.cu", "LUCE_LANES"),  # never launched with 64
     ("deltanet_many.cu", "LUCE_LANES"),
     ("deltanet_wgmma.cu", "LUCE_LANES"),
