@@ -74,10 +74,11 @@ LUCE_FN void luce_sync_lanes() {
 LUCE_FN void luce_await() {}
 LUCE_FN void luce_release() {}
 
-// What a kernel of the step wrote, already before luce_await: only if a kernel between that one and this one calls
-// luce_release behind luce_await alone. Its blocks have all done so when this one's start, and so that kernel had ended.
-// First-level caches may hold older values, and are not asked.
-LUCE_FN i32 luce_read_early(const i32* from) { return *(const volatile i32*)from; }
+// Loads where it stands: a compiler may load what `const __restrict__` points to before luce_await, and first-level
+// caches are not asked for older values. So what a kernel of the step wrote may be read before luce_await if a kernel
+// between that one and this one calls luce_release behind luce_await alone: its blocks have all done so when this one's
+// start, and so that kernel had ended.
+LUCE_FN i32 luce_read_now(const i32* from) { return *(const volatile i32*)from; }
 
 LUCE_FN float luce_f32(f16_t value) { return (float)__builtin_bit_cast(_Float16, value.bits); }
 // To nearest, ties to even; beyond 65504 to infinity.
@@ -128,7 +129,7 @@ LUCE_FN void luce_release() {
     asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
-LUCE_FN i32 luce_read_early(const i32* from) { return *(const volatile i32*)from; }
+LUCE_FN i32 luce_read_now(const i32* from) { return *(const volatile i32*)from; }
 
 LUCE_FN float luce_f32(f16_t value) {
     float result;

@@ -60,7 +60,7 @@ u64 luce_host_ballot(bool predicate);
 void luce_host_sync();
 void luce_host_sync_lanes();
 void luce_host_await();
-int luce_host_read_early(const i32* from);
+int luce_host_read_now(const i32* from);
 void luce_host_copy16(void* to, const void* from, bool valid);
 u64 luce_host_copy_close();
 void luce_host_copy_wait(int groups);
@@ -148,7 +148,7 @@ LUCE_FN void luce_sync() { luce_host_sync(); }
 LUCE_FN void luce_sync_lanes() { luce_host_sync_lanes(); }
 LUCE_FN void luce_await() { luce_host_await(); }
 LUCE_FN void luce_release() {}
-LUCE_FN i32 luce_read_early(const i32* from) { return luce_host_read_early(from); }
+LUCE_FN i32 luce_read_now(const i32* from) { return luce_host_read_now(from); }
 
 LUCE_FN float luce_f32(f16_t value) {
     u32 magnitude = (value.bits & 0x7fffu) << 13, sign = (u32)(value.bits & 0x8000u) << 16;

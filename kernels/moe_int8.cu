@@ -1,4 +1,4 @@
-// variants: QTYPE=Q4_0,Q8_0,Q4_K,Q5_K,Q6_K
+// variants: CHAINS=1,2 QTYPE=Q4_0,Q8_0,Q4_K,Q5_K,Q6_K
 //
 // Experts on few quantised rows: the gated half of each chosen one, then the other half and the weighted sum. A row has
 // k slots for its experts and, if `slots` is k + 1, one more for an expert that all rows share. A pair is a row and a
@@ -12,16 +12,17 @@
 // Units of a chain in flight or in use there: all of a row of 2048 columns are asked for at once, as little else
 // hides their latency.
 #define GATED_STAGES 5
+#define BITS (CHAINS - 1)  // log2 of the chains
 
 // act(gate x) * up x of every pair: out float32 [pairs, half]. gates, ups: `half` rows for each of `experts`,
 // expert_rows apart, and shared_gates, shared_ups [half, cols], all in blocks of QTYPE; half is a multiple of 8.
 // x_int8: x as `padded` quantised rows; ids [n, k].
-// Grid: (half / 8, slots, n) blocks of 32 << chain_bits threads, chain_bits at most 1.
+// Grid: (half / 8, slots, n) blocks of 32 * CHAINS threads.
 extern "C" __global__ void __launch_bounds__(64)
     expert_gated_int8(const u8* __restrict__ gates, const u8* __restrict__ ups, const u8* __restrict__ shared_gates,
                     const u8* __restrict__ shared_ups, const i32* __restrict__ ids, const u8* __restrict__ x_int8,
                     float* __restrict__ out, const int padded, const int experts, const int expert_rows, const int k,
-                    const int half, const int cols, const int chain_bits, const int gelu_gate) {
+                    const int half, const int cols, const int gelu_gate) {
     LUCE_DYNAMIC_SHARED(u8, shared);
     const int feature0 = (int)blockIdx.x * GATED_FEATURES;
     const int slot = (int)blockIdx.y, row = (int)blockIdx.z, slots = (int)gridDim.y;
@@ -30,17 +31,17 @@ extern "C" __global__ void __launch_bounds__(64)
     if (chosen) luce_await();  // for the ids; the shared expert's weights are fetched before
     const u8* gate = chosen ? gates : shared_gates;
     const u8* up = chosen ? ups : shared_ups;
-    const i64 first = (chosen ? (i64)ids[row * k + slot] * expert_rows : 0) + feature0;
+    const i64 first = (chosen ? (i64)luce_read_now(ids + row * k + slot) * expert_rows : 0) + feature0;
     const i64 all = (chosen ? (i64)(experts - 1) * expert_rows + half : half) * row_bytes(cols);
     const auto operands = [&](int feature) {
         const u8* matrix = feature < GATED_FEATURES ? gate : up;
         return Operands{matrix + (first + feature % GATED_FEATURES) * row_bytes(cols), matrix + all, x};
     };
-    const float* partial = block_sums<1, GATED_STAGES>(operands, 1, chain_bits, cols, shared);
+    const float* partial = block_sums<1, GATED_STAGES>(operands, 1, BITS, cols, shared);
     const int feature = luce_thread();
     if (feature >= GATED_FEATURES) return;
-    const float own = chain_sum(partial + feature, chain_bits, PARTIAL_STRIDE(16));
-    const float other = chain_sum(partial + feature + GATED_FEATURES, chain_bits, PARTIAL_STRIDE(16));
+    const float own = chain_sum(partial + feature, BITS, PARTIAL_STRIDE(16));
+    const float other = chain_sum(partial + feature + GATED_FEATURES, BITS, PARTIAL_STRIDE(16));
     out[(i64)(row * slots + slot) * half + feature0 + feature] = (gelu_gate ? gelu(own) : silu(own)) * other;
 }
 
@@ -48,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(64)
 LUCE_FN int alone_bytes(int cols) { return luce_ceil_div(cols, SECTION) * section_bytes(1, INTEGER_SCALES); }
 
 // `count` rows x float32 [count, cols] so, for all threads of the block.
-LUCE_FN void quantise_alone(const float* __restrict__ x, u8* to, int count, int cols) {
+LUCE_FN void quantise_alone(const float* x, u8* to, int count, int cols) {
     const int lanes = luce_ceil_div(cols, SECTION) * (SECTION / 4);  // of a row, each with four columns
 #pragma unroll 2
     for (int first = 0; first < count * lanes; first += luce_threads()) {
@@ -64,16 +65,16 @@ LUCE_FN void quantise_alone(const float* __restrict__ x, u8* to, int count, int 
 // with one slot more, plus the shared expert's result, times sigmoid(shared_gate[r]) if `gated`. downs [experts, rows,
 // cols] and shared_down [rows, cols] in blocks of QTYPE; inner: a quantised row per pair, or, if `quantises`, values
 // float32 [pairs, cols], all slots of a row at a time; weights [n, k]; shared_gate elements gate_stride apart; out
-// float32 [n, rows]. The kernels before are quantise, unless `quantises`, expert_gated_int8, and that which wrote `ids`.
-// Grid: (ceil(rows / 16), n) blocks of 32 << chain_bits threads for each of `at_once` slots at a time.
+// float32 [n, rows]. What `prepare` reads is not __restrict__, or it might be read too early. The kernels before are
+// quantise, unless `quantises`, expert_gated_int8, and that which wrote `ids`.
+// Grid: (ceil(rows / 16), n) blocks of 32 * CHAINS threads for each of `at_once` slots at a time.
 // Dynamic shared memory: `sums_bytes`, a multiple of 16, for block_sums; if `quantises`, alone_bytes per slot; 17 floats
 // per slot.
 extern "C" __global__ void __launch_bounds__(640)
     expert_down_int8(const u8* __restrict__ downs, const u8* __restrict__ shared_down, const i32* __restrict__ ids,
-                   const float* __restrict__ weights, const float* __restrict__ shared_gate,
-                   const u8* __restrict__ inner, const float* __restrict__ values, float* __restrict__ out,
-                   const int experts, const int k, const int slots, const int at_once, const int rows, const int cols,
-                   const int chain_bits, const int gated, const int gate_stride, const int sums_bytes,
+                   const float* weights, const float* shared_gate, const u8* __restrict__ inner, const float* values,
+                   float* __restrict__ out, const int experts, const int k, const int slots, const int at_once,
+                   const int rows, const int cols, const int gated, const int gate_stride, const int sums_bytes,
                    const int quantises) {
     LUCE_DYNAMIC_SHARED(u8, shared);
     u8* const quantised = shared + sums_bytes;
@@ -96,19 +97,19 @@ extern "C" __global__ void __launch_bounds__(640)
             const int slot = luce_min(slot0 + feature / 16, slots - 1);
             const bool chosen = slot < k;
             const u8* matrix = chosen ? downs : shared_down;
-            const i64 first = chosen ? (i64)luce_read_early(ids + row * k + slot) * rows : 0;
+            const i64 first = chosen ? (i64)luce_read_now(ids + row * k + slot) * rows : 0;
             const i64 all = (chosen ? (i64)experts * rows : rows) * row_bytes(cols);
             const i64 own = first + luce_min(feature0 + feature % 16, rows - 1);
             const Rows8 x = quantises ? Rows8{quantised + slot * alone_bytes(cols), 1, 0}
                                       : Rows8{inner, pairs, row * slots + slot};
             return Operands{matrix + own * row_bytes(cols), matrix + all, x};
         };
-        const float* partial = block_sums<1, 2>(operands, at_once, chain_bits, cols, shared, [&] {
+        const float* partial = block_sums<1, 2>(operands, at_once, BITS, cols, shared, [&] {
             if (slot0 == 0) prepare();
         });
         const int feature = luce_thread();
         if (feature < 16 * luce_min(at_once, slots - slot0)) {
-            results[slot0 * 16 + feature] = chain_sum(partial + feature, chain_bits, PARTIAL_STRIDE(16 * at_once));
+            results[slot0 * 16 + feature] = chain_sum(partial + feature, BITS, PARTIAL_STRIDE(16 * at_once));
         }
         luce_sync();  // the next slots' units overwrite the partial sums
     }

@@ -119,7 +119,6 @@ def expert_mlp(
         at_once,
         rows,
         chosen.inner,
-        shape.chain_bits,
         shared_gate is not None,
         stride,
         shape.shared,
@@ -132,7 +131,7 @@ def expert_mlp(
         (-(-rows // _TILE), n),
         (shape.threads,),
         (down.data, other.data, ids, weights, gate, inner, values, out, *_int32(sizes)),
-        defines={"QTYPE": down.type.name},
+        defines={"QTYPE": down.type.name, "CHAINS": 1 << shape.chain_bits},
         shared=shape.shared + kept + _BESIDE * slots,
     )
     return out
@@ -159,7 +158,6 @@ def _gated(
         k,
         chosen.inner,
         chosen.cols,
-        shape.chain_bits,
         activation == "gelu",
     )
     device.launch(
@@ -171,7 +169,7 @@ def _gated(
             *(chosen.gates, chosen.ups, other.gates, other.ups, ids),
             *(x.data, out, *_int32(sizes)),
         ),
-        defines={"QTYPE": chosen.type.name},
+        defines={"QTYPE": chosen.type.name, "CHAINS": 1 << shape.chain_bits},
         shared=shape.shared,
     )
     return out

@@ -623,7 +623,7 @@ u64 luce_host_shuffle_xor(u64 bits, int mask) {
 }
 u64 luce_host_ballot(bool predicate) { return meet_lanes(BALLOT, predicate, 0, __builtin_return_address(0)); }
 void luce_host_await() { current->awaited = true; }
-int luce_host_read_early(const int* from) {
+int luce_host_read_now(const int* from) {
     const bool awaited = current->awaited;
     current->awaited = true;
     check(const_cast<int*>(from), sizeof(int), READ, __builtin_return_address(0), sizeof(int));
