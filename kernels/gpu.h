@@ -78,7 +78,7 @@ LUCE_FN void luce_release() {}
 // caches are not asked for older values. So what a kernel of the step wrote may be read before luce_await if a kernel
 // between that one and this one calls luce_release behind luce_await alone: its blocks have all done so when this one's
 // start, and so that kernel had ended.
-LUCE_FN i32 luce_read_now(const i32* from) { return *(const volatile i32*)from; }
+template <typename T> LUCE_FN T luce_read_now(const T* from) { return *(const volatile T*)from; }
 
 LUCE_FN float luce_f32(f16_t value) { return (float)__builtin_bit_cast(_Float16, value.bits); }
 // To nearest, ties to even; beyond 65504 to infinity.
@@ -129,7 +129,7 @@ LUCE_FN void luce_release() {
     asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
-LUCE_FN i32 luce_read_now(const i32* from) { return *(const volatile i32*)from; }
+template <typename T> LUCE_FN T luce_read_now(const T* from) { return *(const volatile T*)from; }
 
 LUCE_FN float luce_f32(f16_t value) {
     float result;

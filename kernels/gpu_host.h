@@ -149,6 +149,9 @@ LUCE_FN void luce_sync_lanes() { luce_host_sync_lanes(); }
 LUCE_FN void luce_await() { luce_host_await(); }
 LUCE_FN void luce_release() {}
 LUCE_FN i32 luce_read_now(const i32* from) { return luce_host_read_now(from); }
+LUCE_FN float luce_read_now(const float* from) {
+    return __uint_as_float((u32)luce_host_read_now(reinterpret_cast<const i32*>(from)));
+}
 
 LUCE_FN float luce_f32(f16_t value) {
     u32 magnitude = (value.bits & 0x7fffu) << 13, sign = (u32)(value.bits & 0x8000u) << 16;

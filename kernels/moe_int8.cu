@@ -48,15 +48,30 @@ extern "C" __global__ void __launch_bounds__(64)
 // Rows of x that a block quantises into shared memory: one after the other, each as if it were the only one.
 LUCE_FN int alone_bytes(int cols) { return luce_ceil_div(cols, SECTION) * section_bytes(1, INTEGER_SCALES); }
 
-// `count` rows x float32 [count, cols] so, for all threads of the block.
+// Loads of a thread in flight there; types with more scales have no registers for two.
+#define ALONE_LOADS (INTEGER_SCALES ? 2 : 1)
+
+// `count` rows x float32 [count, cols] so, for all threads of the block; cols is a multiple of 32. x is not __restrict__,
+// or it might be read before luce_await.
 LUCE_FN void quantise_alone(const float* x, u8* to, int count, int cols) {
     const int lanes = luce_ceil_div(cols, SECTION) * (SECTION / 4);  // of a row, each with four columns
-#pragma unroll 2
-    for (int first = 0; first < count * lanes; first += luce_threads()) {
-        const int row = (first + luce_thread()) / lanes, column = (first + luce_thread()) % lanes * 4;
-        float own[4] = {};
-        if (row < count) load4(x + (i64)row * cols, column, cols, own);
-        quantise_columns(own, row < count, column, 0, {to + row * alone_bytes(cols), 1, INTEGER_SCALES});
+#pragma unroll 1
+    for (int first = 0; first < count * lanes; first += ALONE_LOADS * luce_threads()) {
+        float own[ALONE_LOADS][4] = {};
+        int rows[ALONE_LOADS], columns[ALONE_LOADS];
+#pragma unroll
+        for (int i = 0; i < ALONE_LOADS; i++) {
+            const int at = first + i * luce_threads() + luce_thread();
+            rows[i] = at / lanes, columns[i] = at % lanes * 4;
+            if (rows[i] >= count || columns[i] >= cols) continue;
+            const float4 four = *reinterpret_cast<const float4*>(x + rows[i] * cols + columns[i]);
+            own[i][0] = four.x, own[i][1] = four.y, own[i][2] = four.z, own[i][3] = four.w;
+        }
+#pragma unroll
+        for (int i = 0; i < ALONE_LOADS; i++) {
+            const Bytes bytes = {to + rows[i] * alone_bytes(cols), 1, INTEGER_SCALES};
+            quantise_columns(own[i], rows[i] < count, columns[i], 0, bytes);
+        }
     }
     luce_sync();
 }
@@ -65,48 +80,50 @@ LUCE_FN void quantise_alone(const float* x, u8* to, int count, int cols) {
 // with one slot more, plus the shared expert's result, times sigmoid(shared_gate[r]) if `gated`. downs [experts, rows,
 // cols] and shared_down [rows, cols] in blocks of QTYPE; inner: a quantised row per pair, or, if `quantises`, values
 // float32 [pairs, cols], all slots of a row at a time; weights [n, k]; shared_gate elements gate_stride apart; out
-// float32 [n, rows]. What `prepare` reads is not __restrict__, or it might be read too early. The kernels before are
-// quantise, unless `quantises`, expert_gated_int8, and that which wrote `ids`.
+// float32 [n, rows]. The kernels before are quantise, unless `quantises`, expert_gated_int8, and then those that wrote
+// ids, weights and shared_gate.
 // Grid: (ceil(rows / 16), n) blocks of 32 * CHAINS threads for each of `at_once` slots at a time.
-// Dynamic shared memory: `sums_bytes`, a multiple of 16, for block_sums; if `quantises`, alone_bytes per slot; 17 floats
+// Dynamic shared memory: `sums_bytes`, a multiple of 16, for block_sums; if `quantises`, alone_bytes per slot; 18 words
 // per slot.
 extern "C" __global__ void __launch_bounds__(640)
     expert_down_int8(const u8* __restrict__ downs, const u8* __restrict__ shared_down, const i32* __restrict__ ids,
-                   const float* weights, const float* shared_gate, const u8* __restrict__ inner, const float* values,
-                   float* __restrict__ out, const int experts, const int k, const int slots, const int at_once,
-                   const int rows, const int cols, const int gated, const int gate_stride, const int sums_bytes,
-                   const int quantises) {
+                   const float* __restrict__ weights, const float* __restrict__ shared_gate,
+                   const u8* __restrict__ inner, const float* values, float* __restrict__ out, const int experts,
+                   const int k, const int slots, const int at_once, const int rows, const int cols, const int gated,
+                   const int gate_stride, const int sums_bytes, const int quantises) {
     LUCE_DYNAMIC_SHARED(u8, shared);
     u8* const quantised = shared + sums_bytes;
     float* const results = reinterpret_cast<float*>(quantised + (quantises ? slots * alone_bytes(cols) : 0));
     float* const shares = results + 16 * slots;
+    i32* const experts_of = reinterpret_cast<i32*>(shares + slots);
     const int feature0 = (int)blockIdx.x * 16, row = (int)blockIdx.y, pairs = (int)gridDim.y * slots;
-    const auto prepare = [&] {
-        // Of the slots' results; the shared expert's is what divides its.
-        for (int slot = luce_thread(); slot < slots; slot += luce_threads()) {
-            if (slot < k) {
-                shares[slot] = weights[row * k + slot];
-            } else {
-                shares[slot] = gated ? 1.0f + expf(-shared_gate[(i64)row * gate_stride]) : 1.0f;
-            }
-        }
-        if (quantises) quantise_alone(values + (i64)row * slots * cols, quantised, slots, cols);
-    };
+    if (luce_thread() < slots) {
+        const int slot = luce_thread();
+        const bool chosen = slot < k;
+        experts_of[slot] = chosen ? luce_read_now(ids + row * k + slot) : 0;
+        // The share of a slot's result; the shared expert's is what divides it.
+        float share = 0.0f;
+        if (chosen) share = luce_read_now(weights + row * k + slot);
+        if (!chosen && gated) share = luce_read_now(shared_gate + (i64)row * gate_stride);
+        shares[slot] = chosen ? share : gated ? 1.0f + expf(-share) : 1.0f;
+    }
+    luce_sync();
     for (int slot0 = 0; slot0 < slots; slot0 += at_once) {
         const auto operands = [&](int feature) {
             const int slot = luce_min(slot0 + feature / 16, slots - 1);
             const bool chosen = slot < k;
             const u8* matrix = chosen ? downs : shared_down;
-            const i64 first = chosen ? (i64)luce_read_now(ids + row * k + slot) * rows : 0;
+            const i64 first = (i64)experts_of[slot] * rows;
             const i64 all = (chosen ? (i64)experts * rows : rows) * row_bytes(cols);
             const i64 own = first + luce_min(feature0 + feature % 16, rows - 1);
             const Rows8 x = quantises ? Rows8{quantised + slot * alone_bytes(cols), 1, 0}
                                       : Rows8{inner, pairs, row * slots + slot};
             return Operands{matrix + own * row_bytes(cols), matrix + all, x};
         };
-        const float* partial = block_sums<1, 2>(operands, at_once, BITS, cols, shared, [&] {
-            if (slot0 == 0) prepare();
-        });
+        const auto prepare = [&] {
+            if (quantises) quantise_alone(values + (i64)row * slots * cols, quantised, slots, cols);
+        };
+        const float* partial = block_sums<1, 2>(operands, at_once, BITS, cols, shared, prepare);
         const int feature = luce_thread();
         if (feature < 16 * luce_min(at_once, slots - slot0)) {
             results[slot0 * 16 + feature] = chain_sum(partial + feature, BITS, PARTIAL_STRIDE(16 * at_once));

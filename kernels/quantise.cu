@@ -2,6 +2,17 @@
 #include "activation.h"
 #include "quantise.h"
 
+// Columns column ... column + 3 of a row, zeros from `cols` on.
+LUCE_FN void load4(const float* __restrict__ row, int column, int cols, float (&x)[4]) {
+    if (column + 4 <= cols && (u64)row % 16 == 0) {
+        const float4 four = *reinterpret_cast<const float4*>(row + column);
+        x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; i++) x[i] = column + i < cols ? row[column + i] : 0.0f;
+    }
+}
+
 // The group of `padded` quantised rows that row blockIdx.x belongs to: groups lie one after the other.
 LUCE_FN Bytes group_bytes(u8* to, int cols, int padded, int wide) {
     const i64 bytes = (i64)luce_ceil_div(cols, SECTION) * section_bytes(padded, wide);

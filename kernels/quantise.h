@@ -72,17 +72,6 @@ LUCE_FN void put_columns(u32 word, i32 sum, float scale, int column, int row, co
 // Whether `column` belongs to a section of a row of `cols` columns; beyond cols its value is zero.
 LUCE_FN bool in_section(int column, int cols) { return column < luce_ceil_div(cols, SECTION) * SECTION; }
 
-// Columns column ... column + 3 of a row, zeros from `cols` on.
-LUCE_FN void load4(const float* __restrict__ row, int column, int cols, float (&x)[4]) {
-    if (column + 4 <= cols && (u64)row % 16 == 0) {
-        const float4 four = *reinterpret_cast<const float4*>(row + column);
-        x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
-    } else {
-#pragma unroll
-        for (int i = 0; i < 4; i++) x[i] = column + i < cols ? row[column + i] : 0.0f;
-    }
-}
-
 // Four neighbouring columns of row `row`, from `column` on, of which 32 neighbouring lanes hold a section. All lanes
 // of the wave must call it, and those that are not `inside` write nothing. With an infinity or a NaN among the
 // columns of a scale that is the scale, and makes NaN of every product; where all numbers are below 1e-30 they

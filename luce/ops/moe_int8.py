@@ -31,7 +31,7 @@ _TILE = 16
 _GATED_FEATURES, _GATED_STAGES = 8, 5
 _BITS = 1
 _DOWN_THREADS = 640
-_BESIDE = 4 * (_TILE + 1)
+_BESIDE = 4 * (_TILE + 2)
 # Tiles of gates and ups whose units, two for each chain, had to fit a block's shared memory when this decided on the
 # chains: another number would change the bits of Q8_0.
 _CHAIN_TILES = 4
