@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 # The constants of kernels/moe_int8.cu.
 _TILE = 16
-_GATED_FEATURES, _GATED_STAGES = 8, 5
+_GATED_FEATURES, _GATED_STAGES = 8, 3
 _BITS = 1
 _DOWN_THREADS = 640
 _BESIDE = 4 * (_TILE + 2)
