@@ -73,6 +73,10 @@ class DraftTurns:
                 self._lookup.prepare(sequence.slot or 0, sequence.session, one.tokens(sequence))
         self._plan = _Plan(tuple(decoding), turns, [len(sequence.reply) for sequence in decoding])
 
+    def drop_plan(self) -> None:
+        """A sequence ends or is read again: it may go on in the next step, but not with one token more."""
+        self._plan = None
+
     def planned(self, running: Many[Sequence]) -> list[Turn] | None:
         """What was planned for the step behind the newest one; None if other sequences run now, or got other tokens."""
         plan, self._plan = self._plan, None

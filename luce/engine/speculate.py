@@ -285,8 +285,9 @@ class Speculator:
         self._learn(known, known.proposal, outcomes)
 
     def forget(self, sequence: Sequence) -> None:
-        """A sequence that had a slot has ended."""
+        """A sequence that had a slot has ended, or is read again."""
         self._sequences.pop(sequence, None)
+        self._turns.drop_plan()
         slot = sequence.slot
         if slot is not None:
             if self._feature_tails is not None:

@@ -323,7 +323,7 @@ def _host(x: Array, weights: DeltaWeights, state: RecurrentState, spans: SpanArr
         else:
             past[slot] = _of_heads(after, key_heads, heads)
     q, k, v = _vectors(c, key_heads, d)
-    out = np.empty((n, heads, d), np.float32)
+    out = np.zeros((n, heads, d), np.float32)  # also of rows that no span has
     for (slot, start, rows, position), (_, speculative), (_, behind) in zip(table, pending, paths, strict=True):
         own_memory = memory[slot].copy() if speculative else memory[slot]
         s = own_memory.swapaxes(1, 2)
