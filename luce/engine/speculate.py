@@ -42,17 +42,15 @@ from luce.engine.drafted import (
     DraftText,
     SequenceDrafts,
 )
+from luce.engine.drafter_health import DrafterHealth
 from luce.engine.failures import FailureBoundary, Failures
 from luce.engine.scheduler import ScheduledSequence, ScheduledStep
 from luce.engine.sequence import Draft, DraftState, Sequence
-from luce.errors import LuceError
 
 _log = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 
-# The drafter is disabled after this many failures in a row.
-_MAX_FAILURES = 3
 # Weight of the newest outcome in the acceptance rates of a sequence, and in those that new sequences begin with.
 _SEQUENCE_WEIGHT, _GLOBAL_WEIGHT = 0.1, 0.02
 _NO_DRAFT = Draft()
@@ -92,22 +90,15 @@ class Speculator:
         self.pace = Pace([1 << power for power in range(1, limits.step_rows.bit_length())])
         #: seconds that are booked for the newest proposals; None if no drafter was asked
         self._drafting: float | None = None
-        self._failures = 0
-        #: why the drafter does not answer; empty while it does
-        self._error = ""
-        #: whether the drafter has answered since it failed
-        self._answered = False
+        self._health = DrafterHealth()
         self._idle = True
         self._counts = DraftStats()
         self._turns = DraftTurns(self.pace, lookup, fixed=self._fixed)
 
     def stats(self) -> DraftStats:
         """Counters and state. Any thread may ask."""
-        disabled, unavailable = self._disabled, not self._failures
-        kind = "disabled" if disabled else "unavailable" if unavailable else "failed"
-        state = f"{kind}: {self._error}" if self._error else "on"
         states = Counter(s.draft_state for s in list(self._sequences) if s.draft_state is not None)
-        return replace(self._counts, facts=self.drafter.describe(), state=state, states=states)
+        return replace(self._counts, facts=self.drafter.describe(), state=self._health.state(), states=states)
 
     def drafts(self, sequence: Sequence) -> SequenceDrafts | None:
         """What drafting did for a sequence that runs; None without a drafter. Any thread may ask."""
@@ -175,7 +166,7 @@ class Speculator:
             lambda: [checked(p, one, self._limits.vocab) for p, one in zip(request.pending(), asked, strict=True)]
         )
         if proposals is not None and asked:
-            self._answered = True
+            self._health.note_answer()
         answers = iter(proposals or ())
         alive = []
         for text in request.texts:
@@ -207,14 +198,13 @@ class Speculator:
             spans = merge_branches(scheduled.step.spans)
             if self._feature_tails is not None:
                 self._feature_tails.observe(spans)
-            if self._disabled or all(self._sequences[s.sequence].off for s in scheduled.sequences):
+            if self._health.disabled or all(self._sequences[s.sequence].off for s in scheduled.sequences):
                 return
             self.drafter.observe(spans)
         except Exception as error:
             self._note_failure(error)
             return
-        if self._answered:
-            self._failures, self._error = 0, ""
+        self._health.note_step()
 
     def prepare(self, scheduled: ScheduledStep) -> None:
         """Choose for whom to draft in the step behind this one, while the devices work: if each reply gets one token,
@@ -259,7 +249,7 @@ class Speculator:
         span = None if self._feature_tails is None or tail is None else self._feature_tails.restore(slot, end, tail)
         if span is None and self._feature_tails is not None:
             _log.debug("the checkpoint of %d tokens has no features for the draft: drafting begins anew", end)
-        if span is not None and not self._disabled:
+        if span is not None and not self._health.disabled:
             self._notify(partial(self.drafter.observe, [span]))
 
     def record_verification(
@@ -319,18 +309,14 @@ class Speculator:
         try:
             call()
         except DrafterUnavailableError as error:
-            self._note_unavailable(error)
+            self._health.note_unavailable(error)
         except Exception as error:
             self._note_failure(error)
 
     @property
-    def _disabled(self) -> bool:
-        return self._failures >= _MAX_FAILURES
-
-    @property
     def _drafts(self) -> bool:
         """Whether a drafter is asked at all."""
-        return self.drafter.block > 0 and not self._disabled
+        return self.drafter.block > 0 and not self._health.disabled
 
     def _room(self, sequence: Sequence, budget: int) -> int:
         """Most draft tokens of a sequence, one behind another."""
@@ -444,13 +430,13 @@ class Speculator:
         """Nothing is proposed for a sequence in the next step, as far as is known."""
         known = self._sequences[sequence]
         if self.drafter.block:
-            sequence.draft_state = DraftState.FAILED if known.off or self._disabled else DraftState.RESTING
+            sequence.draft_state = DraftState.FAILED if known.off or self._health.disabled else DraftState.RESTING
         known.copy = None
 
     def _copies(self, text: DraftText) -> bool:
         """Look up how a text may go on; whether anything is found."""
         sequence, known = text.sequence, self._sequences[text.sequence]
-        if self._lookup is None or sequence.ending or known.off or self._disabled:
+        if self._lookup is None or sequence.ending or known.off or self._health.disabled:
             return False
         depth = min(text.depth, text.most)
         if depth > 0:
@@ -462,7 +448,7 @@ class Speculator:
         try:
             return call()
         except DrafterUnavailableError as error:
-            self._note_unavailable(error)
+            self._health.note_unavailable(error)
         except Exception as error:
             self._note_failure(error)
         return None
@@ -497,20 +483,9 @@ class Speculator:
                 if text.asked is not None and not known.forced and (count or known.offered is None):
                     known.offered, known.offered_at = proposal, len(text.sequence.reply)
 
-    def _note_unavailable(self, error: DrafterUnavailableError) -> None:
-        """Go on without drafts; the next step asks the drafter again."""
-        if not self._error:
-            _log.warning("replies go on without drafting: %s", error)
-        self._error = str(error)
-        self._answered = False
-
     def _note_failure(self, error: Exception) -> None:
         """Let the sequences that run go on without drafts."""
-        self._failures += 1
-        self._answered = False
-        self._error = str(error) if isinstance(error, LuceError) else f"{type(error).__name__}: {error}"
-        consequence = "drafting is disabled" if self._disabled else "replies that run go on without drafting"
-        _log.warning("the drafter failed: %s; %s", self._error, consequence, exc_info=not isinstance(error, LuceError))
+        self._health.note_failure(error)
         for sequence, known in self._sequences.items():
             known.off, sequence.draft_state = True, DraftState.FAILED
             sequence.draft = Draft()
