@@ -133,9 +133,12 @@ def gated_delta_net(
         assert not isinstance(x, Int8Sums)
         plain = spans.longest == 1 and spans.pending is None
         # With fewer heads all blocks of delta_step run at once.
-        many = plain and heads * spans.count > 2 * _resident(device, d) > 0
-        recurrent = _launch_many if many else _launch_recurrent
-        recurrent(device, x, weights, state, spans, out if rows is None else rows)
+        blocks = _resident(device, d) if plain else 0
+        to = out if rows is None else rows
+        if 0 < 2 * blocks < heads * spans.count:
+            _launch_many(device, x, weights, state, spans, to, blocks)
+        else:
+            _launch_recurrent(device, x, weights, state, spans, to)
     if spans.longest > RECURRENT_ROWS:
         halves = empty_fp16(device, n, heads * d) if fp16 and spans.count == 1 else None
         _launch_chunks(device, x, weights, state, spans, out)
@@ -163,7 +166,7 @@ def _launch_recurrent(
     steps = (x, weights.conv, weights.decay, weights.dt_bias, weights.norm, *states)
     sizes = (np.int64(x.strides[0] // 4), np.int32(weights.key_heads), taps, most, np.float32(weights.eps))
     to = (None if rows is not None else out, *sizes, np.int32(len(x)), *as_arguments(rows))
-    grid, block, defines = (heads, spans.count), (d // _STEP_COLUMNS * (d // _STEP_ELEMENTS),), {"HEAD": d}
+    grid, block, defines = (heads, spans.count), (_step_threads(d),), {"HEAD": d}
     if spans.branches is not None:
         # All spans of a slot begin with its state, so rows are accepted before any span begins.
         for kernel in ("delta_accept", "delta_branches"):
@@ -173,9 +176,14 @@ def _launch_recurrent(
         device.launch("deltanet", kernel, grid, block, (*steps, *to), defines=defines)
 
 
+def _step_threads(d: int) -> int:
+    """Threads of a block of deltanet_rows.h."""
+    return d // _STEP_COLUMNS * (d // _STEP_ELEMENTS)
+
+
 def _resident(device: Device, d: int) -> int:
     """The blocks of delta_many that run at once; 0 if the device cannot run it."""
-    blocks = _MANY_THREADS // (d // _STEP_COLUMNS * (d // _STEP_ELEMENTS))
+    blocks = _MANY_THREADS // _step_threads(d)
     served = "WGMMA" in device.products and blocks * 4 * _MANY_STATES * d * d <= device.shared_limit
     return blocks * device.multiprocessors if served else 0
 
@@ -187,17 +195,17 @@ def _launch_many(
     state: RecurrentState,
     spans: SpanArrays,
     out: Array | Quantised | None,
+    blocks: int,
 ) -> None:
-    """Many spans of one row each."""
+    """Many spans of one row each, by so many blocks."""
     rows = out if isinstance(out, Quantised) else None
     heads, d = state.memory.shape[1], state.memory.shape[2]
     own = (weights.conv, weights.decay, weights.dt_bias, weights.norm, state.past, state.memory, spans.table)
     counts = np.int32(spans.count), np.int32(weights.key_heads), np.int32(heads), np.int32(weights.conv.shape[1])
     sizes = (np.int64(x.strides[0] // 4), *counts, np.float32(weights.eps), np.int32(len(x)))
     args = (x, *own, None if rows is not None else out, *sizes, *as_arguments(rows))
-    block, shared = (d // _STEP_COLUMNS * (d // _STEP_ELEMENTS),), 4 * _MANY_STATES * d * d
-    grid = (_resident(device, d),)
-    device.launch("deltanet_many", "delta_many", grid, block, args, defines={"HEAD": d}, shared=shared)
+    block, shared = (_step_threads(d),), 4 * _MANY_STATES * d * d
+    device.launch("deltanet_many", "delta_many", (blocks,), block, args, defines={"HEAD": d}, shared=shared)
 
 
 def _launch_chunks(

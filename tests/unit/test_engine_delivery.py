@@ -77,10 +77,9 @@ def test_a_sequence_cancels_itself_from_its_sink(asynchronous: bool) -> None:
     assert len(reply.ids) == 1 + asynchronous
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_tokens_are_delivered_while_devices_work_that_work_beside_the_host(asynchronous: bool) -> None:
-    backend = ScriptedBackend(asynchronous=asynchronous)
-    forward, runs, delivered = backend.forward, [False], list[bool]()
+def watch_steps(backend: ScriptedBackend) -> list[bool]:
+    """Its one element says whether a step of the backend runs."""
+    runs, forward = [False], backend.forward
 
     def watched(step: Step, queued: Callable[[], None]) -> Output:
         runs[0] = True
@@ -90,6 +89,13 @@ def test_tokens_are_delivered_while_devices_work_that_work_beside_the_host(async
             runs[0] = False
 
     backend.forward = watched  # type: ignore[assignment,method-assign]
+    return runs
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_tokens_are_delivered_while_devices_work_that_work_beside_the_host(asynchronous: bool) -> None:
+    backend = ScriptedBackend(asynchronous=asynchronous)
+    runs, delivered = watch_steps(backend), list[bool]()
 
     def note(event: Event) -> None:
         if isinstance(event, Tokens):
@@ -103,16 +109,7 @@ def test_tokens_are_delivered_while_devices_work_that_work_beside_the_host(async
 
 def test_a_sink_that_fails_while_a_step_runs_ends_its_reply_behind_the_step() -> None:
     backend = ScriptedBackend(slots=2)
-    ended_in = list[bool]()
-    runs, forward = [False], backend.forward
-
-    def watched(step: Step, queued: Callable[[], None]) -> Output:
-        runs[0] = True
-        output = forward(step, queued)
-        runs[0] = False
-        return output
-
-    backend.forward = watched  # type: ignore[assignment,method-assign]
+    runs, ended_in = watch_steps(backend), list[bool]()
 
     def fail(event: Event) -> None:
         if isinstance(event, Failed):
