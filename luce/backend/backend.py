@@ -126,6 +126,14 @@ class Backend(Protocol):
         output. The step's captured features precede all work that is queued on the drafter's device after this call.
         """
 
+    def follow(self, step: Step) -> bool:
+        """Queue a step behind the one whose `forward` has called `queued`, from within that call. Its rows' tokens are
+        the next tokens of that one's output rows, in order, which nobody knows yet. The next call of `forward` is for
+        it.
+
+        False if this backend cannot; then nothing is queued. Raises as `forward`, for both steps.
+        """
+
     def accept(self, slot: int, rows: Sequence[int]) -> None:
         """Accept these rows, at least the first one, of the slot's speculative spans.
 

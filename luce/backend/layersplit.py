@@ -32,12 +32,13 @@ from luce.models.spec import ModelSpec
 from luce.profiles.profile import Observed, Phase
 from luce.remote.device import is_remote
 from luce.remote.shard import RemoteShard
-from luce.runtime.device import Array, Device, Memory
+from luce.runtime.device import Array, Device, Fetched, Memory
 from luce.runtime.step import Output, Step
 from luce.runtime.transfer import Link
+from luce.shard.local import QueuedOutput
 from luce.shard.memory_watch import MemoryWatch
 from luce.shard.page_ranking import ranking_bytes
-from luce.shard.pipeline import Pipeline
+from luce.shard.pipeline import Pipeline, Result
 from luce.shard.shard import DaemonState, DeviceInfo, Shard
 from luce.shard.timing import SequenceRows, ShardTimes
 
@@ -78,6 +79,10 @@ class LayerSplitBackend:
         self._lost = ""
         #: what the last load took, where `options.weights` are
         self.loaded = LoadedBytes(0, 0)
+        #: the result of the step whose output is waited for, while another one may be queued behind it
+        self._newest: Result | None = None
+        #: the step that was queued behind it, and its result
+        self._ahead: tuple[Step, Result] | None = None
         #: why there are no shards, if nobody loads any
         self._absent = ""
         self._load(devices, options, on_progress)
@@ -225,6 +230,29 @@ class LayerSplitBackend:
     def forward(self, step: Step, queued: Callable[[], None] = lambda: None) -> Output:
         if not self._pipeline.shards:
             raise BackendError(self._absent or "the backend is closed")
+        ahead, self._ahead = self._ahead, None
+        try:
+            if ahead is not None:
+                assert step is ahead[0], "another step is queued"
+                return self._outputs([step], [ahead[1]], queued)[0]
+            return self._join(self._forward(step, queued))
+        except BaseException as error:
+            self._give_up(error)
+            raise
+
+    def follow(self, step: Step) -> bool:
+        made = None if self._newest is None else self._newest[0]
+        if not (self.asynchronous and isinstance(made, QueuedOutput) and isinstance(made.ids, Fetched)):
+            return False
+        # Features on their way to another device pass through the host, which would wait for the step.
+        if self._ring is not None and self._ring.device is not self._pipeline.shards[-1].device:
+            return False
+        self._newest = None
+        self._ahead = step, self._pipeline.run(replace(step, future_tokens=made.ids))
+        return True
+
+    def _forward(self, step: Step, queued: Callable[[], None]) -> list[Output]:
+        """Run a step, in parts if it has to be. Returns the outputs of parts and microbatches with output rows."""
         parts = separate_prompts(step, self.capacity.invariant_rows)
         runs = [[part] for part in parts]
         if self._pipeline.links:
@@ -232,12 +260,8 @@ class LayerSplitBackend:
             ahead = int(len(parts[0].output_rows) > 0)
             runs = [parts[:ahead], parts[ahead:]]
         *runs, last = filter(None, runs)
-        try:
-            outputs = [output for run in runs for output in self._run(run, lambda: None)]
-            return self._join([*outputs, *self._run(last, queued)])
-        except BaseException as error:
-            self._give_up(error)
-            raise
+        outputs = [output for run in runs for output in self._run(run, lambda: None)]
+        return [*outputs, *self._run(last, queued)]
 
     def _run(self, parts: Sequence[Step], queued: Callable[[], None]) -> list[Output]:
         """Run parts of a step, several only if there are links. Returns the outputs of microbatches with output
@@ -259,11 +283,18 @@ class LayerSplitBackend:
                 return []
             results = [future.result() for future in futures]
             pipeline.wait()
+        return self._outputs(batches, results, queued)
+
+    def _outputs(self, batches: Sequence[Step], results: Sequence[Result], queued: Callable[[], None]) -> list[Output]:
+        """Wait for steps that are queued. Returns the outputs of those with output rows."""
+        pipeline = self._pipeline
         # The features that a daemon captured come with its output.
         late = pipeline.shards[-1].remote
         if not late:
             self._store_features()
+            self._newest = results[0] if len(results) == 1 else None
             queued()
+            self._newest = None
         outputs = [_output(made) for (made, _), batch in zip(results, batches, strict=True) if len(batch.output_rows)]
         self._memory.update()
         pipeline.count_times()
@@ -332,6 +363,7 @@ class LayerSplitBackend:
         """Wait until nothing runs, and ignore failures. `why`: why steps without a waiting call are lost."""
         self._pipeline.settle()
         self._features.clear()
+        self._newest = self._ahead = None
         if self._unwaited:
             self._lost = f"a step before this one failed: {why}"
         self._unwaited = False

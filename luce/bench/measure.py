@@ -10,6 +10,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -20,7 +21,7 @@ from luce.engine.sequence import PagingLimits, rows_to_boundary
 from luce.kvcache.page_table import PageTables
 from luce.kvcache.paging import QUESTION_ROWS, KVFlash, Pager
 from luce.kvcache.prefix_tree import HostPage, Residency
-from luce.runtime.step import Int32, Span, Step
+from luce.runtime.step import Int32, Output, Span, Step
 
 Kind = Literal["prompt", "decode", "verify", "batch"]
 # Steps of a verification test: enough for the host's clock.
@@ -160,11 +161,23 @@ class Stepper:
         self._forward([slot], tokens, rows, wanted=rows)
         self._position[slot] -= rows
 
-    def decode(self, slots: Sequence[int]) -> None:
-        """Generate one greedy token for each sequence."""
-        for slot in slots:
-            self._rescore_if_due(slot, self._position[slot] + 1)
-        self._forward(slots, np.array([self.newest(slot) for slot in slots], np.int32), 1, wanted=1)
+    def decode(self, slots: Sequence[int], count: int = 1) -> None:
+        """Generate `count` greedy tokens for each sequence, and wait for each of them. As the engine does, steps are
+        queued one ahead where the backend can and no page is swapped."""
+        ahead: list[Step] = []
+
+        def queue(left: int) -> None:
+            if left and self.pager is None and self._backend.asynchronous:
+                step = self._step(slots, np.zeros(len(slots), np.int32), 1, wanted=1, behind=1)
+                if self._backend.follow(step):
+                    ahead.append(step)
+
+        for left in reversed(range(count)):
+            for slot in slots:
+                self._rescore_if_due(slot, self._position[slot] + 1)
+            tokens = np.array([self.newest(slot) for slot in slots], np.int32)
+            step = ahead.pop() if ahead else self._step(slots, tokens, 1, wanted=1)
+            self._take(slots, 1, 1, self._backend.forward(step, partial(queue, left)))
 
     def newest(self, slot: int) -> int:
         """The newest token of a sequence, whose row is not computed yet."""
@@ -232,13 +245,19 @@ class Stepper:
     def _forward(self, slots: Sequence[int], tokens: Int32, rows: int, wanted: int) -> None:
         """Compute `rows` rows of each sequence in one step, and wait for the next tokens of the last `wanted` of
         them."""
-        starts = [self._position[slot] for slot in slots]
+        self._take(slots, rows, wanted, self._backend.forward(self._step(slots, tokens, rows, wanted)))
+
+    def _step(self, slots: Sequence[int], tokens: Int32, rows: int, wanted: int, behind: int = 0) -> Step:
+        """A step of `rows` rows of each sequence, `behind` positions behind the next one."""
+        starts = [self._position[slot] + behind for slot in slots]
         for slot, position in zip(slots, starts, strict=True):
             self._pages.extend(slot, position, rows)
         own = np.arange(len(slots) * rows, dtype=np.int32)
         spans = [Span(slot, i * rows, rows, start) for i, (slot, start) in enumerate(zip(slots, starts, strict=True))]
-        step = Step.of_spans(spans, tokens, self._pages.views, own[own % rows >= rows - wanted])
-        output = self._backend.forward(step)
+        return Step.of_spans(spans, tokens, self._pages.views, own[own % rows >= rows - wanted])
+
+    def _take(self, slots: Sequence[int], rows: int, wanted: int, output: Output) -> None:
+        """Take the output of a step."""
         for index, slot in enumerate(slots):
             self._position[slot] += rows
             if wanted:
@@ -253,4 +272,5 @@ class Stepper:
             return self._timed(lambda: self.read(0, test.size))
         if test.kind == "verify":
             return self._timed(lambda: self.verify(0, test.size), _VERIFICATIONS)
-        return self._timed(lambda: self.decode(slots), test.steps if test.kind == "batch" else test.size)
+        count = test.steps if test.kind == "batch" else test.size
+        return self._timed(lambda: self.decode(slots, count))

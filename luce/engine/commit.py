@@ -28,11 +28,19 @@ class Committer:
         """Commit the output of a step, with its masks, that ended `now`, on time.monotonic's clock."""
         for one in scheduled.sequences:
             if one.sequence not in self._delivery:
-                # Its sink failed while the step ran.
+                # Its sink failed while the step ran, or it ended while the step was queued (luce.engine.overlap).
                 continue
             reply = self._delivery[one.sequence]
             with self._delivery.bookkeeping(reply):
                 self._commit(reply, one, output_rows(one, output, masks), output, now)
+
+    def end_masks(self, scheduled: ScheduledStep, masks: StepMasks) -> None:
+        """Wait for the masks of a step that failed: no other thread uses a reply's constraint while the reply goes on.
+        A reply whose masks cannot be made fails."""
+        replies = self._delivery.of(one.sequence for one in scheduled.sequences)
+        for one, reply in zip(scheduled.sequences, replies, strict=True):
+            with self._delivery.bookkeeping(reply):
+                masks.of(one)
 
     def resume(self, reply: Reply) -> None:
         """Let a sequence that has a slot begin with what the prefix cache has of its prompt, and report how much."""

@@ -61,7 +61,7 @@ class CostTable:
         """Steps of a row of each sequence, and proposals behind them."""
         self._begin(count)
         for _ in range(_TIMES):
-            self._run([1] * count)
+            self._run([1] * count, followed=True)
             yield
             tokens: Int32 = np.zeros(1 + self._position, np.int32)
             asked = [Draftable(slot, tokens, self._block) for slot in range(count)]
@@ -97,19 +97,32 @@ class CostTable:
             self._drafter.forget(slot)
         self._run([1] * count)
 
-    def _run(self, counts: Many[int]) -> None:
-        """A step of so many rows of each slot, of whose last step one row is accepted."""
+    def _run(self, counts: Many[int], *, followed: bool = False) -> None:
+        """A step of so many rows of each slot, of whose last step one row is accepted. `followed`: with a row of each
+        behind it, queued meanwhile where the backend can, as the engine does without drafts; that step is measured."""
+        begun, drafted = self._clock(), {slot for slot, rows in enumerate(counts) if rows > 1}
+        pending, follows = bool(self._pending | drafted), False
+        step = self._step(counts, self._position, self._pending)
+
+        def queued() -> None:
+            nonlocal follows
+            self._drafter.observe(step.spans)
+            follows = followed and self._backend.follow(behind)
+
+        behind = self._step([1] * len(counts), self._position + 1)
+        self._backend.forward(step, queued)
+        if follows:
+            begun, self._position = self._clock(), self._position + 1
+            self._backend.forward(behind, lambda: self._drafter.observe(behind.spans))
+        self._pace.record_time(step.rows, len(counts), max(counts), self._clock() - begun, pending=pending)
+        self._position, self._pending = self._position + 1, drafted
+
+    def _step(self, counts: Many[int], position: int, pending: Collection[int] = ()) -> Step:
         spans, start = [], 0
         for slot, rows in enumerate(counts):
-            spans.append(Span(slot, start, rows, self._position, int(slot in self._pending), speculative=rows > 1))
+            spans.append(Span(slot, start, rows, position, int(slot in pending), speculative=rows > 1))
             start += rows
-        tokens, begun = np.zeros(start, np.int32), self._clock()
-        step = Step.of_spans(spans, tokens, self._views, np.arange(start, dtype=np.int32))
-        self._backend.forward(step, lambda: self._drafter.observe(spans))
-        drafted = {slot for slot, rows in enumerate(counts) if rows > 1}
-        seconds, pending = self._clock() - begun, bool(self._pending | drafted)
-        self._pace.record_time(start, len(counts), max(counts), seconds, pending=pending)
-        self._position, self._pending = self._position + 1, drafted
+        return Step.of_spans(spans, np.zeros(start, np.int32), self._views, np.arange(start, dtype=np.int32))
 
     def _views(self, slots: Int32, row_slots: Int32, positions: Int32) -> tuple[PageView, ...]:
         """One page of each slot, which has its number."""

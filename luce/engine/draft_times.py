@@ -68,6 +68,28 @@ class StepTimes:
         return float(np.interp(rows, [0, *self._rows], [self._fixed * self._seconds[0], *self._seconds]))
 
 
+class StepIntervals:
+    """Seconds from the end of one step to the end of the next, so that the host's work between two steps counts too.
+
+    A step without drafts may be queued while the one before it runs (luce.engine.overlap): then the devices do not wait
+    for that work, as they do for a step with drafts.
+    """
+
+    def __init__(self) -> None:
+        self._members: tuple[Hashable, ...] = ()
+        self._ended = 0.0
+        #: seconds of the proposals since the last step
+        self.drafting = 0.0
+
+    def end(self, members: tuple[Hashable, ...], now: float, seconds: float) -> float:
+        """A step of these sequences ended `now`, which took the devices so many seconds. Returns the interval without
+        the proposals; `seconds` behind a step of other sequences, as other work may come between."""
+        if members == self._members:
+            seconds = max(seconds, now - self._ended - self.drafting)
+        self._members, self._ended, self.drafting = members, now, 0.0
+        return seconds
+
+
 class BatchTimes:
     """StepTimes for numbers of sequences, in classes from one power of two to the next.
 

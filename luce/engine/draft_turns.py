@@ -77,6 +77,11 @@ class DraftTurns:
         """A sequence ends or is read again: it may go on in the next step, but not with one token more."""
         self._plan = None
 
+    @property
+    def rest(self) -> bool:
+        """Whether nobody is asked and nothing is looked up by the plan."""
+        return self._plan is not None and not any(turn.asks or turn.looks for turn in self._plan.turns)
+
     def planned(self, running: Many[Sequence]) -> list[Turn] | None:
         """What was planned for the step behind the newest one; None if other sequences run now, or got other tokens."""
         plan, self._plan = self._plan, None

@@ -26,18 +26,18 @@ from luce.engine.drafted import DraftStats
 from luce.engine.engine_options import EngineOptions, EngineStats, SlotStats
 from luce.engine.events import EventSink, FinishReason, Started, TextOutput, Timings
 from luce.engine.failures import Failures
-from luce.engine.masks import StepMasks
+from luce.engine.overlap import Overlap
 from luce.engine.parts import EngineParts
 from luce.engine.reasoning_limit import ReasoningLimit
 from luce.engine.recovery import POLL_INTERVAL, Recovery
 from luce.engine.relocation import Relocation
 from luce.engine.reply import Reply
-from luce.engine.request_checks import check_given, checked_prompt
+from luce.engine.request_checks import check_given, checked_prompt, set_position_ids
 from luce.engine.sampling import needs_candidates, needs_logits, reply_ends
 from luce.engine.scheduler import ScheduledStep
 from luce.engine.sequence import CacheState, Constraint, Sequence
 from luce.engine.stretching import Stretching
-from luce.errors import BackendError, LuceError, RequestError, ShardLostError, UnavailableError
+from luce.errors import BackendError, LuceError, ShardLostError, UnavailableError
 from luce.kvcache.disk.stats import CachedPrefix
 from luce.kvcache.disk.tier import DiskTier
 from luce.kvcache.paging import KVFlash
@@ -92,10 +92,12 @@ class Engine:
         self._committer = Committer(parts, self._delivery)
         self._recovery = Recovery(backend, parts, self._delivery, self._committer, options.resume_seconds)
         self._relocation = Relocation(backend, parts, self._delivery, self._recovery, self._forget_lost)
+        self._overlap = Overlap(backend, parts, self._delivery, self._relocation, self._recovery)
         self._stretching = Stretching(options.original_context, parts, self._delivery, self._committer)
         #: whether there is a drafter: without one, only what grammars force is drafted
         self._drafts = drafter is not None
         self._cancelled = self._steps = 0
+        self._step_ended = 0.0
         self._thread = threading.Thread(target=self._main, name="luce-engine", daemon=True)
         self._thread.start()
 
@@ -136,7 +138,7 @@ class Engine:
         ids = checked_prompt(prompt, params, vocab=self._backend.capacity.vocab, context=self._context)
         sequence = self._sequence(ids, params, session, timeout, self._cache_state(ids, boundaries, max_cached_tokens))
         if position_ids is not None:
-            self._set_positions(sequence, position_ids)
+            set_position_ids(sequence, position_ids, self._options.positions)
         if given:
             check_given(given, sequence, vocab=self._backend.capacity.vocab, paged=self.parts.paging is not None)
         self._stretching.begin(sequence)
@@ -296,21 +298,13 @@ class Engine:
             cache=cache,
         )
 
-    def _set_positions(self, sequence: Sequence, ids: Int32) -> None:
-        rest = self._options.positions - 1 - int(ids.max(initial=0))
-        ascending = ids.shape == sequence.prompt.shape and ids[0] >= 0 and bool((np.diff(ids) > 0).all())
-        if not ascending or rest < min(1, sequence.max_new_tokens):
-            raise RequestError("position ids: not one for each token, ascending, in the model's context")
-        sequence.position_ids = ids
-        sequence.max_new_tokens = min(sequence.max_new_tokens, rest)
-
     # Methods from here on run on the engine's thread.
 
     def _main(self) -> None:
         error: LuceError = shutting_down_error()
         broken = False
         try:
-            while self._turn():
+            while self._follow() or self._turn():
                 pass
         except Exception as bug:
             _log.exception("the engine stopped")
@@ -331,6 +325,16 @@ class Engine:
             self.parts.pager.close()
         if self._saver is not None:
             self._saver.flush(0 if broken else self._options.flush_seconds)
+
+    def _follow(self) -> bool:
+        """Finish the step that is queued behind the last one; False if there is none."""
+        if (ahead := self._overlap.take()) is None:
+            return False
+        if self._saver is not None:
+            self._saver.pump(idle=False)
+        self._step(ahead, self._step_ended)
+        self._delivery.end_failed()
+        return True
 
     def _turn(self) -> bool:
         """One round: commands, deadlines, admission, a step. False when the engine is to end."""
@@ -452,17 +456,19 @@ class Engine:
         for reply in self._delivery.of(self._scheduler.running):
             self._delivery.finish(reply, FinishReason.SHUTDOWN)
 
-    def _step(self, scheduled: ScheduledStep) -> None:
-        begun, masks = time.monotonic(), None
+    def _step(self, scheduled: ScheduledStep, queued: float | None = None) -> None:
+        """Run a step; `queued`: when the step ended behind which it is queued already, if it is."""
+        begun, masks = time.monotonic() if queued is None else queued, None
         try:
             masks = self._masker.begin(scheduled)
             step = scheduled.step if masks is None else replace(scheduled.step, masks=masks)
-            output = self._backend.forward(step, lambda: self._queued(scheduled))
+            output = self._backend.forward(step, lambda: self._queued(scheduled, observed=queued is not None))
         except Exception as error:
+            self._overlap.drop()
             self._admission.note_step()
             if self._recovery.seconds and isinstance(error, ShardLostError) and (loss := self._backend.lost()):
                 if masks is not None:
-                    self._end_masks(scheduled, masks)
+                    self._committer.end_masks(scheduled, masks)
                 self._forget_lost(loss)
                 return
             if not isinstance(error, LuceError):
@@ -470,27 +476,22 @@ class Engine:
             for reply in self._delivery.of(one.sequence for one in scheduled.sequences):
                 self._delivery.fail_step(reply, error)
             return
-        now = time.monotonic()
+        now = self._step_ended = time.monotonic()
         self._admission.note_step()
         self._steps += 1
-        self._scheduler.advance(scheduled)
-        if self._speculator is not None:
+        if queued is None:
+            self._scheduler.advance(scheduled)
+        self._overlap.advance()
+        if self._speculator is not None and scheduled.sequences:
             self._speculator.record_step(scheduled, now - begun)
         self._committer.commit(scheduled, output, now, masks)
 
-    def _end_masks(self, scheduled: ScheduledStep, masks: StepMasks) -> None:
-        """Wait for the masks of a step that failed: no other thread uses a reply's constraint while the reply goes on.
-        A reply whose masks cannot be made fails."""
-        replies = self._delivery.of(one.sequence for one in scheduled.sequences)
-        for one, reply in zip(scheduled.sequences, replies, strict=True):
-            with self._delivery.bookkeeping(reply):
-                masks.of(one)
-
-    def _queued(self, scheduled: ScheduledStep) -> None:
+    def _queued(self, scheduled: ScheduledStep, *, observed: bool) -> None:
         """The devices have a step whose output was not waited for yet. Sinks may post commands."""
-        if self._speculator is not None:
+        if self._speculator is not None and not observed:
             self._speculator.observe(scheduled)
         self._delivery.deliver()
         self._scheduler.prepare(scheduled)
         if self._speculator is not None:
             self._speculator.prepare(scheduled)
+        self._overlap.queue(time.monotonic())

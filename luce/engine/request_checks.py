@@ -35,6 +35,16 @@ def checked_prompt(prompt: Many[int], params: SamplingParams, *, vocab: int, con
     return ids.astype(np.int32)
 
 
+def set_position_ids(sequence: Sequence, ids: Int32, positions: int) -> None:
+    """Let a prompt have these position ids, int32 [n], in a model of so many positions. Raises RequestError."""
+    rest = positions - 1 - int(ids.max(initial=0))
+    ascending = ids.shape == sequence.prompt.shape and ids[0] >= 0 and bool((np.diff(ids) > 0).all())
+    if not ascending or rest < min(1, sequence.max_new_tokens):
+        raise RequestError("position ids: not one for each token, ascending, in the model's context")
+    sequence.position_ids = ids
+    sequence.max_new_tokens = min(sequence.max_new_tokens, rest)
+
+
 def check_given(given: Many[int], sequence: Sequence, *, vocab: int, paged: bool) -> None:
     """Raises RequestError if a reply cannot begin with these tokens. `paged`: KVFlash swaps its pages, and which are on
     the devices depends on all steps so far."""

@@ -27,6 +27,7 @@ import numpy as np
 from luce.engine.draft_tree import BranchPages, branches, is_moved, tree_depth, tree_spans, with_branch_pages
 from luce.engine.failures import Failures
 from luce.engine.sequence import Draft, Sequence
+from luce.errors import LuceError
 from luce.kvcache.page_table import PageTables
 from luce.ops.matmul import FEW_ROWS
 from luce.runtime.step import Int32, PageView, Span, Step
@@ -244,7 +245,7 @@ class Scheduler:
 
     def prepare(self, scheduled: ScheduledStep) -> None:
         """Prepare the step behind this one while the devices work, in which the same sequences have their next rows."""
-        step = scheduled.step
+        step, self._next = scheduled.step, None
         if step.rows != len(self._running) or any(one.position < one.sequence.read_end for one in scheduled.sequences):
             return
         found = [
@@ -281,6 +282,25 @@ class Scheduler:
         own: Int32 = np.array(slots, np.int32)
         views = self._pages.views(own, own, scheduled.step.positions)
         return replace(scheduled, step=replace(scheduled.step, tokens=np.array(tokens, np.int32), views=views))
+
+    def follow(self, now: float) -> ScheduledStep | None:
+        """The step that was prepared, before the tokens of the newest one are known: its own tokens mean nothing. None
+        if it cannot run so, or if a sequence may end meanwhile for another reason than its next token.
+
+        If it is queued, `advance` is called for both steps before what the newest one gave is committed.
+        """
+        scheduled = self._next
+        if scheduled is None or now >= self._next_deadline or not all(map(_goes_on, scheduled.sequences)):
+            return None
+        slots: Int32 = np.array([span.slot for span in scheduled.step.spans], np.int32)
+        try:
+            for slot, one in zip(slots.tolist(), scheduled.sequences, strict=True):
+                self._pages.extend(slot, one.position, 1)
+        except LuceError:
+            # It is found again between the steps, for the sequence that lacks pages alone.
+            return None
+        views = self._pages.views(slots, slots, scheduled.step.positions)
+        return replace(scheduled, step=replace(scheduled.step, views=views))
 
     def with_drafts(self, scheduled: ScheduledStep) -> ScheduledStep | None:
         """The newest step with the tokens that its sequences' drafts have by now.
@@ -421,6 +441,15 @@ class Scheduler:
             found.append(replace(one, branch_pages=pages if pages[0] else ()) if one.draft.parents else one)
             start += one.rows
         return tuple(view for view, _ in made), found
+
+
+def _goes_on(one: ScheduledSequence) -> bool:
+    """Whether a sequence has the row of a step behind the newest one, whose token the device chooses by itself."""
+    sequence = one.sequence
+    # No mask, no logits on the host, no forced token, and room for a token behind the next one.
+    chosen = sequence.constraint is None and not (sequence.needs_logits or sequence.needs_candidates)
+    stretches = sequence.rows_before_stretching is not None and one.position >= (sequence.original_rows or 0)
+    return chosen and not sequence.ending and not stretches and len(sequence.reply) + 1 < sequence.max_new_tokens
 
 
 def _first_chain(draft: Draft) -> Draft:

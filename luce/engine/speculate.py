@@ -32,6 +32,7 @@ from luce.draft.prompt_lookup import Lookup
 from luce.engine.draft_budget import AcceptanceRates, choose_draft_rows, fair_shares
 from luce.engine.draft_costs import CostTable
 from luce.engine.draft_pace import Pace
+from luce.engine.draft_times import StepIntervals
 from luce.engine.draft_tree import behind, checked, compared, merge_branches, part_of, refused_tokens
 from luce.engine.draft_turns import DraftTurns, Turn
 from luce.engine.drafted import (
@@ -90,6 +91,7 @@ class Speculator:
         self.pace = Pace([1 << power for power in range(1, limits.step_rows.bit_length())])
         #: seconds that are booked for the newest proposals; None if no drafter was asked
         self._drafting: float | None = None
+        self._intervals = StepIntervals()
         self._health = DrafterHealth()
         self._idle = True
         self._counts = DraftStats()
@@ -149,6 +151,11 @@ class Speculator:
         return failures
 
     @property
+    def drafts_nothing(self) -> bool:
+        """Whether nothing is drafted or looked up for the next step, if it has the sequences of the newest one."""
+        return self._turns.rest
+
+    @property
     def pending(self) -> bool:
         """Whether proposals were begun that `receive` waits for."""
         return self._request is not None
@@ -180,6 +187,7 @@ class Speculator:
                     joined = known.joined(proposal, text.most, tree=self._limits.tree_tokens is not None)
                     alive.append((text, self._behind_forced(text.sequence, joined, text.most)))
         seconds, pace = self._clock() - request.started, self.pace
+        self._intervals.drafting += seconds
         if asked:
             self._counts.seconds += seconds
             usual, self._drafting = pace.record_drafting(len(asked), request.owed, seconds)
@@ -221,7 +229,8 @@ class Speculator:
                 self._turns.plan(decoding, [self._sequences[sequence] for sequence in decoding], turns)
 
     def record_step(self, scheduled: ScheduledStep, seconds: float) -> None:
-        """Record what a step took."""
+        """Record what a step took the devices."""
+        seconds = self._intervals.end(tuple(one.sequence for one in scheduled.sequences), self._clock(), seconds)
         counts = [one.rows for one in scheduled.sequences if one.position >= one.sequence.read_end]
         if len(counts) == len(scheduled.sequences):
             pending = any(span.speculative or span.accepted for span in scheduled.step.spans)

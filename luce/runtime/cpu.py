@@ -126,13 +126,6 @@ class CpuDevice(HostDevice):
         # The next launch overwrites results of a graph.
         return super().download(array.copy() if self._arena.lends(array) else array)
 
-    def fetch(self, array: Array, to: NDArray[Any] | None = None) -> Callable[[], NDArray[Any]]:
-        found = self.download(array)
-        if to is None:
-            return lambda: found
-        to[...] = found
-        return lambda: to
-
     def describe(self) -> dict[str, str | int]:
         return {**super().describe(), "threads": self.pool.threads}
 

@@ -158,6 +158,20 @@ class Readable(Protocol):
         """Fill a contiguous array with the bytes from `offset` on. Any thread may call it."""
 
 
+@dataclass(frozen=True)
+class Fetched:
+    """A copy to host memory that devices write and read while the host goes on. A call waits for it."""
+
+    #: where the values will be
+    values: NDArray[Any]
+    #: when they are there
+    ready: Event
+
+    def __call__(self) -> NDArray[Any]:
+        self.ready.wait()
+        return self.values
+
+
 class Device(ABC):
     """One device. Not thread-safe: one thread drives a device."""
 
@@ -226,7 +240,8 @@ class Device(ABC):
         """A NumPy array with the values of a device array; waits for the kernels that write it."""
 
     def fetch(self, array: Array, to: NDArray[Any] | None = None) -> Callable[[], NDArray[Any]]:
-        """Queue the copy of an array to the host. The returned function waits for it, and must be called.
+        """Queue the copy of an array to the host. The returned function waits for it, and must be called. It is Fetched
+        where other devices may read the copy before the host does.
 
         `to`, if given, is pinned memory of the same shape and dtype to copy to.
         """

@@ -20,7 +20,18 @@ from numpy.typing import DTypeLike, NDArray
 from luce.errors import DeviceError, OutOfMemoryError
 from luce.runtime import blas, compiler, driver
 from luce.runtime.cupy_module import EXTRAS, import_cupy
-from luce.runtime.device import Array, CopyStream, Device, DeviceName, Event, Flag, Graph, Memory, Readable
+from luce.runtime.device import (
+    Array,
+    CopyStream,
+    Device,
+    DeviceName,
+    Event,
+    Fetched,
+    Flag,
+    Graph,
+    Memory,
+    Readable,
+)
 from luce.runtime.driver import Vendor
 from luce.runtime.gpu_kernels import KernelLoader, LoadedKernel
 from luce.runtime.gpu_stream import GpuCopyStream, GpuEvent
@@ -184,13 +195,7 @@ class GpuDevice(Device):
         with self.failing(f"copy of {array.nbytes} bytes from the device"):
             out = self._pinned_like(array) if to is None else to
             array.get(out=out, blocking=False)
-        copied = self.record()
-
-        def wait() -> NDArray[Any]:
-            copied.wait()
-            return out
-
-        return wait
+        return Fetched(out, self.record())
 
     def _pinned_like(self, array: Array) -> NDArray[Any]:
         """Pinned memory for a copy of an array, from CuPy's pool for small arrays."""

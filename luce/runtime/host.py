@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from luce.errors import OutOfMemoryError
-from luce.runtime.device import Array, CopyStream, Device, DeviceName, Event, Memory
+from luce.runtime.device import Array, CopyStream, Device, DeviceName, Event, Fetched, Memory
 
 
 class HostEvent(Event):
@@ -106,6 +106,13 @@ class HostDevice(Device):
     def download(self, array: Array) -> NDArray[Any]:
         result: NDArray[Any] = array
         return result
+
+    def fetch(self, array: Array, to: NDArray[Any] | None = None) -> Callable[[], NDArray[Any]]:
+        found = self.download(array)
+        if to is None:
+            return Fetched(found, HostEvent())
+        to[...] = found
+        return Fetched(to, HostEvent())
 
     def write(self, array: Array, values: NDArray[Any]) -> None:
         array[...] = values

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from luce.runtime.device import Array, Device
+from luce.runtime.device import Array, Device, Fetched
 
 #: rows in a KV page
 PAGE = 64
@@ -185,6 +185,8 @@ class Step:
     #: part of, or a sequence is stretched; pages, windows and the order of rows follow `positions`. None: they are
     #: `positions`
     position_ids: Int32 | None = None
+    #: int32 [rows]: the tokens, where a device still chooses them; then `tokens` means nothing. None: `tokens` has them
+    future_tokens: Fetched | None = None
 
     @classmethod
     def of_spans(
@@ -400,12 +402,22 @@ class DeviceStep:
         shape = StepShape.of(step)
         memory = np.empty(shape.size, np.int32)
         write_step(step, shape.cut(memory))
-        return cls(device, shape, device.upload(memory))
+        uploaded = cls(device, shape, device.upload(memory))
+        write_future_tokens(device, step, uploaded.tokens)
+        return uploaded
 
     @property
     def rows(self) -> int:
         """Number of rows."""
         return self.shape.rows
+
+
+def write_future_tokens(device: Device, step: Step, tokens: Array) -> None:
+    """Queue the copy of the tokens of a step that a device still chooses to `tokens`, int32 [rows] on the device. The
+    host does not wait for them."""
+    if step.future_tokens is not None:
+        device.wait_for(step.future_tokens.ready)
+        device.write(tokens, step.future_tokens.values)
 
 
 def write_step(step: Step, arrays: Sequence[Int32]) -> None:

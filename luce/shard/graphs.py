@@ -20,7 +20,7 @@ import numpy as np
 
 from luce.errors import DeviceError
 from luce.runtime.device import Array, Device, Graph
-from luce.runtime.step import DeviceStep, Step, StepShape, write_step
+from luce.runtime.step import DeviceStep, Step, StepShape, write_future_tokens, write_step
 from luce.shard.shard import TransientActivation
 
 _log = logging.getLogger(__name__)
@@ -98,6 +98,7 @@ class _Replay:
         self._staged = np.zeros(shape.size, np.int32)
         self._arrays = shape.cut(self._staged)
         self._step_memory = device.empty(shape.size, np.int32)
+        self._tokens = shape.cut(self._step_memory)[0]
         self._input_memory = input_memory
         self._inputs: tuple[Array, ...] = ()
         self._has_run = self._refused = False
@@ -107,6 +108,7 @@ class _Replay:
     def run(self, step: Step, inputs: tuple[Array, ...]) -> tuple[Array, ...]:
         write_step(step, self._arrays)
         self._device.write(self._step_memory, self._staged)
+        write_future_tokens(self._device, step, self._tokens)
         if not self._has_run:
             self._inputs = tuple(itertools.starmap(self._shared_input, enumerate(inputs)))
         for own, array in zip(self._inputs, inputs, strict=True):

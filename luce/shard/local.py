@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -146,8 +146,7 @@ class LocalShard:
     def _fetch(self, arrays: Sequence[Array], places: Sequence[NDArray[Any]] | None = None) -> Pending:
         """Queue the copies of ids, logits and, if there are any, the keys of candidates to the host."""
         into: Sequence[NDArray[Any] | None] = (None,) * len(arrays) if places is None else places
-        ids, logits, *top = [self.device.fetch(array, place) for array, place in zip(arrays, into, strict=True)]
-        return lambda: Output(ids(), logits(), unpack_candidates(*(part() for part in top)) if top else None)
+        return QueuedOutput(*(self.device.fetch(array, place) for array, place in zip(arrays, into, strict=True)))
 
     def _select(self, logits: Array, rows: NDArray[np.bool_]) -> Array:
         if rows.all():
@@ -228,6 +227,20 @@ class LocalShard:
         self.ends.close()
         self._embedding = self._head = self._per_layer = self._split = None
         self._mirrors, self._layers = {}, {}
+
+
+@dataclass(frozen=True)
+class QueuedOutput:
+    """The output of a step that the device may still compute. A call waits for it."""
+
+    ids: Callable[[], NDArray[Any]]
+    logits: Callable[[], NDArray[Any]]
+    #: the keys of candidates, if there are any
+    candidates: Callable[[], NDArray[Any]] | None = None
+
+    def __call__(self) -> Output:
+        found = None if self.candidates is None else unpack_candidates(self.candidates())
+        return Output(self.ids(), self.logits(), found)
 
 
 class LocalEnds:

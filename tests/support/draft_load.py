@@ -37,7 +37,7 @@ class Costs:
     sequence: float
     #: proposals by the number of sequences
     drafting: dict[int, float]
-    #: the host between two steps, for each sequence
+    #: the host between two steps, for each sequence; beside the device where nothing is drafted
     host: float = 0.03
     #: the first step of a shape, and the second one, which is captured
     first: tuple[float, float] = (10.0, 22.0)
@@ -145,6 +145,9 @@ class GivenBackend:
         queued()
         self._device.run(StepShape.of(step), ms=self._device.costs.step(step.rows, len(step.spans)))
 
+    def follow(self, step: Step) -> bool:
+        return False
+
 
 @dataclass
 class Load:
@@ -180,13 +183,14 @@ class Load:
                 seconds, tokens = self.device.seconds - begun, sum(len(one.reply) - 1 for one in known)
                 plain_steps = len(known)
                 share, stall = self.costs.stalls
-                step = self.costs.step(plain_steps, plain_steps) + share * stall
-                plain = 1e-3 * (step + self.costs.host * plain_steps)
+                # The host works while the device computes the step ahead.
+                plain = 1e-3 * (self.costs.step(plain_steps, plain_steps) + share * stall)
                 gain = tokens / seconds / (plain_steps / plain)
             for one in known:
                 if len(one.reply) >= one.max_new_tokens:
                     self.speculator.forget(one)
-            known = [one for one in known if len(one.reply) < one.max_new_tokens]
+            running, known = known, [one for one in known if len(one.reply) < one.max_new_tokens]
+            self._ahead &= known == running
         return gain
 
     def _begun(self, slot: int) -> Sequence:
@@ -198,14 +202,16 @@ class Load:
     def _step(self, known: list[Sequence]) -> None:
         begun = self.device.seconds
         asked_before = sum(self.drafter.asked)
-        assert not self.speculator.propose(tuple(known))
+        if not self._ahead:
+            assert not self.speculator.propose(tuple(known))
         for call in self._later:
             call()
         self._later = []
-        assert not self.speculator.receive()
-        host = 1e-3 * self.costs.host * len(known)
-        # The host works while drafts are made.
-        self.device.seconds = max(self.device.seconds, begun + host)
+        if not self._ahead:
+            assert not self.speculator.receive()
+            host = 1e-3 * self.costs.host * len(known)
+            # The host works while drafts are made.
+            self.device.seconds = max(self.device.seconds, begun + host)
         counts = [1 + len(one.draft.tokens) for one in known]
         rows = sum(counts)
         found, at = [], 0
@@ -228,6 +234,7 @@ class Load:
         scheduled, queued = ScheduledStep(step, tuple(found)), self.device.seconds
         self.speculator.observe(scheduled)
         self.speculator.prepare(scheduled)
+        self._ahead = self.speculator.drafts_nothing
         self.device.run(StepShape.of(step), ms=self.costs.step(rows, len(known)))
         spent = self.device.seconds - queued
         self.speculator.record_step(scheduled, spent)
@@ -235,6 +242,8 @@ class Load:
         for done in found:
             self._commit(done)
 
+    #: whether the next step is queued already, as luce.engine.overlap queues it
+    _ahead: bool = False
     #: rows of slots' last steps that the next ones accept
     _pending: dict[int, int] = field(default_factory=dict)
     _later: list[Callable[[], None]] = field(default_factory=list)

@@ -7,6 +7,7 @@ kept in `broken`, as the engine turns errors into events.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections import Counter
@@ -117,6 +118,11 @@ class ScriptedBackend:
         #: (rows, spans) of every step that ran
         self.steps: list[tuple[int, int]] = []
         self.closed = False
+        #: the step that is queued behind the newest one, if there is one, and its output once that one has run
+        self._behind: list[Step] = []
+        self._behind_output: Output | None = None
+        #: steps that were queued behind another one
+        self.followed = 0
         #: what the next `lost` says
         self.gone = ""
         #: whether a shard is away, and whether that is for good
@@ -140,18 +146,33 @@ class ScriptedBackend:
         return "a shard is down" if self.lasting else ""
 
     def forward(self, step: Step, queued: Callable[[], None] = lambda: None) -> Output:
+        follows = bool(self._behind)
+        assert not follows or self._behind.pop() is step, "another step is queued"
         queued()
-        if self.hook is not None:
-            self.hook(step)
-        if self.delay:
-            time.sleep(self.delay)
         try:
-            output = self._forward(step)
-        except AssertionError as error:
-            self.broken = self.broken or str(error)
+            if self.hook is not None:
+                self.hook(step)
+            if self.delay:
+                time.sleep(self.delay)
+            output = self._behind_output if follows else self._forward(step)
+            assert output is not None
+            for behind in self._behind:
+                # The devices go on, whatever the engine does with the output.
+                assert behind.rows == len(output.ids), "a step follows one of other rows"
+                self._behind_output = self._forward(dataclasses.replace(behind, tokens=output.ids))
+        except BaseException as error:
+            self._behind.clear()
+            self.broken = self.broken or (str(error) if isinstance(error, AssertionError) else None)
             raise
         self.steps.append((step.rows, len(step.spans)))
         return output
+
+    def follow(self, step: Step) -> bool:
+        if not self.asynchronous:
+            return False
+        self._behind.append(step)
+        self.followed += 1
+        return True
 
     def accept(self, slot: int, rows: Sequence[int]) -> None:
         assert self.capacity.recurrent and 0 < len(rows) <= len(self.state.proposed[slot]), (

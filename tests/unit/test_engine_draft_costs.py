@@ -38,7 +38,7 @@ def test_a_drafter_captures_what_it_reads_behind_rests() -> None:
 
 
 def test_replies_correct_the_table() -> None:
-    load = Load(COSTS, [0.9], tokens=400, measured=10.0)
+    load = Load(COSTS, [0.9], tokens=800, measured=10.0)
     pace, slower = load.speculator.pace, Costs(rows={1: 5.0, 16: 60.0}, sequence=0.0, drafting=COSTS.drafting)
     drafted = pace.step_times(8, 1)
     load.costs = load.device.costs = slower

@@ -52,7 +52,7 @@ class Losing:
 
 def disturbed(*at: int, raises: bool = True, backend: dict[str, Any] | None = None, **options: Any) -> list[int]:
     """The tokens of a reply whose state is lost at these steps."""
-    scripted = ScriptedBackend(slots=2, context=256, **(backend or {}))
+    scripted = ScriptedBackend(slots=2, context=256, asynchronous=False, **(backend or {}))
     params = {name: options.pop(name) for name in ("temperature", "seed") if name in options}
     with engine(scripted, eos=frozenset(), resume_seconds=30, **options) as made:
         hook = scripted.hook = Losing(scripted, *at, raises=raises)

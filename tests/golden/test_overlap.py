@@ -1,0 +1,62 @@
+"""Replies whose steps are queued one ahead (luce.engine.overlap), over real shards: the reference files' tokens."""
+
+from __future__ import annotations
+
+import pytest
+
+import luce
+from luce.api import Model
+from luce.backend.layersplit import LayerSplitBackend
+from luce.runtime.device import Device
+from tests.support.covering import each_kind
+from tests.support.generate import ask
+from tests.support.reference import Reference
+
+TOKENS = 32
+
+
+def watched(model: Model, *, asynchronous: bool) -> list[bool]:
+    """Whether the backend queued each step that it was asked to queue behind another one."""
+    backend, answers = model.engine.parts.backend, list[bool]()
+    assert isinstance(backend, LayerSplitBackend)
+    follow = backend.follow
+
+    def noted(step: object) -> bool:
+        answers.append(follow(step))  # type: ignore[arg-type]
+        return answers[-1]
+
+    backend.follow = noted  # type: ignore[method-assign]
+    # What a CPU computes is there when the call returns: its shards can be asked as GPUs are.
+    backend.asynchronous = asynchronous
+    return answers
+
+
+def check(reference: Reference, devices: str) -> None:
+    prompt, expected = (reference.expected[f"{key}_long"].tolist() for key in ("prompt", "greedy"))
+    short = reference.expected["prompt_17"].tolist()
+    found = []
+    for asynchronous in (False, True):
+        with luce.load(reference.path, target_devices=devices, max_ctx=256, chunk=50) as model:
+            answers = watched(model, asynchronous=asynchronous)
+            assert ask(model, prompt, TOKENS) == (expected, 0)
+            turn = [*short, *ask(model, short, 20)[0], *prompt[:9]]
+            found.append(ask(model, turn, 20)[0])
+            assert len(answers) > TOKENS if asynchronous else not answers
+            assert all(answers)
+    assert found[0] == found[1]
+
+
+@each_kind()
+def test_on_the_cpu(reference: Reference) -> None:
+    check(reference, "cpu:0")
+
+
+@pytest.mark.parametrize("name", ["qwen35-a-F32", "gemma4-e-F32", "qwen35moe-a-F32"])
+def test_through_two_shards(name: str) -> None:
+    check(Reference(name), "cpu:0,cpu:1")
+
+
+@pytest.mark.gpu
+@each_kind()
+def test_on_a_gpu(reference: Reference, gpu: Device) -> None:
+    check(reference, str(gpu.name))
