@@ -208,3 +208,17 @@ def test_steps_are_queued_ahead_while_a_drafter_rests() -> None:
         reply, _ = submit(made, PROMPT, max_tokens=300)
         reply.finished()
     assert reply.ids == backend.reply(PROMPT, 300) and backend.followed > 100
+
+
+def test_no_row_beyond_the_original_context_is_queued_before_its_sequence_is_stretched() -> None:
+    backend, plain = ScriptedBackend(slots=1, context=200), list[int]()
+
+    def hook(step: Step) -> None:
+        if step.position_ids is None:
+            plain.extend(step.positions.tolist())
+
+    backend.hook = hook
+    with engine(backend, eos=frozenset(), original_context=40, positions=200) as made:
+        reply, _ = submit(made, PROMPT, max_tokens=60)
+        reply.finished()
+    assert max(plain) == 39 and reply.ids == backend.reply(PROMPT, 60) and backend.followed > 40
