@@ -79,3 +79,8 @@ def test_quantised_norm(device: Device, n: int, d: int, adding: bool, group: int
 def test_norm_as_fp16(device: Device, n: int, d: int) -> None:
     for adding in (False, True):
         checks.check_fp16_norm(device, n, d, adding=adding)
+
+
+@on_devices("d", host=[], emulated=[260], gpu=[5120])
+def test_norm_as_fp16_of_rows_that_wide_loads_do_not_reach(device: Device, d: int) -> None:
+    checks.check_fp16_norm(device, 4, d, adding=True, beside=5)

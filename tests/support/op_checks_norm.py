@@ -123,11 +123,14 @@ def check_no_rows(device: Device) -> None:
     assert rms_norm(device, device.zeros((0, 8)), w, EPS).shape == (0, 8)
 
 
-def check_fp16_norm(device: Device, n: int, d: int, *, adding: bool) -> None:
-    """The halves of the norm's floats, and the same sums; rows that need a scale, and an infinity."""
+def check_fp16_norm(device: Device, n: int, d: int, *, adding: bool, beside: int = 4) -> None:
+    """The halves of the norm's floats, and the same sums; rows that need a scale, and an infinity.
+
+    `beside`: columns of the stream behind the d of its rows.
+    """
     x, delta, weight = rows(n, d), rows(n, d, 1), device.upload(vector(d) * np.float32(2.0**-9))
     x[-1, -1] = np.inf
-    streams = [device.upload(np.pad(x, ((0, 0), (0, 4)))) for _ in range(2)]
+    streams = [device.upload(np.pad(x, ((0, 0), (0, beside)))) for _ in range(2)]
     more = device.upload(delta) if adding else None
     halves = rms_norm_to_fp16(device, streams[0][:, :d], more, weight, EPS)
     other = streams[1][:, :d]
