@@ -19,17 +19,17 @@ LUCE_FN void load(const float* __restrict__ row, int column, int cols, float (&v
 
 // half[r] = x[r] / scale[r], to nearest, and zeros from column `cols` on. Rows of x are those of (r / slots, r %
 // slots), x_row and x_slot elements apart; half has rows of `padded` columns, a multiple of 8. scale[r] is 1 if the
-// row's largest finite magnitude is 0 or from 2^-7 to 2^15; else it is the power of two that makes this 2^14 or more
-// but less than 2^15. Infinities and NaN do not change.
-// fp16 has 11 bits from 2^-14 on: values of 2^-28 and less of a scaled row's largest lose some of them.
+// row's largest finite magnitude is 0 or from 2^-7 to 2^top; else it is the power of two that makes this 2^(top - 1) or more
+// but less than 2^top. Infinities and NaN do not change.
+// fp16 has 11 bits from 2^-14 on: values of 2^-(13 + top) and less of a scaled row's largest lose some of them.
 // Grid: one block per row.
 extern "C" __global__ void __launch_bounds__(256)
     rows_to_fp16(const float* __restrict__ x, f16_t* __restrict__ half, float* __restrict__ scale, int slots, int cols,
-              int padded, i64 x_row, i64 x_slot) {
+              int padded, i64 x_row, i64 x_slot, int top) {
     luce_await();
     const int r = (int)blockIdx.x;
     const float* row = x + r / slots * x_row + r % slots * x_slot;
-    Fp16Row to(half + (i64)r * padded, scale + r);
+    Fp16Row to(half + (i64)r * padded, scale + r, top);
     do {
         for (int column = luce_thread() * GROUP; column < padded; column += luce_threads() * GROUP) {
             float v[GROUP];
@@ -56,6 +56,39 @@ extern "C" __global__ void __launch_bounds__(256)
 #pragma unroll
             for (int i = 0; i < GROUP; i++) g[i] = gated(activation, g[i], u[i]);
             to.put(column, g);
+        }
+    } while (to.again());
+}
+
+// silu with a relative error of 2^-17, of which a result in fp16 has 2^-12. With the accurate functions, whose division has a
+// branch, gates of halves were bound by 42 instructions an element and not by memory.
+LUCE_FN float silu_of_halves(float x) { return x * luce_reciprocal(1.0f + luce_exp2(-1.4426950408889634f * x)); }
+
+// The same of products in fp16, whose rows have scales: gates and ups are the halves of gate_up, rows of 2 * cols times
+// rows[r], cols a multiple of 8. Grid: one block per row.
+extern "C" __global__ void __launch_bounds__(256)
+    gated_halves_to_fp16(const f16_t* __restrict__ gate_up, const float* __restrict__ rows, f16_t* __restrict__ half,
+                         float* __restrict__ scale, int activation, int cols, int padded) {
+    luce_await();
+    const int r = (int)blockIdx.x;
+    gate_up += (i64)r * 2 * cols;
+    const float factor = rows[r];
+    Fp16Row to(half + (i64)r * padded, scale + r);
+    do {
+        for (int column = luce_thread() * GROUP; column < padded; column += luce_threads() * GROUP) {
+            float v[GROUP] = {};
+            if (column < cols) {
+                const uint4 gates = *reinterpret_cast<const uint4*>(gate_up + column);
+                const uint4 ups = *reinterpret_cast<const uint4*>(gate_up + cols + column);
+                const u32 g[] = {gates.x, gates.y, gates.z, gates.w}, u[] = {ups.x, ups.y, ups.z, ups.w};
+#pragma unroll
+                for (int i = 0; i < GROUP; i++) {
+                    const f16_t gate = {(u16)(g[i / 2] >> i % 2 * 16)}, up = {(u16)(u[i / 2] >> i % 2 * 16)};
+                    const float z = luce_f32(gate) * factor, w = luce_f32(up) * factor;
+                    v[i] = activation == SILU ? silu_of_halves(z) * w : gated(activation, z, w);
+                }
+            }
+            to.put(column, v);
         }
     } while (to.again());
 }
@@ -92,6 +125,18 @@ extern "C" __global__ void rescale_rows(float* __restrict__ out, const float* __
     if (factor == 1.0f) return;
     float* row = out + (i64)blockIdx.x * stride;
     for (int j = luce_thread(); j < rows; j += luce_threads()) row[j] *= factor;
+}
+
+// most = the largest sum of squares of a row of half [gridDim.x, cols], or NaN or infinity if a row has one; `most` is such a
+// sum of other rows, or 0. Grid: one block per row.
+extern "C" __global__ void __launch_bounds__(256) largest_square(const f16_t* __restrict__ half, i32* most, int cols) {
+    luce_await();
+    const f16_t* row = half + (i64)blockIdx.x * cols;
+    float sum = 0.0f;
+    for (int j = luce_thread(); j < cols; j += luce_threads()) sum = fmaf(luce_f32(row[j]), luce_f32(row[j]), sum);
+    sum = luce_block_sum(sum);
+    // Numbers from 0 on are in the order of their bits, and a NaN without a sign is above them.
+    if (luce_thread() == 0) atomicMax(most, (i32)(__float_as_uint(sum) & 0x7fffffffu));
 }
 
 // out[r, j] = sum over the parts p, ascending, of partial[p, r, j], for j < rows; partial [parts, n, rows].

@@ -5,13 +5,15 @@
 #include "reduce.h"
 
 // Almost every row needs no scale, and is written once. A kernel writes its row and asks `again`; if so, the row's
-// largest finite magnitude is 0 < m < 2^-7 or m >= 2^15, and the kernel writes the row again, now times `factor`.
+// largest finite magnitude is 0 < m < 2^-7 or m >= 2^top, and the kernel writes the row again, now times `factor`. `top` is
+// 15, or less where products of the row are fp16 too (luce.ops.half_products).
 struct Fp16Row {
     f16_t* to;
     float* scale;
+    int top;
     float factor = 1.0f, most = 0.0f;
 
-    __device__ __forceinline__ Fp16Row(f16_t* to, float* scale) : to(to), scale(scale) {}
+    __device__ __forceinline__ Fp16Row(f16_t* to, float* scale, int top = 15) : to(to), scale(scale), top(top) {}
 
     // COUNT neighbouring values at a column, both multiples of 8 or both of 4; or one value.
     template <int COUNT> __device__ __forceinline__ void put(int column, const float (&v)[COUNT]) {
@@ -39,7 +41,7 @@ struct Fp16Row {
     }
 
     // Whether the row has to be written again; every thread of the block asks. The scale is 1, or the power of two that
-    // brings the row's largest finite magnitude to 2^14 or more but less than 2^15.
+    // brings the row's largest finite magnitude to 2^(top - 1) or more but less than 2^top.
     __device__ __forceinline__ bool again() {
         return factor == 1.0f && again(luce_block_max(most), luce_thread() == 0);
     }
@@ -50,7 +52,7 @@ struct Fp16Row {
         const int exponent = (int)(__float_as_uint(largest) >> 23) - 127;
         // The smallest rows would need more than a float's largest power of two.
         const int shift =
-            largest == 0.0f || (exponent >= -7 && exponent <= 14) ? 0 : luce_min(14 - exponent, 126);
+            largest == 0.0f || (exponent >= -7 && exponent < top) ? 0 : luce_min(top - 1 - exponent, 126);
         if (first) *scale = __uint_as_float((u32)(127 - shift) << 23);
         factor = __uint_as_float((u32)(127 + shift) << 23);
         return shift != 0;

@@ -79,6 +79,17 @@ LUCE_FN float luce_exp2(float x) {
 #endif
 }
 
+// 1 / x within one unit in the last place, 0 below 2^-126.
+LUCE_FN float luce_reciprocal(float x) {
+#if defined(__CUDA_ARCH__)
+    float result;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+#else
+    return 1.0f / x;
+#endif
+}
+
 #if LUCE_MMA_F16
 
 // c += a b: a [16, 16] and b [16, 8] in fp16, c [16, 8] in float. The wave's 32 lanes share them: with g = lane / 4 and

@@ -239,11 +239,11 @@ LUCE_FN void norm_scaled(Row& to, bool whole, float* row, Delta more, const floa
 extern "C" __global__ void __launch_bounds__(1024, 2)
     rms_norm_to_fp16(f16_t* __restrict__ half, float* __restrict__ scale, float* x, const i64 x_stride,
                      const float* __restrict__ delta, const i64 delta_stride, const int added,
-                     const float* __restrict__ weight, const int d, const int padded, const float eps) {
+                     const float* __restrict__ weight, const int d, const int padded, const float eps, const int top) {
     float* row = x + blockIdx.x * x_stride;
     const float* more = added ? delta + blockIdx.x * delta_stride : nullptr;
     const bool whole = aligned(x, x_stride) && (!added || aligned(delta, delta_stride));
-    Fp16Row to(half + (i64)blockIdx.x * padded, scale + blockIdx.x);
+    Fp16Row to(half + (i64)blockIdx.x * padded, scale + blockIdx.x, top);
     norm_scaled<false>(to, whole, row, Delta{more}, nullptr, weight, d, eps);
     to.pad(d, padded);
 }

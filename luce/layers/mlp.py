@@ -5,8 +5,9 @@ from __future__ import annotations
 from luce.models.spec import GatedMLP
 from luce.ops.activation import FUSED, gated_activation, gelu
 from luce.ops.altup import keep_largest
-from luce.ops.fp16 import gated_to_fp16
-from luce.ops.int8_rows import gated_to_int8
+from luce.ops.fp16 import gated_halves_to_fp16, gated_to_fp16
+from luce.ops.half_products import halves, has_halves
+from luce.ops.int8_rows import Int8Rows, gated_to_int8
 from luce.ops.matmul import Rows, matmul, multiplies_fp16, sole_int8_group
 from luce.ops.matmul_prefill import has_int8_sums, int8_sums, multiplies_int8
 from luce.ops.quantise import Quantised, quantise_gated
@@ -37,6 +38,10 @@ class GatedMLPLayer:
             assert not isinstance(y, Quantised)
             sums = int8_sums(self._device, y, self.input_weight)
             return gated_to_int8(self._device, sums, self._activation)
+        fp16 = multiplies_fp16(self._device, y.shape[0], self.down)
+        if fp16 and self._sparsity is None and has_halves(self._device, y, self.input_weight):
+            assert not isinstance(y, Quantised | Int8Rows)
+            return gated_halves_to_fp16(self._device, halves(self._device, y, self.input_weight), self._activation)
         gate_up = matmul(self._device, y, self.input_weight)
         half = gate_up.shape[1] // 2
         gate, up = gate_up[:, :half], gate_up[:, half:]
@@ -45,7 +50,7 @@ class GatedMLPLayer:
         group = sole_int8_group(self._device, y.shape[0], self.down)
         if group and self._activation in FUSED:
             return quantise_gated(self._device, gate, up, self._activation, group)
-        if multiplies_fp16(self._device, y.shape[0], self.down):
+        if fp16:
             return gated_to_fp16(self._device, gate, up, self._activation)
         return gated_activation(self._device, gate, up, self._activation)
 

@@ -50,7 +50,8 @@ class Norm:
         if group:
             return quantised_rms_norm(device, x, delta, self.weight, self.eps, group)
         if fp16 and multiplies_fp16(device, x.shape[0], reader):
-            return rms_norm_to_fp16(device, x, delta, self.weight, self.eps)
+            top = 15 if reader.top is None else reader.top
+            return rms_norm_to_fp16(device, x, delta, self.weight, self.eps, top)
         if delta is None:
             return rms_norm(device, x, self.weight, self.eps)
         return add_rms_norm(device, x, delta, self.weight, self.eps)

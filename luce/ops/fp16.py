@@ -31,6 +31,8 @@ class Fp16Rows:
     values: Array
     #: float32 [rows]: 1, or a power of two that brings the row into the range of fp16
     scale: Array
+    #: the magnitudes of finite values are 2^top at most
+    top: int = 15
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -38,19 +40,32 @@ class Fp16Rows:
         return self.values.shape[0], self.cols
 
 
-def empty_fp16(device: Device, rows: int, cols: int) -> Fp16Rows:
+@dataclass(frozen=True)
+class Halves:
+    """A product of Fp16Rows, rounded to fp16: out[r, j] = values[r, j] rows[r]."""
+
+    #: float16 [n, features]
+    values: Array
+    #: float32 [n], the scales of x
+    rows: Array
+
+
+def empty_fp16(device: Device, rows: int, cols: int, top: int = 15) -> Fp16Rows:
     """Rows that a kernel is about to write (kernels/fp16_rows.h)."""
     padded = -(-cols // PADDING) * PADDING
-    return Fp16Rows(cols, device.empty((rows, padded), np.float16), device.empty(rows))
+    return Fp16Rows(cols, device.empty((rows, padded), np.float16), device.empty(rows), top)
 
 
-def to_fp16(device: Device, x: Array) -> Fp16Rows:
-    """Rows of x, float32 [n, cols] or [n, slots, cols] with any strides but the last, as fp16 [n * slots, padded]."""
+def to_fp16(device: Device, x: Array, top: int = 15) -> Fp16Rows:
+    """Rows of x, float32 [n, cols] or [n, slots, cols] with any strides but the last, as fp16 [n * slots, padded].
+
+    Larger magnitudes than 2^top, -6 < top < 16, give the row a scale.
+    """
     n, cols = x.shape[0], x.shape[-1]
     slots, x_slot = (x.shape[1], x.strides[1] // 4) if x.ndim == 3 else (1, 0)
-    rows = empty_fp16(device, n * slots, cols)
+    rows = empty_fp16(device, n * slots, cols, top)
     padded = np.int32(rows.values.shape[1])
-    sizes = (np.int32(slots), np.int32(cols), padded, np.int64(x.strides[0] // 4), np.int64(x_slot))
+    sizes = (np.int32(slots), np.int32(cols), padded, np.int64(x.strides[0] // 4), np.int64(x_slot), np.int32(top))
     device.launch("fp16", "rows_to_fp16", (n * slots,), _threads(rows), (x, rows.values, rows.scale, *sizes))
     return rows
 
@@ -63,6 +78,16 @@ def gated_to_fp16(device: Device, gate: Array, up: Array, activation: Activation
     strides = np.int64(gate.strides[0] // 4), np.int64(up.strides[0] // 4)
     args = (gate, up, rows.values, rows.scale, *sizes, *strides)
     device.launch("fp16", "gated_to_fp16", (n,), _threads(rows), args)
+    return rows
+
+
+def gated_halves_to_fp16(device: Device, gate_up: Halves, activation: Activation) -> Fp16Rows:
+    """Rows act(gate) up of products [n, 2 cols], gates first, n > 0, cols a multiple of 8, as fp16."""
+    n, cols = gate_up.values.shape[0], gate_up.values.shape[1] // 2
+    rows = empty_fp16(device, n, cols)
+    sizes = (np.int32(ACTIVATIONS[activation]), np.int32(cols), np.int32(rows.values.shape[1]))
+    args = (gate_up.values, gate_up.rows, rows.values, rows.scale, *sizes)
+    device.launch("fp16", "gated_halves_to_fp16", (n,), _threads(rows), args)
     return rows
 
 

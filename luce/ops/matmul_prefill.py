@@ -108,7 +108,7 @@ def int8_sums(device: Device, x: Array | Fp16Rows | Int8Rows, weight: Weight) ->
         device.gemm(rows.values, weight.copy.values, sums)
         return Int8Sums(sums, rows.scale, weight.copy.scale)
     features = device.empty(weight.rows)
-    for begin, end, own in _slices(device, [*weight.parts], weight):
+    for begin, end, own in slices(device, [*weight.parts], weight):
         made = empty_int8(device, end - begin, weight.cols)
         to_int8(device, own, replace(made, scale=features[begin:end]))
         device.gemm(rows.values, made.values, _columns(sums, begin, end))
@@ -131,7 +131,7 @@ def _multiply_packed(
 ) -> None:
     """The results of parts in quant blocks by the BLAS library, from slices of their weights as fp16 or int8."""
     rows = _as_int8(device, x) if weight.int8 else x
-    for begin, end, own in _slices(device, parts, weight):
+    for begin, end, own in slices(device, parts, weight):
         to = _columns(out, begin, end)
         if isinstance(rows, Int8Rows):
             multiply(device, rows, own if isinstance(own, Int8Rows) else to_int8(device, own), to)
@@ -139,7 +139,7 @@ def _multiply_packed(
             _multiply(device, rows, own, to)
 
 
-def _slices(device: Device, parts: list[WeightPart], weight: Weight) -> Iterator[tuple[int, int, Any]]:
+def slices(device: Device, parts: list[WeightPart], weight: Weight) -> Iterator[tuple[int, int, Any]]:
     """The first feature of a slice, the one behind it, and its weights: float16 [features, cols], which hold until the
     next slice, or Int8Rows of the weight's copy."""
     cols = weight.cols

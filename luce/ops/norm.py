@@ -57,10 +57,13 @@ def quantised_rms_norm(
     return replace(quantised, x=_norm(device, x, delta, weight, eps, quantised))
 
 
-def rms_norm_to_fp16(device: Device, x: Array, delta: Array | None, weight: Array, eps: float) -> Fp16Rows:
+def rms_norm_to_fp16(
+    device: Device, x: Array, delta: Array | None, weight: Array, eps: float, top: int = 15
+) -> Fp16Rows:
     """luce.ops.fp16.to_fp16 of add_rms_norm, or of rms_norm without a delta, on a GPU, n > 0: the same bits."""
-    rows = empty_fp16(device, *x.shape)
-    _norm_scaled(device, "rms_norm_to_fp16", x, delta, (), weight, eps, rows.values, rows.scale)
+    n, cols = x.shape
+    rows = empty_fp16(device, n, cols, top)
+    _norm_scaled(device, "rms_norm_to_fp16", x, delta, (), weight, eps, rows.values, rows.scale, np.int32(top))
     return rows
 
 
@@ -85,13 +88,14 @@ def _norm_scaled(
     eps: float,
     values: Array,
     scale: Array,
+    *others: np.int32,
 ) -> None:
     (n, d), padded = x.shape, values.shape[1]
     # Without a delta, a pointer that the kernel does not dereference.
     more, stride = (x, np.int64(0)) if delta is None else (delta, np.int64(delta.strides[0] // 4))
     added = (more, stride, np.int32(delta is not None))
     sizes = (np.int32(d), np.int32(padded), np.float32(eps))
-    args = (values, scale, x, np.int64(x.strides[0] // 4), *added, *scales, weight, *sizes)
+    args = (values, scale, x, np.int64(x.strides[0] // 4), *added, *scales, weight, *sizes, *others)
     device.launch("norm", kernel, (n,), (_threads(d),), args)
 
 

@@ -70,6 +70,9 @@ class Weight:
     copy: Array | Int8Rows | None = None
     #: whether products of many rows with the parts in quant blocks are those of int8 rows
     int8: bool = False
+    #: magnitudes of rows of x with which no product overflows fp16 are 2^top at most; None where products are float32
+    #: (luce.ops.half_products)
+    top: int | None = None
     #: float32 [rows]
     bias: Array | None = None
     #: int64, arguments of the CPU's compiled product (luce.ops.matmul_packed)

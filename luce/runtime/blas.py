@@ -19,6 +19,7 @@ _NONE, _TRANSPOSE = 0, 1  # cublasOperation_t
 # cudaDataType_t
 _TYPES = {np.dtype(np.float32): 0, np.dtype(np.float16): 2, np.dtype(np.int8): 3, np.dtype(np.int32): 10}
 _DEFAULT_ALGORITHM = -1
+_FLOAT_PARTS = 16  # CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION
 #: bytes of device memory that products may use; the library's own default on Hopper
 WORKSPACE = 32 << 20
 
@@ -78,6 +79,8 @@ class Cublas(Blas):
         self._handle = c_void_p()
         self._check("cublasCreate", library.cublasCreate_v2(ctypes.byref(self._handle)))
         self._check("cublasSetStream", library.cublasSetStream_v2(self._handle, c_void_p(stream)))
+        # Sums of parts of the columns stay in float32 where results are fp16.
+        self._check("cublasSetMathMode", library.cublasSetMathMode(self._handle, _FLOAT_PARTS))
         status = library.cublasSetWorkspace_v2(self._handle, c_void_p(workspace.data.ptr), c_size_t(workspace.nbytes))
         self._check("cublasSetWorkspace", status)
         self._gemm = library.cublasGemmEx

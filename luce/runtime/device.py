@@ -357,9 +357,9 @@ class Device(ABC):
         """Queue out = x weight^T by a BLAS library: x [n, cols], weight [rows, cols], both float16 or both float32, or
         with `int8_gemm` both int8, cols a multiple of 16.
 
-        out is float32 [n, rows], of int8 int32 with exact sums; all rows are contiguous, any distance apart, those of
-        int8 a multiple of 16 bytes. Sums of floats are accumulated in float32. The
-        library chooses its algorithm by the shape, so a row's last bits may change with n; equal calls give equal bits.
+        out is float32 [n, rows], of float16 also float16, of int8 int32 with exact sums; all rows are contiguous, any
+        distance apart, those of int8 a multiple of 16 bytes. Sums of floats are accumulated in float32. The library
+        chooses its algorithm by the shape, so a row's last bits may change with n; equal calls give equal bits.
         Captured work may call it only with `captures_gemm`. Raises DeviceError.
         """
 

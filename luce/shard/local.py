@@ -13,15 +13,18 @@ from luce.errors import BackendError, DeviceError
 from luce.gguf.reader import GGUFFile
 from luce.layers.attention import AttentionLayer
 from luce.layers.build import AnyDecoderLayer, LayerBuilder
-from luce.layers.decoder_layer import Embedding, Head, Residual
+from luce.layers.decoder_layer import DecoderLayer, Embedding, Head, Residual
 from luce.layers.deltanet import DeltaNetLayer
 from luce.layers.latent_attention import LatentAttentionLayer
+from luce.layers.mlp import GatedMLPLayer
 from luce.layers.state import DeltaState, KVPool, StateOptions
 from luce.models.spec import ModelSpec
+from luce.ops import half_products
 from luce.ops.embedding import take_rows
 from luce.ops.features import capture
 from luce.ops.matmul import FEW_ROWS
 from luce.ops.sample import argmax, find_candidates, top_k_keys, unpack_candidates
+from luce.ops.weight import Weight
 from luce.runtime.device import Array, Device
 from luce.runtime.step import DeviceStep, Int32, Output, Span, SpanArrays, Step, StepShape, branches_of
 from luce.shard.device_masks import DeviceMasks
@@ -90,11 +93,13 @@ class LocalShard:
 
         def warm_up() -> None:
             builder.weights.store_copies(own.unpack_bytes)
+            half_products.expect(device, self._gates())
             chosen = layers_of_each_kind(file, spec, own, options, builder.weights)
             self._warm_up(step_shapes(len(spec.page_groups), options), chosen, widths)
 
         device.warm_up(warm_up)
         unpacked = builder.weights.store_copies(own.unpack_bytes)
+        half_products.measure(device, self._gates())
         held = state_bytes(device, spec, layers, options).total(pages, options.slots)
         part = DeviceInfo(str(device.name), layers, builder.weights.nbytes, held, unpacked)
         # More rows are launched one by one.
@@ -104,6 +109,11 @@ class LocalShard:
             part = replace(part, invariant_rows=FEW_ROWS)
         self.info = ShardInfo((part,))
         device.synchronize()
+
+    def _gates(self) -> list[Weight]:
+        """The weights whose products `GatedMLPLayer` may read as fp16."""
+        layers = [layer for layer in self._layers.values() if isinstance(layer, DecoderLayer)]
+        return [layer.ffn.input_weight for layer in layers if isinstance(layer.ffn, GatedMLPLayer)]
 
     remote = False
 

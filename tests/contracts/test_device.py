@@ -238,19 +238,24 @@ def test_copies_between_two_devices_of_a_kind(device: Device, request: pytest.Fi
     assert (other.download(landing) == np.arange(99)).all()
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize(
+    ("dtype", "result"), [(np.float32, np.float32), (np.float16, np.float32), (np.float16, np.float16)]
+)
 @pytest.mark.parametrize(("n", "rows", "cols"), [(1, 1, 8), (5, 3, 24), (130, 70, 264)])
-def test_gemm(device: Device, n: int, rows: int, cols: int, dtype: Any) -> None:
+def test_gemm(device: Device, n: int, rows: int, cols: int, dtype: Any, result: Any) -> None:
     if not device.blas:
         pytest.skip("no BLAS library")
     rng = np.random.default_rng(n)
     x, w = (rng.standard_normal((size, cols + 8)).astype(dtype) for size in (n, rows))
-    wide = device.zeros((n, rows + 5))
+    wide = device.zeros((n, rows + 5), result)
     device.gemm(device.upload(x)[:, :cols], device.upload(w)[:, 8:], wide[:, 2 : 2 + rows])
     actual = device.download(wide)
     x64, w64 = x[:, :cols].astype(np.float64), w[:, 8:].astype(np.float64)
     # Products of halves are exact in float32; of two float32 they are not.
     limit = (4 + np.sqrt(cols)) * 2.0**-24 * (np.abs(x64) @ np.abs(w64).T)
+    if result == np.float16:
+        # One rounding.
+        limit += 2.0**-11 * np.abs(x64 @ w64.T) + 2.0**-25
     assert (np.abs(actual[:, 2 : 2 + rows] - x64 @ w64.T) <= limit).all()
     assert not actual[:, :2].any()
     assert not actual[:, 2 + rows :].any()

@@ -411,13 +411,13 @@ def test_slices_of_features(device: Device, features: int) -> None:
 
 
 @on_devices(
-    "shape, slots",
+    "shape, slots, top",
     host=[],
-    emulated=[((5, 7), False), ((4, 1024), False), ((4, 2100), False), ((4, 3, 72), True)],
-    gpu=[((5, 7), False), ((40, 17408), False), ((50, 8, 512), True)],
+    emulated=[((5, 7), False, 15), ((4, 1024), False, 15), ((4, 2100), False, -2), ((4, 3, 72), True, 8)],
+    gpu=[((5, 7), False, 15), ((40, 17408), False, 8), ((50, 8, 512), True, 15)],
 )
-def test_fp16_rows(device: Device, shape: tuple[int, ...], slots: bool) -> None:
-    checks.check_fp16_rows(device, shape, slots=slots)
+def test_fp16_rows(device: Device, shape: tuple[int, ...], slots: bool, top: int) -> None:
+    checks.check_fp16_rows(device, shape, slots=slots, top=top)
 
 
 @on_devices(

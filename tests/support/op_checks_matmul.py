@@ -352,7 +352,7 @@ def check_slices(device: Device, n: int, features: int) -> None:
     assert (error[:, exact] <= product_limit(x, w[exact], fp16=False)).all()
 
 
-def check_fp16_rows(device: Device, shape: Sequence[int], *, slots: bool) -> None:
+def check_fp16_rows(device: Device, shape: Sequence[int], *, slots: bool, top: int) -> None:
     """The rounding and the scale that fp16.cu promises, for rows of all sizes; padding is zero."""
     *count, cols = shape
     rng = np.random.default_rng(cols)
@@ -365,18 +365,19 @@ def check_fp16_rows(device: Device, shape: Sequence[int], *, slots: bool) -> Non
     x[-1, ..., 0] = np.inf
     x[-1, ..., cols - 1] = np.nan
     there = device.upload(wide)
-    made = to_fp16(device, there[:, :, 1 : 1 + cols] if slots else there[:, 1 : 1 + cols])
+    made = to_fp16(device, there[:, :, 1 : 1 + cols] if slots else there[:, 1 : 1 + cols], top)
+    assert made.top == top
     values, scale = device.download(made.values), device.download(made.scale)
     x = x.reshape(-1, cols)
     assert (values.dtype, values.shape) == (np.float16, (len(x), -(-cols // 128) * 128))
     most = np.where(np.isfinite(x), np.abs(x), 0).max(axis=1).astype(np.float64)
-    plain = (most == 0) | ((most >= 2.0**-7) & (most < 2.0**15))
+    plain = (most == 0) | ((most >= 2.0**-7) & (most < 2.0**top))
     assert plain.any() and not plain.all()
     np.testing.assert_array_equal(scale[plain], 1)
     np.testing.assert_array_equal(np.frexp(scale)[0], 0.5)
     # 2^-126 and less would take a factor beyond float32's range.
     normal = ~plain & (most >= 2.0**-112)
-    assert ((most / scale)[normal] >= 2.0**14).all() and ((most / scale)[normal] < 2.0**15).all()
+    assert ((most / scale)[normal] >= 2.0 ** (top - 1)).all() and ((most / scale)[normal] < 2.0**top).all()
     with np.errstate(over="ignore"):
         np.testing.assert_array_equal(values[:, :cols], (x / scale[:, None].astype(np.float64)).astype(np.float16))
     assert not values[:, cols:].any()

@@ -123,7 +123,7 @@ def check_no_rows(device: Device) -> None:
     assert rms_norm(device, device.zeros((0, 8)), w, EPS).shape == (0, 8)
 
 
-def check_fp16_norm(device: Device, n: int, d: int, *, adding: bool, beside: int = 4) -> None:
+def check_fp16_norm(device: Device, n: int, d: int, *, adding: bool, beside: int = 4, top: int = 15) -> None:
     """The halves of the norm's floats, and the same sums; rows that need a scale, and an infinity.
 
     `beside`: columns of the stream behind the d of its rows.
@@ -132,8 +132,8 @@ def check_fp16_norm(device: Device, n: int, d: int, *, adding: bool, beside: int
     x[-1, -1] = np.inf
     streams = [device.upload(np.pad(x, ((0, 0), (0, beside)))) for _ in range(2)]
     more = device.upload(delta) if adding else None
-    halves = rms_norm_to_fp16(device, streams[0][:, :d], more, weight, EPS)
+    halves = rms_norm_to_fp16(device, streams[0][:, :d], more, weight, EPS, top)
     other = streams[1][:, :d]
     floats = rms_norm(device, other, weight, EPS) if more is None else add_rms_norm(device, other, more, weight, EPS)
-    same_halves(device, halves, floats)
+    same_halves(device, halves, floats, top)
     np.testing.assert_array_equal(*(device.download(stream) for stream in streams))

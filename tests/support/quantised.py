@@ -128,10 +128,11 @@ def brain(x: NDArray[np.float32]) -> NDArray[np.float32]:
     return rounded.astype(np.uint32).view(np.float32)
 
 
-def same_halves(device: Device, actual: Array | Fp16Rows | Quantised, expected: Array) -> None:
+def same_halves(device: Device, actual: Array | Fp16Rows | Quantised, expected: Array, top: int = 15) -> None:
     """The bits of to_fp16 of `expected`, float32 [n, cols]."""
     assert isinstance(actual, Fp16Rows)
     assert actual.shape == expected.shape
-    made = to_fp16(device, expected)
+    made = to_fp16(device, expected, top)
+    assert actual.top == top
     for own, other in ((actual.values, made.values), (actual.scale, made.scale)):
         np.testing.assert_array_equal(device.download(own).view(np.uint8), device.download(other).view(np.uint8))

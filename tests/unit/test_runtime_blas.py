@@ -48,6 +48,7 @@ class Library:
         self.cublasSetStream_v2 = CFUNCTYPE(c_int, c_void_p, c_void_p)(lambda h, s: self._note("stream", h, s))
         space = CFUNCTYPE(c_int, c_void_p, c_void_p, c_size_t)
         self.cublasSetWorkspace_v2 = space(lambda h, at, size: self._note("workspace", h, at, size))
+        self.cublasSetMathMode = CFUNCTYPE(c_int, c_void_p, c_int)(lambda h, mode: self._note("mode", h, mode))
         self.cublasDestroy_v2 = CFUNCTYPE(c_int, c_void_p)(lambda h: self._note("destroyed", h))
         arguments = (c_void_p, *(c_int,) * 5, c_void_p, *_MATRIX, *_MATRIX, c_void_p, *_MATRIX, c_int, c_int)
         self.cublasGemmEx = CFUNCTYPE(c_int, *arguments)((lambda *_: 13) if failing else self._gemm)
@@ -75,18 +76,21 @@ def opened(library: Library) -> tuple[Cublas, Any]:
     return Cublas(library, 5, workspace), workspace  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_products_of_parts_of_arrays(dtype: Any) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "result"), [(np.float32, np.float32), (np.float16, np.float32), (np.float16, np.float16)]
+)
+def test_products_of_parts_of_arrays(dtype: Any, result: Any) -> None:
     random = np.random.default_rng(0)
     x, weight = (random.standard_normal((rows, 40)).astype(dtype) for rows in (7, 11))
-    out = np.zeros((7, 20), np.float32)
+    out = np.zeros((7, 20), result)
     library = Library()
     blas, workspace = opened(library)
     blas.gemm(on_device(x[:, :24]), on_device(weight[:, 8:32]), on_device(out[:, 3:14]))
     exact = x[:, :24].astype(np.float64) @ weight[:, 8:32].astype(np.float64).T
-    np.testing.assert_allclose(out[:, 3:14], exact, rtol=1e-6)
+    np.testing.assert_allclose(out[:, 3:14], exact, rtol=1e-6 if result == np.float32 else 1e-3)
     assert not out[:, :3].any() and not out[:, 14:].any()
     assert library.seen["stream"] == (77, 5)
+    assert library.seen["mode"] == (77, 16), "sums of parts stay in float32"
     assert library.seen["workspace"] == (77, workspace.data.ptr, WORKSPACE)
     blas.close()
     blas.close()
