@@ -4,16 +4,10 @@
 // A square [64, 64] of fp16 numbers is laid out as wgmma.h has it. An image is squares of upper parts, then those of lower
 // ones. Elements are at most 1, and multiplied by 2^12, so that lower parts lie in fp16's range.
 #pragma once
-#include "mma.h"
+#include "halves.h"
 
 #define SQUARE (64 * 128)
 #define IMAGE_SCALE 0x1p12f
-
-// a and b as sums of two fp16 numbers, in pairs.
-LUCE_FN void split_pair(u32& high, u32& low, float a, float b) {
-    high = luce_f16_pair(a, b);
-    low = luce_f16_pair(a - luce_f32(f16_t{(u16)high}), b - luce_f32(f16_t{(u16)(high >> 16)}));
-}
 
 // Bytes from a square's start to its elements (row, column) and on, column even.
 LUCE_FN int in_square(int row, int column) { return row * 128 + ((column / 8 ^ row % 8) * 8 + column % 8) * 2; }

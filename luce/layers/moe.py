@@ -7,7 +7,7 @@ from gguf import GGMLQuantizationType
 from luce.layers.mlp import GatedMLPLayer
 from luce.layers.routed_experts import OffloadedExperts, RoutedExperts
 from luce.models.spec import MoE
-from luce.ops import moe_rows
+from luce.ops import matmul_halves, moe_rows
 from luce.ops.activation import FUSED
 from luce.ops.matmul import MANY_ROWS, int8_group, matmul, matmul_row
 from luce.ops.moe import add_shared, combine, expert_invariant_rows, route
@@ -17,8 +17,8 @@ from luce.ops.quantise import Quantised, quantise
 from luce.ops.weight import Weight
 from luce.runtime.device import Array, Device
 
-#: from so many rows on, a prompt's products with the router leave the shared MLP's gate out: the library multiplies
-#: tiles of features, and a 257th feature would be one tile more
+#: from so many rows on, a prompt's products with the router leave the shared MLP's gate out where a library multiplies:
+#: it has tiles of features, and a 257th feature would be one tile more
 GATE_APART = 1024
 
 
@@ -47,7 +47,8 @@ class MoELayer:
         #: for many rows, the router's rows of the experts and that of the gate
         self._apart: tuple[Weight, Weight] | None = None
         plain = router.bias is None and all(part.type == GGMLQuantizationType.F32 for part in router.parts)
-        if spec.shared_gate and plain and device.blas and not device.host:
+        library = device.blas and not device.host and not matmul_halves.serves(device)
+        if spec.shared_gate and plain and library:
             self._apart = router.cut(range(spec.experts)), router.cut(range(spec.experts, spec.experts + 1))
         self._experts = experts
         self._shared = shared

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 #: fp16 rows are padded with zeros to a multiple of so many columns, which the tile kernel takes at a time
 PADDING = 128
-# Threads of dequant.cu, and for a row in fp16.cu.
-_DEQUANT_THREADS, _ROW_THREADS = 128, 256
+# Threads of dequant.cu, for a row in fp16.cu, and at most those that add a row's parts.
+_DEQUANT_THREADS, _ROW_THREADS, _PART_THREADS = 128, 256, 320
 #: the numbers of kernels/fp16.cu and int8_rows.cu
 ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu": 1, "clamped_swiglu": 2}
 
@@ -112,6 +112,16 @@ def rescale(device: Device, out: Array, scale: Array) -> None:
     n, rows = out.shape
     args = (out, scale, np.int32(rows), np.int64(out.strides[0] // 4))
     device.launch("fp16", "rescale_rows", (n,), (_ROW_THREADS,), args)
+
+
+def add_parts(device: Device, parts: Array, out: Array) -> None:
+    """out = the sum over the parts, in their order: parts float32 [count, n, rows] contiguous, out float32 [n, rows]
+    (any row stride)."""
+    count, n, rows = parts.shape
+    # A product of 257 features takes one block for each row.
+    threads = min(_PART_THREADS, -(-rows // 32) * 32)
+    args = (parts, out, np.int32(count), np.int32(rows), np.int64(out.strides[0] // 4))
+    device.launch("fp16", "add_parts", (n, -(-rows // threads)), (threads,), args)
 
 
 def dequantise(device: Device, data: Array, type: GGMLQuantizationType, to: Array) -> None:

@@ -11,7 +11,7 @@ This module and expert_matmul (moe.py) choose the way of each product:
 | 1 .. FEW_ROWS     | BF16, with such products in hardware | x as pairs of bfloat16, in tiles (matmul_bf16.py)      |
 | 1 .. FEW_ROWS     | the other types          | float32 (kernels/matmul_vec.cu)                                    |
 | .. MANY_ROWS      | F32, and Q4_K Q5_K Q6_K with such products in hardware, alone | as few (matmul_rows.py)     |
-| more              | any                      | x and weights as fp16, F32 weights in float32 (matmul_prefill.py)  |
+| more              | any                      | x and weights as fp16, F32 weights as float32 (matmul_prefill.py)  |
 
 What makes x may make it as int8 or as fp16 at once (int8_group, multiplies_fp16, and multiplies_int8 of
 matmul_prefill.py).

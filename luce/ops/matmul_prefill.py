@@ -1,7 +1,7 @@
 """Products of many rows (a prompt's) with weight matrices, in fp16 or int8: by a BLAS library, or by a kernel of tiles.
 
 x is rounded to fp16, each row scaled by a power of two into its range (luce.ops.fp16). The weights are rounded to fp16
-too, except those that the file has in F32, which are multiplied with x in float32. Sums are accumulated in float32. A
+too, except those that the file has in F32, which are multiplied with x as float32. Sums are accumulated in float32. A
 product's mean squared error is 1e-7 of its mean square (Q4_K, 5120 columns); with bfloat16, which needs no scale, it
 would be 6e-6.
 
@@ -13,6 +13,9 @@ Of weights with `int8` (--prompt-precision) the library gets int8 rows, and of x
 exact: bits depend neither on the number of rows nor on slices. What makes x may make it as int8 at once, and what reads
 the product may read the sums (`int8_sums`). Where x and the weights are normal, a product's mean
 squared error is 1e-4 of its mean square; an outlier in a row takes bits from the rest of that row.
+
+From BLAS_ROWS rows on, a device on which four waves multiply together has a kernel for weights in F32
+(matmul_halves.py), whose bits depend on the row alone.
 
 The tile kernel (kernels/matmul_tile.cu) dequantises weights as it multiplies; a row's bits do not depend on the
 other rows.
@@ -27,7 +30,8 @@ from typing import Any
 import numpy as np
 from gguf import GGMLQuantizationType
 
-from luce.ops.fp16 import PADDING, Fp16Rows, dequantise, rescale, to_fp16
+from luce.ops import matmul_halves
+from luce.ops.fp16 import PADDING, Fp16Rows, add_parts, dequantise, rescale, to_fp16
 from luce.ops.int8_rows import Int8Rows, Int8Sums, empty_int8, multiply, padded_columns, to_int8
 from luce.ops.weight import Weight, WeightPart
 from luce.runtime.device import Array, Device
@@ -47,8 +51,6 @@ TILE_ROWS, TILE_FEATURES, TILE_THREADS = 64, 128, 128
 # A matrix of few features is split along its columns (split-K) into enough blocks to keep a large GPU busy, but not
 # into parts so short that adding them up takes time.
 _BLOCKS, _PART_SLICES = 528, 4
-# Threads that add the parts of a row.
-_ADD_THREADS = 256
 
 
 def matmul_prefill(device: Device, x: Array | Fp16Rows | Int8Rows, weight: Weight, out: Array) -> None:
@@ -71,7 +73,9 @@ def matmul_prefill(device: Device, x: Array | Fp16Rows | Int8Rows, weight: Weigh
         to = _columns(out, part.first, part.first + part.rows)
         if fp16 is None or part.type == _T.F32:
             assert not isinstance(x, Fp16Rows)
-            if blas:
+            if x.shape[0] >= BLAS_ROWS and matmul_halves.serves(device):
+                matmul_halves.multiply(device, x, part, cols, to)
+            elif blas:
                 device.gemm(x, part.data.view(np.float32), to)
             else:
                 _tiles(device, x, None, part, cols, to)
@@ -217,6 +221,4 @@ def _tiles(device: Device, x: Array, scale: Array | None, part: WeightPart, cols
         defines={"QTYPE": part.type.name},
     )
     if parts > 1:
-        grid = (n, -(-rows // _ADD_THREADS))
-        args = (to, out, np.int32(parts), np.int32(rows), np.int64(out.strides[0] // 4))
-        device.launch("fp16", "add_parts", grid, (_ADD_THREADS,), args)
+        add_parts(device, to, out)

@@ -281,6 +281,43 @@ def test_largest_sums_of_groups_of_waves(device: Device, name: str, n: int) -> N
     checks.check_largest_sums(device, name, n)
 
 
+@on_devices(
+    "rows, cols, n",
+    host=[],
+    emulated=[
+        (257, 1100, 144),  # two parts, and a feature beyond two tiles
+        (130, 68, 260),  # a tile of two features, three of rows
+        (3, 71, 145),  # off 16-byte boundaries
+        (129, 1, BLAS_ROWS),
+        (1, 192, BLAS_ROWS),
+    ],
+    gpu=[(257, 2048, 2048), (256, 2048, 1000), (1030, 5120, 300), (5, 1027, BLAS_ROWS), (129, 1026, 145)],
+    emulated_devices=("emulated, wgmma",),
+)
+def test_float_weights_by_groups_of_waves(device: Device, rows: int, cols: int, n: int) -> None:
+    checks.check_halves(device, rows, cols, n)
+
+
+@emulated_wgmma
+def test_special_rows_of_float_weights_by_groups_of_waves(device: Device) -> None:
+    checks.check_infinities(device, BLAS_ROWS)
+    checks.check_row_stride(device, "F32", BLAS_ROWS, 36)
+    checks.check_range(device, "F32", BLAS_ROWS)
+
+
+@on_devices(
+    "rows, cols, counts",
+    host=[],
+    emulated=[(129, 1028, [144, 150, 257])],
+    gpu=[(257, 2048, [144, 300, 1000, 2048]), (1030, 1027, [144, 333])],
+    emulated_devices=("emulated, wgmma",),
+)
+def test_neighbours_leave_the_bits_of_rows_by_float_weights(
+    device: Device, rows: int, cols: int, counts: list[int]
+) -> None:
+    checks.check_neighbours(device, "F32", rows, cols, counts)
+
+
 @on_devices("name", ["Q4_K", "Q5_K", "Q6_K"], host=[], emulated_devices=("emulated, wgmma",))
 def test_nan_stays_in_its_row_of_groups_of_waves(device: Device, name: str) -> None:
     checks.check_nan_in_groups(device, name)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import numpy as np
+from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
 from luce.ops import matmul_int8, matmul_prefill, matmul_rows_wgmma
@@ -327,6 +328,26 @@ def check_quantised_gate(device: Device, activation: Activation, n: int, cols: i
     made = quantise_gated(device, gate, up, activation, group)
     again = quantise(device, gated_activation(device, gate, up, activation), group)
     same_rows(device, made, again)
+
+
+def check_halves(device: Device, rows: int, cols: int, n: int) -> None:
+    """Float weights on tensor cores: as exact as sums of floats, whatever the size of rows, features and slices."""
+    rng = np.random.default_rng(cols)
+    x, w = (rng.standard_normal((count, cols), np.float32) for count in (n, rows))
+    for values in (x, w):
+        values *= np.float32(2) ** rng.integers(-30, 30, (len(values), 1))
+        values[::3] *= np.float32(2) ** (np.arange(cols) // 64 % 5 * 6)
+    x[1] = 0
+    weight = upload_weight(device, [RawTensor("", w.view(np.uint8), GGMLQuantizationType.F32, cols)])
+    with _launched(device) as kernels:
+        actual = device.download(matmul(device, device.upload(x), weight))
+    assert kernels.count("matmul_halves") == 1
+    x64, w64 = x.astype(np.float64), w.astype(np.float64)
+    # Splitting errs by about 2^-24 of each factor, and adding by as much of a slice's sum: at most 15 times 2^-24 of
+    # the root below. Sums of 2048 products one by one err by up to 130 times, and without lower parts by over 1000.
+    limit = 48 * 2.0**-24 * np.sqrt(x64**2 @ (w64**2).T)
+    error = np.abs(actual - x64 @ w64.T)
+    assert (error <= limit).all(), f"{np.max(error / (limit + 1e-40)):.1f} times the limit"
 
 
 def check_slices(device: Device, n: int, features: int) -> None:

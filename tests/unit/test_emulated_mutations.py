@@ -152,6 +152,12 @@ def _matmul_rows_wgmma(device: Device) -> None:
         op_checks_matmul.check_product(device, name, rows=20, cols=2304, n=17)
 
 
+def _matmul_halves(device: Device) -> None:
+    if device.lanes == 32:
+        device.products |= {"WGMMA"}
+    op_checks_matmul.check_product(device, "F32", rows=70, cols=200, n=BLAS_ROWS)
+
+
 def _moe_int8(device: Device) -> None:
     # So many slots that those of two rows take turns; each row alone is quantised beside them.
     op_checks_moe.check_expert_mlp(device, ("Q8_0", "Q8_0"), 2, 16, experts=20, inner=64, cols=64, shared="gated")
@@ -217,6 +223,7 @@ CHECKS: dict[str, Callable[[Device], None]] = {
     "matmul_tile.cu": _matmul_tile,
     "dot.h": _matmul_vec,
     "dot_int8.h": _dot_int8,
+    "matmul_halves.cu": _matmul_halves,
     "matmul_rows_wgmma.cu": _matmul_rows_wgmma,
     "matmul_vec.cu": _matmul_vec,
     "mma_int8.h": _mma_int8,

@@ -11,6 +11,7 @@ from luce.layers.moe import MoELayer
 from luce.layers.routed_experts import RoutedExperts
 from luce.models.spec import GatedMLP, MoE
 from luce.ops.matmul import FEW_ROWS, MANY_ROWS
+from luce.ops.matmul_prefill import BLAS_ROWS
 from luce.ops.weight import upload_experts, upload_weight
 from tests.support.emulated import EmulatedDevice
 from tests.support.quant_blocks import random_tensor
@@ -51,6 +52,15 @@ def test_the_gate_of_the_shared_mlp_apart_from_the_router(monkeypatch: pytest.Mo
     apart = device.download(layer(device.upload(x)))
     np.testing.assert_allclose(apart, joined, rtol=0, atol=1e-6 * np.abs(joined).max())
     assert np.abs(joined).max() > 0
+
+
+def test_the_gate_stays_with_the_router_where_it_is_no_tile_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = EmulatedDevice(32, products=("F16", "BF16", "WGMMA"))
+    layer = _layer(device)
+    x = np.random.default_rng(0).standard_normal((BLAS_ROWS, HIDDEN)).astype(np.float32)
+    joined = device.download(layer(device.upload(x)))
+    monkeypatch.setattr(moe, "GATE_APART", BLAS_ROWS)
+    np.testing.assert_array_equal(device.download(layer(device.upload(x))), joined)
 
 
 def test_a_row_has_the_bits_that_it_has_alone() -> None:
