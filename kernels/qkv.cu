@@ -1,17 +1,18 @@
-// variants: KTYPE=F16 VTYPE=F16,Q8_0
-// variants: KTYPE=BF16 VTYPE=BF16
-// variants: KTYPE=Q8_0 VTYPE=Q8_0,Q4_0
-// variants: KTYPE=Q4_0 VTYPE=Q4_0
+// variants: KTYPE=F16 VTYPE=F16,Q8_0 HEAD=0,128,256
+// variants: KTYPE=BF16 VTYPE=BF16 HEAD=0,128,256
+// variants: KTYPE=Q8_0 VTYPE=Q8_0,Q4_0 HEAD=0,128,256
+// variants: KTYPE=Q4_0 VTYPE=Q4_0 HEAD=0,128,256
+//
 // Query, key and value heads between their product and attention: norms, rotation, and writing keys and values to the
 // page pools, rounded to their types. One kernel, as each of these takes less time than a launch.
 #include "kv.h"
 
 #define WAVES 4
-// Most elements of a head, and of these a lane's.
-#define MOST 512
+// Most elements of a head, and of these a lane's. With HEAD a head has so many.
+#define MOST (HEAD ? HEAD : 512)
 #define EACH (MOST / LUCE_LANES)
 
-// Rows of `heads` query heads and `kv_heads` key and value heads of d elements, each at its row and head stride.
+// Rows of `heads` query heads and `kv_heads` key and value heads of d = `size` elements, each at its row and head stride.
 // `norms`: if bits 0, 1 and 2 are set, queries, keys and values are divided by their root mean square and multiplied by
 // q_norm, k_norm and v_norm [d]. Then pair i < half of queries and keys, elements (i * step, i * step + gap), is turned
 // by table [rows, half]. Queries stay in place; keys and values go to row dest[row] of the pools, and with `keep` stay
@@ -22,8 +23,9 @@ extern "C" __global__ void __launch_bounds__(WAVES* LUCE_LANES)
                   const i64 v_head, const float* __restrict__ v_norm, const int norms,
                   const float2* __restrict__ table, const int half, const int step, const int gap,
                   KTYPE::Element* __restrict__ k_pool, VTYPE::Element* __restrict__ v_pool,
-                  const int* __restrict__ dest, const int keep, const int heads, const int kv_heads, const int d,
+                  const int* __restrict__ dest, const int keep, const int heads, const int kv_heads, const int size,
                   const float eps) {
+    const int d = HEAD ? HEAD : size;
     __shared__ float pairs[WAVES][MOST];
     const int lane = luce_lane(), index = (int)blockIdx.y * WAVES + luce_wave();
     // 0: queries, 1: keys, 2: values.
@@ -32,9 +34,11 @@ extern "C" __global__ void __launch_bounds__(WAVES* LUCE_LANES)
     const bool live = kind == 0 || (head < kv_heads && (kind == 1 || v)), normed = live && norms >> kind & 1;
     const float* norm = kind == 0 ? q_norm : kind == 1 ? k_norm : v_norm;
     float factor[EACH] = {}, value[EACH] = {};
+    if (normed) {
 #pragma unroll
-    for (int e = 0; e < EACH; e++)
-        if (normed && lane + e * LUCE_LANES < d) factor[e] = norm[lane + e * LUCE_LANES];
+        for (int e = 0; e < EACH; e++)
+            if (lane + e * LUCE_LANES < d) factor[e] = norm[lane + e * LUCE_LANES];
+    }
     luce_release();
     luce_await();
     if (!live) return;  // whole waves
@@ -69,11 +73,12 @@ extern "C" __global__ void __launch_bounds__(WAVES* LUCE_LANES)
 #pragma unroll
         for (int e = 0; e < EACH / 2; e++) {
             const int pair = lane + e * LUCE_LANES;
-            if (pair >= turned) break;
-            float* first = own + pair * step;
-            const float a = first[0], b = first[gap];
-            first[0] = a * turn[e].x - b * turn[e].y;
-            first[gap] = b * turn[e].x + a * turn[e].y;
+            if (pair < turned) {
+                float* first = own + pair * step;
+                const float a = first[0], b = first[gap];
+                first[0] = a * turn[e].x - b * turn[e].y;
+                first[gap] = b * turn[e].x + a * turn[e].y;
+            }
         }
         luce_sync_lanes();
 #pragma unroll

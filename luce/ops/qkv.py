@@ -18,6 +18,8 @@ from luce.runtime.host import HostDevice
 
 # As in kernels/qkv.cu.
 _WAVES, _MOST = 4, 512
+# Sizes of heads that are known when the kernel is compiled: half the instructions and registers of any size's.
+_HEADS = frozenset({128, 256})
 # Bytes of a row that a thread copies: the first that divides the row.
 _COPY_UNITS, _COPY_THREADS = (16, 4, 2), 256
 _TEMPER_THREADS = 256
@@ -219,7 +221,7 @@ def _launch(
     heads, kv_heads = 0 if q is None else q.shape[1], 0 if kv is None else kv[0].shape[1]
     args += [np.int32(keep), np.int32(heads), np.int32(kv_heads), np.int32(d), np.float32(norms.eps)]
     grid = (n, -(-(heads + 2 * kv_heads) // _WAVES))
-    defines = {"KTYPE": types[0], "VTYPE": types[-1]}
+    defines = {"KTYPE": types[0], "VTYPE": types[-1], "HEAD": d if d in _HEADS else 0}
     device.launch("qkv", "prepare_heads", grid, (_WAVES * device.lanes,), args, defines=defines)
 
 

@@ -19,6 +19,8 @@ from tests.support.devices import on_devices
         (2, 2, 1, 512, 256, "qkv"),
         (4, 1, 1, 64, 16, "k"),
         (2, 3, 1, 48, 0, "q"),
+        (3, 3, 1, 128, 64, "qk"),
+        (2, 2, 1, 256, 32, "qv"),
     ],
     gpu=[
         (1, 24, 4, 256, 32, "qk"),
@@ -34,9 +36,10 @@ def test_prepared(
     checks.check_prepared(device, n, heads, kv_heads, d, half, normed=normed, adjacent=adjacent)
 
 
+@pytest.mark.parametrize("d", [64, 128])
 @on_devices("k, v", [("bf16", "bf16"), ("q8_0", "q8_0"), ("q8_0", "q4_0"), ("q4_0", "q4_0"), ("f16", "q8_0")])
-def test_quantised_pools(device: Device, k: str, v: str) -> None:
-    checks.check_quantised_pools(device, k, v)
+def test_quantised_pools(device: Device, k: str, v: str, d: int) -> None:
+    checks.check_quantised_pools(device, k, v, d)
 
 
 @on_devices()

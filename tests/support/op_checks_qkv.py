@@ -82,12 +82,12 @@ def check_prepared(
     np.testing.assert_array_equal(not_kept[3][dest], k.astype(device.kv_dtype))
 
 
-def check_quantised_pools(device: Device, k: str, v: str) -> None:
+def check_quantised_pools(device: Device, k: str, v: str, d: int) -> None:
     """Pools of quant blocks hold the bytes that write_kv makes of the same rows."""
     rng = np.random.default_rng(8)
-    parts = tuple(rng.standard_normal((3, h, 64)).astype(np.float32) for h in (4, 2, 2))
+    parts = tuple(rng.standard_normal((3, h, d)).astype(np.float32) for h in (4, 2, 2))
     angles, dest = rng.uniform(0, 6, (3, 16)), np.array([70, 3, 9], np.int32)
-    weight = rng.standard_normal(64).astype(np.float32)
+    weight = rng.standard_normal(d).astype(np.float32)
     _, keys, values, *pools = _run(device, parts, [weight] * 3, angles, False, KVTypes(k, v), dest, True)
     again = [device.upload(np.zeros_like(pool)) for pool in pools]
     write_kv(device, device.upload(keys), device.upload(values), Destination(again[0], again[1], device.upload(dest)))
