@@ -104,14 +104,21 @@ extern "C" __global__ void __launch_bounds__(256)
     Fp16Row to(half + (i64)r * padded, scale + r);
     do {
         for (int column = luce_thread() * GROUP; column < padded; column += luce_threads() * GROUP) {
-            float v[GROUP];
+            float v[GROUP], z[GROUP];
             load(x, column, cols, v);
+            if (d % GROUP == 0) {
+                // All of one head, or padding.
+                const int head = column / d;
+                load(gate + head * head_stride, column % d, column < cols ? d : 0, z);
+            } else {
 #pragma unroll
-            for (int i = 0; i < GROUP; i++) {
-                const int at = column + i;
-                const float z = at < cols ? gate[at / d * head_stride + at % d] : 0.0f;
-                v[i] = v[i] / (1.0f + expf(-z));
+                for (int i = 0; i < GROUP; i++) {
+                    const int at = column + i;
+                    z[i] = at < cols ? gate[at / d * head_stride + at % d] : 0.0f;
+                }
             }
+#pragma unroll
+            for (int i = 0; i < GROUP; i++) v[i] = v[i] / (1.0f + expf(-z[i]));
             to.put(column, v);
         }
     } while (to.again());
