@@ -4,7 +4,8 @@
 // Rows of a table by their numbers. One block writes one row.
 #include "quants.h"
 
-// out[i, :] = the dequantised row rows[i]; table [*, cols] in blocks of QTYPE, out float32 [grid, cols].
+// out[i, :] = the dequantised row rows[i]; table [*, cols] in blocks of QTYPE, out float32 [grid, cols], at a
+// multiple of 16 bytes.
 extern "C" __global__ void embed(const u8* __restrict__ table, const i32* __restrict__ rows, float* __restrict__ out,
                                  int cols) {
     luce_release();
@@ -15,11 +16,19 @@ extern "C" __global__ void embed(const u8* __restrict__ table, const i32* __rest
         const int column = unit_column(unit);
         float w[UNIT];
         unpack(row, unit, cols - column, w);
+#if PLAIN
 #pragma unroll
         for (int e = 0; e < UNIT; e++) {
-            const int at = column + e / RUN * STEP + e % RUN;
-            if (!PLAIN || at < cols) to[at] = w[e];
+            if (column + e < cols) to[column + e] = w[e];
         }
+#else
+        // A thread's runs are apart from those of others: single floats would each take a sector of the second-level cache.
+#pragma unroll
+        for (int e = 0; e < UNIT; e += 4) {
+            *reinterpret_cast<float4*>(to + column + e / RUN * STEP + e % RUN) =
+                make_float4(w[e], w[e + 1], w[e + 2], w[e + 3]);
+        }
+#endif
     }
 }
 
