@@ -22,21 +22,16 @@ LUCE_FN void load(const float* __restrict__ row, int column, int cols, float (&v
 // row's largest finite magnitude is 0 or from 2^-7 to 2^top; else it is the power of two that makes this 2^(top - 1) or more
 // but less than 2^top. Infinities and NaN do not change.
 // fp16 has 11 bits from 2^-14 on: values of 2^-(13 + top) and less of a scaled row's largest lose some of them.
-// Grid: one block per row.
-extern "C" __global__ void __launch_bounds__(256)
-    rows_to_fp16(const float* __restrict__ x, f16_t* __restrict__ half, float* __restrict__ scale, int slots, int cols,
-              int padded, i64 x_row, i64 x_slot, int top) {
+// Grid: ceil(n / FP16_ROWS) blocks of FP16_ROWS waves.
+extern "C" __global__ void __launch_bounds__(FP16_ROWS * LUCE_LANES)
+    rows_to_fp16(const float* __restrict__ x, f16_t* __restrict__ half, float* __restrict__ scale, int n, int slots,
+                 int cols, int padded, i64 x_row, i64 x_slot, int top) {
     luce_await();
-    const int r = (int)blockIdx.x;
+    const int r = (int)blockIdx.x * FP16_ROWS + luce_wave();
+    if (r >= n) return;
     const float* row = x + r / slots * x_row + r % slots * x_slot;
-    Fp16Row to(half + (i64)r * padded, scale + r, top);
-    do {
-        for (int column = luce_thread() * GROUP; column < padded; column += luce_threads() * GROUP) {
-            float v[GROUP];
-            load(row, column, cols, v);
-            to.put(column, v);
-        }
-    } while (to.again());
+    write_fp16_row(Fp16Row(half + (i64)r * padded, scale + r, top), padded,
+                   [&](int column, float (&v)[GROUP]) { load(row, column, cols, v); });
 }
 
 // The rows act(gate) * up as rows_to_fp16 has them, with the activation's number in `Activation`: gate and up with `cols`

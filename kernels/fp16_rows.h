@@ -1,5 +1,5 @@
 // Rows of floats as fp16 with a scale for each row, as products of many rows read them: for fp16.cu, and for kernels
-// that make such rows of what they compute. A block has a row.
+// that make such rows of what they compute. A block has a row, or a wave.
 #pragma once
 #include "mma.h"
 #include "reduce.h"
@@ -58,3 +58,26 @@ struct Fp16Row {
         return shift != 0;
     }
 };
+
+#define FP16_ROWS 4    // of a block whose waves have a row each
+#define FP16_PIECES 4  // of eight columns that a lane loads at once
+
+// Writes a wave's row: load(column, v) sets the eight values from a column on, up to `padded`.
+template <typename Load> LUCE_FN void write_fp16_row(Fp16Row to, int padded, const Load& load) {
+    const int lane = luce_lane();
+    do {
+        for (int first = lane * 8; first < padded; first += FP16_PIECES * LUCE_LANES * 8) {
+            float v[FP16_PIECES][8];
+#pragma unroll
+            for (int p = 0; p < FP16_PIECES; p++) {
+                const int at = first + p * (LUCE_LANES * 8);
+                if (at < padded) load(at, v[p]);
+            }
+#pragma unroll
+            for (int p = 0; p < FP16_PIECES; p++) {
+                const int at = first + p * (LUCE_LANES * 8);
+                if (at < padded) to.put(at, v[p]);
+            }
+        }
+    } while (to.again(luce_lane_max(to.most), lane == 0));
+}

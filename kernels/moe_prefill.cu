@@ -45,9 +45,6 @@ LUCE_FN int arranged(int at) {
 }
 static_assert(4 * UNIT % SPAN == 0 && RUN % 2 == 0, "four units begin a span, and a run has whole pairs of columns");
 
-#define ARRANGED_ROWS 4    // of a block of arrange_rows: one of each wave
-#define ARRANGED_PIECES 4  // of 8 places that a lane loads at once
-
 // What stands in the eight places from `at` on; zeros beyond the last column.
 LUCE_FN void load_arranged(const float* __restrict__ row, int at, int cols, float (&v)[8]) {
     const int first = arranged(at);
@@ -67,30 +64,16 @@ LUCE_FN void load_arranged(const float* __restrict__ row, int at, int cols, floa
     }
 }
 
-// Rows as rows_to_fp16 of fp16.cu has them, but arranged. Grid: ceil(n / ARRANGED_ROWS) blocks of ARRANGED_ROWS waves.
-extern "C" __global__ void __launch_bounds__(ARRANGED_ROWS * LUCE_LANES)
+// Rows as rows_to_fp16 of fp16.cu has them, but arranged. Grid: ceil(n / FP16_ROWS) blocks of FP16_ROWS waves.
+extern "C" __global__ void __launch_bounds__(FP16_ROWS * LUCE_LANES)
     arrange_rows(const float* __restrict__ x, f16_t* __restrict__ half, float* __restrict__ scale, int n, int slots,
                  int cols, int padded, i64 x_row, i64 x_slot) {
     luce_await();
-    const int r = (int)blockIdx.x * ARRANGED_ROWS + luce_wave(), lane = luce_lane();
+    const int r = (int)blockIdx.x * FP16_ROWS + luce_wave();
     if (r >= n) return;
     const float* row = x + r / slots * x_row + r % slots * x_slot;
-    Fp16Row to(half + (i64)r * padded, scale + r);
-    do {
-        for (int first = lane * 8; first < padded; first += ARRANGED_PIECES * LUCE_LANES * 8) {
-            float v[ARRANGED_PIECES][8];
-#pragma unroll
-            for (int p = 0; p < ARRANGED_PIECES; p++) {
-                const int at = first + p * (LUCE_LANES * 8);
-                if (at < padded) load_arranged(row, at, cols, v[p]);
-            }
-#pragma unroll
-            for (int p = 0; p < ARRANGED_PIECES; p++) {
-                const int at = first + p * (LUCE_LANES * 8);
-                if (at < padded) to.put(at, v[p]);
-            }
-        }
-    } while (to.again(luce_lane_max(to.most), lane == 0));
+    write_fp16_row(Fp16Row(half + (i64)r * padded, scale + r), padded,
+                   [&](int at, float (&v)[8]) { load_arranged(row, at, cols, v); });
 }
 
 // Where a row's results begin, and its scale.

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 #: fp16 rows are padded with zeros to a multiple of so many columns, which the tile kernel takes at a time
 PADDING = 128
+#: rows of a block whose waves have a row each: FP16_ROWS of kernels/fp16_rows.h
+BLOCK_ROWS = 4
 # Threads of dequant.cu, for a row in fp16.cu, and at most those that add a row's parts.
 _DEQUANT_THREADS, _ROW_THREADS, _PART_THREADS = 128, 256, 320
 #: the numbers of kernels/fp16.cu and int8_rows.cu
@@ -64,9 +66,9 @@ def to_fp16(device: Device, x: Array, top: int = 15) -> Fp16Rows:
     n, cols = x.shape[0], x.shape[-1]
     slots, x_slot = (x.shape[1], x.strides[1] // 4) if x.ndim == 3 else (1, 0)
     rows = empty_fp16(device, n * slots, cols, top)
-    padded = np.int32(rows.values.shape[1])
-    sizes = (np.int32(slots), np.int32(cols), padded, np.int64(x.strides[0] // 4), np.int64(x_slot), np.int32(top))
-    device.launch("fp16", "rows_to_fp16", (n * slots,), _threads(rows), (x, rows.values, rows.scale, *sizes))
+    sizes = (np.int32(size) for size in (n * slots, slots, cols, rows.values.shape[1]))
+    args = (x, rows.values, rows.scale, *sizes, np.int64(x.strides[0] // 4), np.int64(x_slot), np.int32(top))
+    device.launch("fp16", "rows_to_fp16", (-(-n * slots // BLOCK_ROWS),), (BLOCK_ROWS * device.lanes,), args)
     return rows
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from gguf import GGMLQuantizationType
 
-from luce.ops.fp16 import ACTIVATIONS, Fp16Rows, empty_fp16
+from luce.ops.fp16 import ACTIVATIONS, BLOCK_ROWS, Fp16Rows, empty_fp16
 from luce.ops.matmul_prefill import BLAS_ROWS
 from luce.ops.weight import Weight, WeightPart
 from luce.runtime.device import Array, Device
@@ -33,7 +33,6 @@ _SHARED = _STAGES * 2 * _SLICE * TILE_ROWS + 12 * TILE_ROWS
 # Features that a block multiplies at a time, and how often where a tile's rows stay in shared memory. H200, 256 experts
 # of 35B A3B, downs in Q6_K 220, 199, 188 us with 2, 4, 8, and 237, 221, 238 where experts have uneven numbers of rows.
 _FEATURES, _GATED_FEATURES, _TURNS = 64 * _GROUPS, 32 * _GROUPS, 4
-_ARRANGED_ROWS = 4  # of a block, one of each wave
 
 
 def serves(device: Device, rows: int) -> bool:
@@ -50,7 +49,7 @@ def arrange(device: Device, x: Array, type: GGMLQuantizationType) -> Fp16Rows:
     padded = rows.values.shape[1]
     sizes = (np.int32(size) for size in (n * slots, slots, cols, padded))
     args = (x, rows.values, rows.scale, *sizes, np.int64(x.strides[0] // 4), np.int64(x_slot))
-    grid, threads = (-(-n * slots // _ARRANGED_ROWS),), (_ARRANGED_ROWS * device.lanes,)
+    grid, threads = (-(-n * slots // BLOCK_ROWS),), (BLOCK_ROWS * device.lanes,)
     defines = {"QTYPE": type.name, "GATED": 0}
     device.launch("moe_prefill", "arrange_rows", grid, threads, args, defines=defines)
     return rows
