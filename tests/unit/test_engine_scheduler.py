@@ -478,3 +478,19 @@ def test_any_arrivals_leave_nothing_and_do_not_change_replies(
     for _ in range(SLOTS):
         drive.scheduler.add(sequence(60, max_new_tokens=4))
     assert len(list(drive.scheduler.admit())) == SLOTS
+
+
+def test_what_follows_a_step_is_prepared_for_that_step() -> None:
+    drive = Drive(prepares=False)
+    for prompt in (3, 4):
+        drive.scheduler.add(sequence(prompt, 9))
+    reading, decoding = drive.step(), drive.step()
+    assert reading is not None and decoding is not None
+    drive.scheduler.prepare(decoding)
+    following = drive.scheduler.follow(0.0)
+    assert following is not None
+    assert [one.position for one in following.sequences] == [one.position + 1 for one in decoding.sequences]
+    assert (following.step.positions == decoding.step.positions + 1).all()
+    # None follows one that reads, whatever was prepared before.
+    drive.scheduler.prepare(reading)
+    assert drive.scheduler.follow(0.0) is None
