@@ -222,3 +222,15 @@ def test_no_row_beyond_the_original_context_is_queued_before_its_sequence_is_str
         reply, _ = submit(made, PROMPT, max_tokens=60)
         reply.finished()
     assert max(plain) == 39 and reply.ids == backend.reply(PROMPT, 60) and backend.followed > 40
+
+
+def test_a_drafter_observes_each_row_once_before_its_sequence_ends() -> None:
+    """Its features are saved with the checkpoint behind the reply, which has the row that was queued ahead."""
+    backend = ScriptedBackend(slots=1, context=1000, script=ending_in(200, EOS))
+    drafter = oracle(backend, always, block=3)
+    with engine(backend, drafter=drafter) as made:
+        reply, _ = submit(made, PROMPT, max_tokens=300)
+        assert reply.finished().reason is FinishReason.EOS
+    # Rows of drafts are seen again, as their tokens were wrong.
+    seen = {span.position + row for span in drafter.seen for row in range(span.rows)}
+    assert seen == set(range(3 + 201)) and backend.followed > 100
