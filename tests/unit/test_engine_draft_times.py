@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from luce.engine.draft_times import BatchTimes
+from luce.engine.draft_times import BatchTimes, StepIntervals
 from luce.engine.drafted import DraftLimits
 
 
@@ -40,3 +40,17 @@ def test_trees_have_the_rows_that_their_pages_hold() -> None:
     assert [chains.budget(plain) for plain in (1, 16, 63, 64, 65)] == [63, 48, 1, 0, -1]
     trees = DraftLimits(vocab=8, step_rows=64, verify_rows=16, tree_tokens=15, tree_rows=15)
     assert [trees.budget(plain) for plain in (1, 16, 48, 60, 64)] == [15, 15, 15, 4, 0]
+
+
+def test_the_host_between_two_steps_of_the_same_sequences_counts() -> None:
+    intervals = StepIntervals()
+    assert intervals.end(("a", "b"), 10.0, 2.0) == 2.0
+    assert intervals.end(("a", "b"), 13.0, 2.5) == 3.0
+    intervals.drafting += 1.5
+    assert intervals.end(("a", "b"), 18.0, 2.5) == 3.5
+    assert intervals.end(("a", "b"), 21.0, 2.5) == 3.0, "proposals count for one step"
+    # The devices' part counts where the clocks disagree.
+    assert intervals.end(("a", "b"), 22.0, 2.5) == 2.5
+    # Others may have begun, been restored or ended meanwhile.
+    assert intervals.end(("a", "b", "c"), 40.0, 2.5) == 2.5
+    assert intervals.end(("a",), 60.0, 2.5) == 2.5

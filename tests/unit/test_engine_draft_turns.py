@@ -101,3 +101,15 @@ def test_what_rests_is_chosen_while_the_devices_work(monkeypatch: pytest.MonkeyP
     load.replies()
     # Between the steps only for the first one, and where a proposal taught something.
     assert chosen.count(True) > 40 and chosen.count(False) < 20
+
+
+def test_a_plan_rests_where_nobody_is_asked_or_looked_up() -> None:
+    made, (running, known) = turns(Lookup()), replies(2)
+    assert not made.rest, "nothing is planned"
+    for turn, rests in ((Turn(False, False), True), (Turn(True, False), False), (Turn(False, True), False)):
+        made.plan(running, known, [Turn(False, False), turn])
+        assert made.rest == rests
+    made.plan(running, known, [])
+    assert made.rest
+    made.drop_plan()
+    assert not made.rest
