@@ -61,6 +61,20 @@ struct RowCopy {
     int bytes;       // of the row
 };
 
+// The memory behind a matrix may not be read: if the last of this thread's `left` bytes are in 16 that cross its `end`, copies
+// these by halves, with zeros behind the end. The thread's pieces of 16 bytes lie `step` bytes apart, a power of two. Returns
+// how many bytes are left for whole pieces: halves wait for each other, a launch of one row as long as for all its rest.
+LUCE_FN int copy_end(u8* to, const u8* from, int left, const u8* end, int step) {
+    if (from + (left + 15 & ~15) <= end) return left;
+    const int whole = (int)(end - from) & ~15;
+    if (whole >= 0 && (whole & step - 1) == 0) {
+#pragma unroll 1
+        for (int i = whole; i < left; i += 2)
+            *reinterpret_cast<u16*>(to + i) = from + i < end ? *reinterpret_cast<const u16*>(from + i) : 0;
+    }
+    return whole;
+}
+
 // Copies the next `run` bytes of a row from byte `at` on to `to` + (their address % 16).
 LUCE_FN void copy_run(u8* to, const RowCopy& copy, int at, int run) {
     const u8* from = copy.from + at;
@@ -68,19 +82,8 @@ LUCE_FN void copy_run(u8* to, const RowCopy& copy, int at, int run) {
     const int limit = luce_min(run, copy.bytes - at) + skew + (ODD_UNITS ? 4 : 0);
     from += copy.lane * 16 - skew;
     to += copy.lane * 16;
-    const int left = limit - copy.lane * 16;
-#if ODD_UNITS
-    if (from + (left + 15 & ~15) > copy.end) {
-        // The last row's last units: the memory behind them may not be read.
-#pragma unroll 1
-        for (int i = 0; i / 16 * 16 << copy.bits < left; i += 2) {
-            const int place = (i / 16 * 16 << copy.bits) + i % 16;
-            const u8* own = from + place;
-            *reinterpret_cast<u16*>(to + place) = own < copy.end ? *reinterpret_cast<const u16*>(own) : 0;
-        }
-        return;
-    }
-#endif
+    int left = limit - copy.lane * 16;
+    if (ODD_UNITS) left = copy_end(to, from, left, copy.end, 16 << copy.bits);
 #pragma unroll
     for (int i = 0; i < (UNIT_BYTES + (ODD_UNITS ? 18 : 0) + 31) / 32; i++) {
         const int piece = i * 16 << copy.bits;

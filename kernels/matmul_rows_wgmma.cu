@@ -73,11 +73,15 @@ LUCE_FN void copy_weights(const Product& all, const Step& step, u8* to) {
     to += row * STRIDE + (int)piece;
 #if ODD_UNITS
     if (step.unit + 1 == all.units && step.feature0 + FEATURES >= all.rows) {
-        // The memory behind the last row's last unit may not be read.
+        // The memory behind the last row's last unit may not be read: a piece that crosses its end comes by halves.
         const u32 size = (u32)((all.rows - step.feature0) * row_size + skew);
 #pragma unroll 1
         for (int i = 0; i < FEATURES - row; i += COPIED) {
             const u32 own = place(i);
+            if (own + 16 <= size) {
+                luce_copy16(to + i * STRIDE, from + own, true);
+                continue;
+            }
 #pragma unroll 1
             for (u32 k = 0; k < 16; k += 2)
                 *reinterpret_cast<u16*>(to + i * STRIDE + k) =

@@ -47,24 +47,14 @@ struct TileCopy {
 LUCE_FN void copy_step(u8* to, TileCopy& copy, int thread, const u8* end) {
     const int skew = ODD_UNITS ? (int)((u64)copy.from & 15) : 0;
     const u8* from = copy.from - skew;
-    const int left = luce_min(copy.left, STEP_BYTES - thread * 16) + skew + (ODD_UNITS ? 4 : 0);
+    int left = luce_min(copy.left, STEP_BYTES - thread * 16) + skew + (ODD_UNITS ? 4 : 0);
     copy.from += STEP_BYTES;
     copy.left -= STEP_BYTES;
 #if defined(__CUDA_ARCH__)
     // Otherwise the compiler derives both from the loop's counter again for each copy: 30 of 350 instructions.
     asm volatile("" : "+l"(copy.from), "+r"(copy.left));
 #endif
-#if ODD_UNITS
-    if (from + (left + 15 & ~15) > end) {
-        // The last row's last units: the memory behind them may not be read.
-#pragma unroll 1
-        for (int i = 0; i / 16 * 16 * SHARE < left; i += 2) {
-            const int place = i / 16 * 16 * SHARE + i % 16;
-            *reinterpret_cast<u16*>(to + place) = from + place < end ? *reinterpret_cast<const u16*>(from + place) : 0;
-        }
-        return;
-    }
-#endif
+    if (ODD_UNITS) left = copy_end(to, from, left, end, 16 * SHARE);
 #pragma unroll
     for (int i = 0; i < STEP_BYTES + (ODD_UNITS ? 18 : 0); i += 16 * SHARE) {
         if (i < left) luce_copy16(to + i, from + i, true);
