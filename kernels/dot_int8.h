@@ -11,8 +11,8 @@
 // chains, and both paths do the same float operations: so a row's result has the same bits for every count of rows, on
 // tensor cores and without, on every target.
 //
-// 32 neighbouring threads (a worker) take one chain of 16 weight rows (a tile); a thread has two rows and one set. On
-// targets with tensor cores, these multiply many rows of x (mma_int8.h).
+// 32 neighbouring threads (a worker) take one of CHAINS chains of 16 weight rows (a tile); a thread has two rows and one
+// set. On targets with tensor cores, these multiply many rows of x (mma_int8.h).
 #ifndef DOT_INT8_H
 #define DOT_INT8_H
 #include "mma.h"
@@ -52,22 +52,20 @@ struct Operands {
     Rows8 x;
 };
 
-// A thread's share of the copy of a row's units, of all chains at a time: every `1 << bits`-th 16 bytes from its own
-// on.
-struct RowCopy {
-    const u8* from;  // the row's first byte
-    const u8* end;   // of its memory
-    int lane, bits;
-    int bytes;       // of the row
-};
+// From one row's units of a step to the next row's in shared memory: an odd number of 16 bytes, so that eight rows of 16
+// bytes lie in different banks.
+#define TILE_STRIDE ((CHAINS * UNIT_BYTES + (ODD_UNITS ? 18 : 0) + 15) / 16 * 16 | 16)
+// Bytes of a row's next units, one for each chain, and the threads that copy them.
+#define STEP_BYTES (CHAINS * UNIT_BYTES)
+#define SHARE (2 * CHAINS)
 
-// The memory behind a matrix may not be read: if the last of this thread's `left` bytes are in 16 that cross its `end`, copies
-// these by halves, with zeros behind the end. The thread's pieces of 16 bytes lie `step` bytes apart, a power of two. Returns
-// how many bytes are left for whole pieces: halves wait for each other, a launch of one row as long as for all its rest.
+// Of a thread's `left` bytes, whose pieces of 16 lie `step` bytes apart, a power of two: how many can be copied by whole
+// pieces, as the memory behind a matrix may not be read. Copies a piece that crosses its `end` by halves, with zeros behind
+// the end: one piece alone, as each half waits for the one before.
 LUCE_FN int copy_end(u8* to, const u8* from, int left, const u8* end, int step) {
     if (from + (left + 15 & ~15) <= end) return left;
     const int whole = (int)(end - from) & ~15;
-    if (whole >= 0 && (whole & step - 1) == 0) {
+    if ((whole & step - 1) == 0) {
 #pragma unroll 1
         for (int i = whole; i < left; i += 2)
             *reinterpret_cast<u16*>(to + i) = from + i < end ? *reinterpret_cast<const u16*>(from + i) : 0;
@@ -75,26 +73,28 @@ LUCE_FN int copy_end(u8* to, const u8* from, int left, const u8* end, int step) 
     return whole;
 }
 
-// Copies the next `run` bytes of a row from byte `at` on to `to` + (their address % 16).
-LUCE_FN void copy_run(u8* to, const RowCopy& copy, int at, int run) {
-    const u8* from = copy.from + at;
-    const int skew = ODD_UNITS ? (int)((u64)from & 15) : 0;
-    const int limit = luce_min(run, copy.bytes - at) + skew + (ODD_UNITS ? 4 : 0);
-    from += copy.lane * 16 - skew;
-    to += copy.lane * 16;
-    int left = limit - copy.lane * 16;
-    if (ODD_UNITS) left = copy_end(to, from, left, copy.end, 16 << copy.bits);
-#pragma unroll
-    for (int i = 0; i < (UNIT_BYTES + (ODD_UNITS ? 18 : 0) + 31) / 32; i++) {
-        const int piece = i * 16 << copy.bits;
-        if (piece < left) luce_copy16(to + piece, from + piece, true);
-    }
-}
+// The rest of a row to copy, from this thread's first 16 bytes on.
+struct TileCopy {
+    const u8* from;
+    int left;
+};
 
-// From one row's units to the next row's in shared memory. Four rows of a load of 16 bytes lie in different banks.
-LUCE_FN int run_stride(int chains) {
-    const int run = luce_ceil_div(chains * UNIT_BYTES + (ODD_UNITS ? 18 : 0), 16) * 16;
-    return ODD_UNITS ? run : luce_ceil_div(run - 16, 32) * 32 + 16;
+// Copies the next STEP_BYTES of a row to `to` + (their address % 16). `thread`: which one of SHARE.
+LUCE_FN void copy_step(u8* to, TileCopy& copy, int thread, const u8* end) {
+    const int skew = ODD_UNITS ? (int)((u64)copy.from & 15) : 0;
+    const u8* from = copy.from - skew;
+    int left = luce_min(copy.left, STEP_BYTES - thread * 16) + skew + (ODD_UNITS ? 4 : 0);
+    copy.from += STEP_BYTES;
+    copy.left -= STEP_BYTES;
+#if defined(__CUDA_ARCH__)
+    // Otherwise the compiler derives both from the loop's counter again for each copy: 30 of 350 instructions.
+    asm volatile("" : "+l"(copy.from), "+r"(copy.left));
+#endif
+    if (ODD_UNITS) left = copy_end(to, from, left, end, 16 * SHARE);
+#pragma unroll
+    for (int i = 0; i < STEP_BYTES + (ODD_UNITS ? 18 : 0); i += 16 * SHARE) {
+        if (i < left) luce_copy16(to + i, from + i, true);
+    }
 }
 
 // The groups of a set in a row of `cols` columns: fewer than all only if a unit may be cut short.
@@ -102,16 +102,14 @@ LUCE_FN int live_groups(int unit, int cols, int set) {
     return BLOCK == 32 ? luce_max(0, luce_min(SET_GROUPS, cols / 32 - (unit * 4 + set) * 2)) : SET_GROUPS;
 }
 
-// The values of a row of x for one set of a unit, and their scales; the sums' lows and highs of its section.
+// The values of a row of x for one set of a section, and their scales; the sums' lows and highs of the section.
 struct SetRow {
     u32 words[SET_GROUPS][GROUP_WORDS];
     u32 low, high;
     float scale[INTEGER_SCALES ? 1 : SET_GROUPS];
 };
 
-LUCE_FN SetRow load_row(const Rows8& x, int r, int unit, int set) {
-    const int row = x.first + r;
-    const u8* section = x.data + (i64)(unit * 2 + set / 2) * section_bytes(x.padded, INTEGER_SCALES);
+LUCE_FN SetRow load_row(const u8* section, int row, int padded, int set) {
     SetRow own;
     const auto four = [](const u8* from, u32* to) {
         const uint4 all = *reinterpret_cast<const uint4*>(from);
@@ -120,8 +118,8 @@ LUCE_FN SetRow load_row(const Rows8& x, int r, int unit, int set) {
 #if QTYPE == Q6_K
 #pragma unroll
     for (int k = 0; k < 4; k++) {
-        const u8* values = section + values_place(k / 2, row, x.padded);
-        if (in_eights(x.padded)) {
+        const u8* values = section + values_place(k / 2, row, padded);
+        if (in_eights(padded)) {
 #pragma unroll
             for (int i = 0; i < 4; i++) own.words[k][i] = luce_u32_at4(values + i * 16 + k % 2 * 8 + set % 2 * 4);
         } else {
@@ -129,10 +127,10 @@ LUCE_FN SetRow load_row(const Rows8& x, int r, int unit, int set) {
         }
     }
 #else
-    const u8* values = section + values_place(set % 2, row, x.padded);
+    const u8* values = section + values_place(set % 2, row, padded);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        if (in_eights(x.padded)) {
+        if (in_eights(padded)) {
             u32 words[4];
             four(values + i * 16, words);
             own.words[0][i] = words[0], own.words[0][i + 4] = words[1];
@@ -143,8 +141,8 @@ LUCE_FN SetRow load_row(const Rows8& x, int r, int unit, int set) {
     }
 #endif
 #if !INTEGER_SCALES
-    const auto scale = [&](int k) { return section + block_scale_place(row, set % 2 * 2 + k, x.padded); };
-    if (in_eights(x.padded)) {
+    const auto scale = [&](int k) { return section + block_scale_place(row, set % 2 * 2 + k, padded); };
+    if (in_eights(padded)) {
         own.scale[0] = *reinterpret_cast<const float*>(scale(0));
         own.scale[1] = *reinterpret_cast<const float*>(scale(1));
     } else {
@@ -152,12 +150,12 @@ LUCE_FN SetRow load_row(const Rows8& x, int r, int unit, int set) {
         own.scale[0] = two.x, own.scale[1] = two.y;
     }
 #else
-    if (in_eights(x.padded)) {
-        const uint2 sums = *reinterpret_cast<const uint2*>(section + sums_place(row, x.padded));
+    if (in_eights(padded)) {
+        const uint2 sums = *reinterpret_cast<const uint2*>(section + sums_place(row, padded));
         own.low = sums.x, own.high = sums.y;
-        own.scale[0] = *reinterpret_cast<const float*>(section + scale_place(row, x.padded));
+        own.scale[0] = *reinterpret_cast<const float*>(section + scale_place(row, padded));
     } else {
-        const uint4 all = *reinterpret_cast<const uint4*>(section + sums_place(row, x.padded));
+        const uint4 all = *reinterpret_cast<const uint4*>(section + sums_place(row, padded));
         own.low = all.x, own.high = all.y, own.scale[0] = __uint_as_float(all.z);
     }
 #endif
@@ -223,9 +221,9 @@ LUCE_FN void add_row(const SetWeights& w, const SetRow& row, int groups, float& 
 #endif
 }
 
-// The same for two weight rows and COUNT rows of x, which are loaded in `rows` already if there are at most MOST_AHEAD.
+// The same for two weight rows and COUNT rows of `x`, which are loaded in `rows` already if there are at most MOST_AHEAD.
 template <int COUNT>
-LUCE_FN void add_set(const Unit (&in)[2], const Rows8& x, const SetRow* rows, int unit, int groups, int set,
+LUCE_FN void add_set(const Unit (&in)[2], const Rows8& x, const u8* section, const SetRow* rows, int groups, int set,
                      float (&sum)[2][COUNT]) {
     if (!INTEGER_SCALES && groups <= 0) return;
     if constexpr (COUNT <= MOST_AHEAD) {
@@ -242,7 +240,7 @@ LUCE_FN void add_set(const Unit (&in)[2], const Rows8& x, const SetRow* rows, in
 #pragma unroll
         for (int r = 0; r < COUNT; r++) {
             SetRow row;
-            if (groups > 0) row = load_row(x, r, unit, set);
+            if (groups > 0) row = load_row(section, x.first + r, x.padded, set);
 #pragma unroll
             for (int i = 0; i < 2; i++) add_row(w[i], row, groups, sum[i][r]);
         }
@@ -252,41 +250,43 @@ LUCE_FN void add_set(const Unit (&in)[2], const Rows8& x, const SetRow* rows, in
 // Stride between rows of x in the result of block_sums: neither its writers nor its readers share a bank.
 #define PARTIAL_STRIDE(features) ((features) + 4)
 
-// The products of `tiles` times 16 weight rows with COUNT rows of x each, by 32 * tiles << bits threads; any more idle.
-// Rows have 1 << bits chains. `operands(feature)` returns Operands. STAGES units of every row and chain are in flight
-// or in use. Every thread calls `prepare` when earlier kernels' results can be read, before x is. Shared memory: STAGES * 16 * tiles * run_stride bytes or what the result takes. Returns, complete for all
-// threads, partial[(chain * COUNT + r) * PARTIAL_STRIDE(16 * tiles) + feature].
+// The products of `tiles` times 16 weight rows with COUNT rows of x each, by 32 * CHAINS * tiles threads; any more idle.
+// `operands(feature)` returns Operands. STAGES units of every row and chain are in flight or in use. Every thread calls
+// `prepare` when earlier kernels' results can be read, before x is. Shared memory: STAGES * 16 * tiles * TILE_STRIDE bytes
+// or what the result takes. Returns, complete for all threads,
+// partial[(chain * COUNT + r) * PARTIAL_STRIDE(16 * tiles) + feature].
 template <int COUNT, int STAGES, typename Source, typename Prepare>
-LUCE_FN float* block_sums(const Source& operands, int tiles, int bits, int cols, u8* shared, const Prepare& prepare) {
-    const int chains = 1 << bits, run = UNIT_BYTES << bits, units = whole_units(cols);
+LUCE_FN float* block_sums(const Source& operands, int tiles, int cols, u8* shared, const Prepare& prepare) {
+    const int units = whole_units(cols), stage_bytes = 16 * tiles * TILE_STRIDE;
     const int worker = luce_thread() / 32, lane = luce_thread() % 32, g = lane / 4, t = lane % 4;
-    const bool live = worker < tiles << bits;
-    const int tile = luce_min(worker >> bits, tiles - 1) * 16, chain = worker & (chains - 1);
-    const int stride = run_stride(chains), stage_bytes = 16 * tiles * stride;
+    const bool live = worker < tiles * CHAINS;
+    shared = luce_held(shared);
+    const int tile = luce_min(worker / CHAINS, tiles - 1) * 16, chain = worker % CHAINS;
 
-    // Two threads per chain share a row.
-    const int copied = luce_thread() >> (bits + 1);
+    const int copied = luce_thread() / SHARE, share = luce_thread() % SHARE;
     const Operands source = operands(luce_min(copied, 16 * tiles - 1));
-    const RowCopy mine = {source.row, source.end, luce_thread() & (2 * chains - 1), bits + 1, (int)row_bytes(cols)};
-    u8* const to = shared + copied * stride;
-    int put = 0, take = 0;  // offsets of the stages that are filled and read next
-    const auto copy = [&](int unit) {
-        if (unit < units && copied < 16 * tiles) copy_run(to + put, mine, unit * UNIT_BYTES, run);
+    TileCopy mine = {source.row + share * 16, (int)row_bytes(cols) - share * 16};
+    u8* const to = shared + copied * TILE_STRIDE + share * 16;
+    const auto copy = [&](int unit, int place) {
+        if (unit < units && copied < 16 * tiles) copy_step(to + place, mine, share, source.end);
         luce_copy_close();
-        put = put == (STAGES - 1) * stage_bytes ? 0 : put + stage_bytes;
     };
 
     const Operands upper = operands(tile + g), lower = operands(tile + g + 8);
     const Rows8 x = upper.x;
-    const u8* const own = shared + (tile + g) * stride + (ODD_UNITS ? 0 : chain * UNIT_BYTES);
-    const u32 low[2] = {(u32)(u64)upper.row, (u32)(u64)lower.row};
+    const int section = section_bytes(x.padded, INTEGER_SCALES);
+    int met = (chain * 2 + t / 2) * section;  // where this step has its section of x
+    const u8* const own = shared + (tile + g) * TILE_STRIDE + (ODD_UNITS ? 0 : chain * UNIT_BYTES);
+    u32 skew[2] = {(u32)(u64)upper.row % 16, (u32)(u64)lower.row % 16};
     float sum[2][COUNT] = {};
 
 #pragma unroll
-    for (int stage = 0; stage < STAGES - 1; stage++) copy(stage << bits);
+    for (int stage = 0; stage < STAGES - 1; stage++) copy(stage * CHAINS, stage * stage_bytes);
     luce_await();  // until here, only weights were fetched
     prepare();
-    for (int unit0 = 0; unit0 < units; unit0 += chains) {
+    int take = 0;  // offset of the stage that is read next
+#pragma unroll 1
+    for (int unit0 = 0; unit0 < units; unit0 += CHAINS) {
         const int unit = unit0 + chain;
         SetRow rows[MOST_AHEAD];
         // In a wave of 64 lanes, one half may have one unit more than the other.
@@ -294,19 +294,22 @@ LUCE_FN float* block_sums(const Source& operands, int tiles, int bits, int cols,
         if (COUNT <= MOST_AHEAD && unit < units && groups > 0) {
             // Before the wait: these loads have the same latency.
 #pragma unroll
-            for (int r = 0; r < COUNT; r++) rows[r] = load_row(x, r, unit, t);
+            for (int r = 0; r < COUNT; r++) rows[r] = load_row(x.data + met, x.first + r, x.padded, t);
         }
         luce_copy_wait<STAGES - 2>();
         luce_sync();  // this step's units have arrived, and the units overwritten next have been read
-        copy(unit0 + (STAGES - 1 << bits));
+        const int last = (STAGES - 1) * stage_bytes;
+        copy(unit0 + (STAGES - 1) * CHAINS, take == 0 ? last : take - stage_bytes);
         Unit in[2];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const int skew = ODD_UNITS ? (int)(low[i] + (u32)unit0 * UNIT_BYTES & 15) + chain * UNIT_BYTES : 0;
-            in[i] = {own + take + i * 8 * stride + (skew & ~3), (u32)(skew & 2) * 8};
+            const int at = ODD_UNITS ? (int)skew[i] + chain * UNIT_BYTES : 0;
+            in[i] = {own + take + i * 8 * TILE_STRIDE + (at & ~3), (u32)(at & 2) * 8};
+            if (STEP_BYTES % 16) skew[i] = (skew[i] + STEP_BYTES) % 16;
         }
-        take = take == (STAGES - 1) * stage_bytes ? 0 : take + stage_bytes;
-        if (LUCE_LANES > 32 || unit < units) add_set(in, x, rows, unit, groups, t, sum);
+        take = take == last ? 0 : take + stage_bytes;
+        if (LUCE_LANES > 32 || unit < units) add_set(in, x, x.data + met, rows, groups, t, sum);
+        met += 2 * CHAINS * section;
     }
     luce_release();
     luce_sync();  // the partial sums take the units' place
@@ -326,14 +329,15 @@ LUCE_FN float* block_sums(const Source& operands, int tiles, int bits, int cols,
 }
 
 template <int COUNT, int STAGES, typename Source>
-LUCE_FN float* block_sums(const Source& operands, int tiles, int bits, int cols, u8* shared) {
-    return block_sums<COUNT, STAGES>(operands, tiles, bits, cols, shared, [] {});
+LUCE_FN float* block_sums(const Source& operands, int tiles, int cols, u8* shared) {
+    return block_sums<COUNT, STAGES>(operands, tiles, cols, shared, [] {});
 }
 
 // The sum of the chains of one result; `partial` points to the first one's, `step` is from chain to chain.
-LUCE_FN float chain_sum(const float* partial, int bits, int step) {
+LUCE_FN float chain_sum(const float* partial, int step) {
     float sum = partial[0];
-    for (int chain = 1; chain < 1 << bits; chain++) sum += partial[chain * step];
+#pragma unroll
+    for (int chain = 1; chain < CHAINS; chain++) sum += partial[chain * step];
     return sum;
 }
 

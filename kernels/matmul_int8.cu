@@ -1,5 +1,4 @@
-// variants: ROWS=1,2,8,16 QTYPE=Q4_0,Q8_0,Q4_K,Q5_K,Q6_K
-// variants for cuda: ROWS=8,16 CHAINS=4,8 QTYPE=Q4_0,Q8_0,Q4_K,Q5_K,Q6_K
+// variants: ROWS=1,2,8,16 CHAINS=1,2,4,8 QTYPE=Q4_0,Q8_0,Q4_K,Q5_K,Q6_K
 // variants for cuda: ROWS=8,16 CHAINS=4,8 SHARED_X=1 QTYPE=Q4_0,Q8_0
 // variants for cuda: ROWS=16 CHAINS=8 SHARED_X=1 TILES=3 QTYPE=Q4_K,Q5_K
 //
@@ -8,12 +7,10 @@
 
 // out[r, first + j] = sum over k of x[r, k] * weight[j, k], for r < n <= ROWS and j < rows.
 // x: ROWS quantised rows. out float32, rows out_stride apart.
-// Grid: ceil(rows / FEATURES) blocks of 32 << chain_bits threads, chain_bits at most 3; CHAINS, if defined, is 1 <<
-// chain_bits.
+// Grid: ceil(rows / FEATURES) blocks of 32 * CHAINS threads.
 extern "C" __global__ void __launch_bounds__(BOUNDS)
     matmul_int8(const u8* __restrict__ weight, const u8* __restrict__ x, float* __restrict__ out,
-              const int n, const int rows, const int cols, const int chain_bits,
-              const int out_stride, const int first) {
+              const int n, const int rows, const int cols, const int out_stride, const int first) {
     LUCE_DYNAMIC_SHARED(u8, shared);
-    product_int8((int)blockIdx.x, weight, x, out, n, rows, cols, chain_bits, out_stride, first, shared);
+    product_int8((int)blockIdx.x, weight, x, out, n, rows, cols, out_stride, first, shared);
 }

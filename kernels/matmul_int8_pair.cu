@@ -1,7 +1,5 @@
-// variants: ROWS=1,2,8,16 FIRST=Q5_K SECOND=Q4_K
-// variants: ROWS=1,2,8,16 FIRST=Q4_K SECOND=Q6_K
-// variants for cuda: ROWS=8,16 CHAINS=4,8 FIRST=Q5_K SECOND=Q4_K
-// variants for cuda: ROWS=8,16 CHAINS=4,8 FIRST=Q4_K SECOND=Q6_K
+// variants: ROWS=1,2,8,16 CHAINS=1,2,4,8 FIRST=Q5_K SECOND=Q4_K
+// variants: ROWS=1,2,8,16 CHAINS=1,2,4,8 FIRST=Q4_K SECOND=Q6_K
 //
 // Products of two weight matrices of different types with the same quantised rows of x, in one launch: the blocks of
 // the second use multiprocessors that the first leaves idle.
@@ -37,16 +35,14 @@ namespace second_of_pair {
 // Arguments as of matmul_int8; both parts have as many chains. Grid: ceil(rows / 16) blocks for each of both.
 extern "C" __global__ void __launch_bounds__(BOUNDS)
     matmul_int8_pair(const u8* __restrict__ weight, const u8* __restrict__ second, const u8* __restrict__ x,
-                   float* __restrict__ out, const int n, const int rows,
-                   const int second_rows, const int cols, const int chain_bits, const int out_stride, const int first,
-                   const int second_first) {
+                   float* __restrict__ out, const int n, const int rows, const int second_rows, const int cols,
+                   const int out_stride, const int first, const int second_first) {
     LUCE_DYNAMIC_SHARED(u8, shared);
     const int block = (int)blockIdx.x, blocks = luce_ceil_div(rows, 16);
     if (block < blocks) {
-        first_of_pair::product_int8(block, weight, x, out, n, rows, cols, chain_bits, out_stride, first,
-                                  shared);
+        first_of_pair::product_int8(block, weight, x, out, n, rows, cols, out_stride, first, shared);
     } else {
-        second_of_pair::product_int8(block - blocks, second, x, out, n, second_rows, cols, chain_bits,
-                                   out_stride, second_first, shared);
+        second_of_pair::product_int8(block - blocks, second, x, out, n, second_rows, cols, out_stride, second_first,
+                                     shared);
     }
 }

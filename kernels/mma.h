@@ -307,6 +307,17 @@ LUCE_FN void luce_mma_s8_32(i32 (&c)[4], const u32 (&a)[4], const u32 (&b)[2], i
 #endif
 #endif
 
+// An address in shared memory that the compiler keeps in a register, where it would make it again before each copy.
+LUCE_FN u8* luce_held(u8* shared) {
+#if defined(__CUDA_ARCH__)
+    u32 at = (u32)__cvta_generic_to_shared(shared);
+    asm volatile("" : "+r"(at));
+    return (u8*)__cvta_shared_to_generic(at);
+#else
+    return shared;
+#endif
+}
+
 // Copies 16 bytes to shared memory, or zeros if not `valid`; both addresses are multiples of 16. The copy is visible
 // to the thread that asked for it after luce_copy_wait<N>, to the others after a further barrier.
 LUCE_FN void luce_copy16(void* to, const void* from, bool valid) {

@@ -16,16 +16,10 @@
 // Units of each row and chain in flight or in use.
 #define TILE_STAGES 2
 
-// From one row's units to the next row's in shared memory: an odd number of 16 bytes, so that eight rows of 16 bytes
-// lie in different banks.
-#define TILE_STRIDE ((CHAINS * UNIT_BYTES + (ODD_UNITS ? 18 : 0) + 15) / 16 * 16 | 16)
 // Bytes of a unit of x.
 #define UNIT_X (2 * section_bytes(ROWS, INTEGER_SCALES))
 #define WEIGHT_STAGE (16 * TILES * TILE_STRIDE)
 #define TILE_STAGE (WEIGHT_STAGE + (SHARED_X ? CHAINS * UNIT_X : 0))
-// Threads that copy a row of weights.
-#define SHARE (2 * CHAINS)
-#define STEP_BYTES (CHAINS * UNIT_BYTES)
 // Times eight rows of x, and the sums of a chain's result.
 #define EIGHTS (ROWS / 8)
 #define SUMS (INTEGER_SCALES ? 2 : 4)
@@ -36,30 +30,6 @@
 #define AHEAD (!INTEGER_SCALES || SHARED_X ? 0 : ROWS == 16 ? 2 : HAS_MINIMUM ? 0 : 1)
 
 #if LUCE_MMA_S8
-
-// The rest of a row to copy, from this thread's first 16 bytes on.
-struct TileCopy {
-    const u8* from;
-    int left;
-};
-
-// Copies the next STEP_BYTES of a row to `to` + (their address % 16). `thread`: which one of SHARE.
-LUCE_FN void copy_step(u8* to, TileCopy& copy, int thread, const u8* end) {
-    const int skew = ODD_UNITS ? (int)((u64)copy.from & 15) : 0;
-    const u8* from = copy.from - skew;
-    int left = luce_min(copy.left, STEP_BYTES - thread * 16) + skew + (ODD_UNITS ? 4 : 0);
-    copy.from += STEP_BYTES;
-    copy.left -= STEP_BYTES;
-#if defined(__CUDA_ARCH__)
-    // Otherwise the compiler derives both from the loop's counter again for each copy: 30 of 350 instructions.
-    asm volatile("" : "+l"(copy.from), "+r"(copy.left));
-#endif
-    if (ODD_UNITS) left = copy_end(to, from, left, end, 16 * SHARE);
-#pragma unroll
-    for (int i = 0; i < STEP_BYTES + (ODD_UNITS ? 18 : 0); i += 16 * SHARE) {
-        if (i < left) luce_copy16(to + i, from + i, true);
-    }
-}
 
 // A unit of a tile's 16 rows: `in` are rows lane / 4 and 8 more, `line` is row lane % 16 at byte lane / 16 * 16.
 struct TileUnit {

@@ -12,7 +12,6 @@
 // Units of a chain in flight or in use there. H200, 35B A3B in Q4_K, 1, 4 and 16 rows: 6.4, 20.8 and 54.8 us; with five,
 // which ask for all of a row of 2048 columns at once, 6.9, 20.7 and 59.8.
 #define GATED_STAGES 3
-#define BITS (CHAINS - 1)  // log2 of the chains
 
 // act(gate x) * up x of every pair: out float32 [pairs, half]. gates, ups: `half` rows for each of `experts`,
 // expert_rows apart, and shared_gates, shared_ups [half, cols], all in blocks of QTYPE; half is a multiple of 8.
@@ -37,11 +36,11 @@ extern "C" __global__ void __launch_bounds__(64)
         const u8* matrix = feature < GATED_FEATURES ? gate : up;
         return Operands{matrix + (first + feature % GATED_FEATURES) * row_bytes(cols), matrix + all, x};
     };
-    const float* partial = block_sums<1, GATED_STAGES>(operands, 1, BITS, cols, shared);
+    const float* partial = block_sums<1, GATED_STAGES>(operands, 1, cols, shared);
     const int feature = luce_thread();
     if (feature >= GATED_FEATURES) return;
-    const float own = chain_sum(partial + feature, BITS, PARTIAL_STRIDE(16));
-    const float other = chain_sum(partial + feature + GATED_FEATURES, BITS, PARTIAL_STRIDE(16));
+    const float own = chain_sum(partial + feature, PARTIAL_STRIDE(16));
+    const float other = chain_sum(partial + feature + GATED_FEATURES, PARTIAL_STRIDE(16));
     out[(i64)(row * slots + slot) * half + feature0 + feature] = (gelu_gate ? gelu(own) : silu(own)) * other;
 }
 
@@ -123,10 +122,10 @@ extern "C" __global__ void __launch_bounds__(640)
         const auto prepare = [&] {
             if (quantises) quantise_alone(values + (i64)row * slots * cols, quantised, slots, cols);
         };
-        const float* partial = block_sums<1, 2>(operands, at_once, BITS, cols, shared, prepare);
+        const float* partial = block_sums<1, 2>(operands, at_once, cols, shared, prepare);
         const int feature = luce_thread();
         if (feature < 16 * luce_min(at_once, slots - slot0)) {
-            results[slot0 * 16 + feature] = chain_sum(partial + feature, BITS, PARTIAL_STRIDE(16 * at_once));
+            results[slot0 * 16 + feature] = chain_sum(partial + feature, PARTIAL_STRIDE(16 * at_once));
         }
         luce_sync();  // the next slots' units overwrite the partial sums
     }

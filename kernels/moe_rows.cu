@@ -16,7 +16,6 @@
 #if LUCE_MMA_S8
 
 #define THREADS (32 * CHAINS)
-#define BITS (CHAINS - 1)  // log2 of the chains
 // Blocks that a multiprocessor should hold. As above, gates and ups in Q4_K take 94 to 95 us with 6, 8 and 10; with four
 // stages instead of two, and so five blocks, 112.
 #define BLOCKS ((ROWS == 8 ? 16 : 12) / CHAINS)
@@ -53,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     for (int i = luce_thread(); i < 16 * ROWS; i += THREADS) {
         const int feature = i % 16, r = i / 16;
         const float* from = partial + r * STRIDE + feature;
-        const float left = chain_sum(from, BITS, ROWS * STRIDE), right = chain_sum(from + 16, BITS, ROWS * STRIDE);
+        const float left = chain_sum(from, ROWS * STRIDE), right = chain_sum(from + 16, ROWS * STRIDE);
         const float act = gelu_gate ? gelu(left) : silu(left);
         out[(i64)(tile * ROWS + r) * half + feature0 + feature] = act * right;
     }
@@ -87,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     const float* partial = tile_sums(row, x, cols, shared);
     for (int i = luce_thread(); i < 16 * TILES * count; i += THREADS) {
         const int feature = i % (16 * TILES), r = i / (16 * TILES);
-        const float sum = chain_sum(partial + r * STRIDE + feature, BITS, ROWS * STRIDE);
+        const float sum = chain_sum(partial + r * STRIDE + feature, ROWS * STRIDE);
         float* to = own ? out + (i64)order[first + r] * rows : shared_out + (i64)(first + r) * rows;
         if (feature0 + feature < rows) to[feature0 + feature] = sum;
     }

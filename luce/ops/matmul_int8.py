@@ -58,7 +58,7 @@ class Shape:
 def multiply(device: Device, x: Quantised, part: WeightPart, cols: int, out: Array) -> None:
     """Write one part's columns of out [n, rows] = x W^T: x of n <= 16 rows in the group of its type in INT8_TYPES."""
     shape = _part_shape(device, x, part, cols)
-    sizes = (x.count, part.rows, cols, shape.chain_bits, out.strides[0] // 4, part.first)
+    sizes = (x.count, part.rows, cols, out.strides[0] // 4, part.first)
     device.launch(
         "matmul_int8",
         "matmul_int8",
@@ -85,7 +85,7 @@ def pairs(device: Device, x: Quantised, first: WeightPart, second: WeightPart, c
 def multiply_pair(device: Device, x: Quantised, first: WeightPart, second: WeightPart, cols: int, out: Array) -> None:
     """Write two parts' columns in one launch: the second's blocks use multiprocessors that the first leaves idle."""
     one, other = (_part_shape(device, x, part, cols) for part in (first, second))
-    sizes = (x.count, first.rows, second.rows, cols, one.chain_bits, out.strides[0] // 4, first.first, second.first)
+    sizes = (x.count, first.rows, second.rows, cols, out.strides[0] // 4, first.first, second.first)
     device.launch(
         "matmul_int8_pair",
         "matmul_int8_pair",
@@ -140,18 +140,18 @@ def tile_shape(
     and 53.9.
     """
     chains = 1 << bits
-    run, _ = _run(type, chains)
     x = chains * (_UNIT_COLS // SECTION) * section_bytes(padded, group_for(type)) if shared_x else 0
-    shared = max(stages * (_TILE * tiles * (run | 16) + x), 4 * chains * padded * (_TILE * tiles + _PARTIAL_PAD))
+    weights = _TILE * tiles * _stride(type, chains)
+    shared = max(stages * (weights + x), 4 * chains * padded * (_TILE * tiles + _PARTIAL_PAD))
     defines = {"CHAINS": chains} | ({"TILES": tiles} if tiles > 1 else {}) | ({"SHARED_X": 1} if shared_x else {})
     return Shape(bits, _WORKER * chains, int(shared), tiles, defines)
 
 
-def _run(type: GGMLQuantizationType, chains: int) -> tuple[int, bool]:
-    """Bytes in shared memory of a row's next units, one per chain, and whether they can begin at any offset."""
+def _stride(type: GGMLQuantizationType, chains: int) -> int:
+    """TILE_STRIDE of kernels/dot_int8.h: bytes from one row's units of a step to the next row's in shared memory."""
     elements, size = GGML_QUANT_SIZES[type]
-    odd = size % 16 != 0
-    return -(-(chains * (_UNIT_COLS // elements) * size + (18 if odd else 0)) // 16) * 16, odd
+    run = chains * (_UNIT_COLS // elements) * size + (18 if size % 16 else 0)
+    return int(-(-run // 16) * 16 | 16)
 
 
 @lru_cache(1024)
@@ -181,9 +181,6 @@ def block_shape(
 ) -> Shape:
     """The thread block of block_sums for `tiles` tiles, 1 << bits chains and up to `stages` units of each in flight."""
     chains = 1 << bits
-    run, odd = _run(type, chains)
-    if not odd:
-        run = -(-(run - 16) // 32) * 32 + 16
     stages = min(stages, -(-cols // (chains * _UNIT_COLS)))  # no more than there are steps to fill
-    shared = max(stages * _TILE * tiles * run, 4 * chains * padded * (_TILE * tiles + _PARTIAL_PAD))
-    return Shape(bits, -(-_WORKER * tiles * chains // lanes) * lanes, shared)
+    shared = max(stages * _TILE * tiles * _stride(type, chains), 4 * chains * padded * (_TILE * tiles + _PARTIAL_PAD))
+    return Shape(bits, -(-_WORKER * tiles * chains // lanes) * lanes, shared, defines={"CHAINS": chains})

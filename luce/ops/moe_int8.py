@@ -131,7 +131,7 @@ def expert_mlp(
         (-(-rows // _TILE), n),
         (shape.threads,),
         (down.data, other.data, ids, weights, gate, inner, values, out, *_int32(sizes)),
-        defines={"QTYPE": down.type.name, "CHAINS": 1 << shape.chain_bits},
+        defines={"QTYPE": down.type.name, **shape.defines},
         shared=shape.shared + kept + _BESIDE * slots,
     )
     return out
@@ -169,7 +169,7 @@ def _gated(
             *(chosen.gates, chosen.ups, other.gates, other.ups, ids),
             *(x.data, out, *_int32(sizes)),
         ),
-        defines={"QTYPE": chosen.type.name, "CHAINS": 1 << shape.chain_bits},
+        defines={"QTYPE": chosen.type.name, **shape.defines},
         shared=shape.shared,
     )
     return out
