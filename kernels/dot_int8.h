@@ -197,9 +197,13 @@ LUCE_FN void add_row(const SetWeights& w, const SetRow& row, int groups, float& 
         for (int k = 0; k < SET_GROUPS; k++) {
             i32 group = 0;
 #pragma unroll
-            for (int word = 0; word < GROUP_WORDS; word++)
-                group = luce_dot4((i32)w.words[k][word], (i32)row.words[k][word], group);
-            products += group * w.scales.groups[k];
+            for (int word = 0; word < GROUP_WORDS; word++) {
+                const u32 numbers = w.words[k][word];
+                const i32 values = (i32)row.words[k][word];
+                group = HIGH_NIBBLES && k ? luce_dot4_high(numbers, values, group)
+                                          : luce_dot4((i32)numbers, values, group);
+            }
+            products += (HIGH_NIBBLES && k ? group >> 4 : group) * w.scales.groups[k];
         }
 #if HAS_MINIMUM
         minimums = luce_dot4((i32)w.scales.minimums, (i32)row.high, 0) * 32;

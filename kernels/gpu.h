@@ -98,6 +98,15 @@ LUCE_FN i32 luce_dot4(i32 a, i32 b, i32 c) {
 #endif
 }
 
+// The same of unsigned bytes of a that are multiples of 16 and signed ones of b.
+LUCE_FN i32 luce_dot4_high(u32 a, i32 b, i32 c) {
+#if defined(__GFX11__) || defined(__GFX12__)
+    return __builtin_amdgcn_sudot4(false, (i32)a, true, b, c, false);
+#else
+    return luce_dot4((i32)(a >> 4), b, 0) * 16 + c;
+#endif
+}
+
 #define LUCE_INF __builtin_inff()
 #define LUCE_NAN __builtin_nanf("")
 
@@ -143,6 +152,11 @@ LUCE_FN f16_t luce_f16(float value) {
 }
 
 LUCE_FN i32 luce_dot4(i32 a, i32 b, i32 c) { return __dp4a(a, b, c); }
+LUCE_FN i32 luce_dot4_high(u32 a, i32 b, i32 c) {
+    i32 result;
+    asm("dp4a.u32.s32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
+    return result;
+}
 
 #define LUCE_INF __uint_as_float(0x7f800000u)
 #define LUCE_NAN __uint_as_float(0x7fffffffu)

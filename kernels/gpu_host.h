@@ -178,6 +178,11 @@ LUCE_FN i32 luce_dot4(i32 a, i32 b, i32 c) {
     return c;
 }
 
+LUCE_FN i32 luce_dot4_high(u32 a, i32 b, i32 c) {
+    for (int shift = 0; shift < 32; shift += 8) c += (i32)(u8)(a >> shift) * (i32)(i8)(b >> shift);
+    return c;
+}
+
 #define LUCE_INF __builtin_inff()
 #define LUCE_NAN __builtin_nanf("")
 #define LUCE_DYNAMIC_SHARED(type, name) type* name = reinterpret_cast<type*>(luce_dynamic)

@@ -116,6 +116,9 @@ LUCE_FN float block_scale(const Unit& unit, int block) {
 }
 #endif
 
+// Whether the words of group 1 of a set are 16 times the numbers, as unsigned bytes: that takes no shift.
+#define HIGH_NIBBLES (QTYPE == Q4_K)
+
 // The words of the first `groups` groups of a set: fewer than all only if a unit may be cut short.
 LUCE_FN void set_words(const Unit& unit, int set, int groups, u32 (&w)[SET_GROUPS][GROUP_WORDS]) {
 #if QTYPE == Q6_K
@@ -149,7 +152,8 @@ LUCE_FN void set_words(const Unit& unit, int set, int groups, u32 (&w)[SET_GROUP
 #pragma unroll
     for (int i = 0; i < 8; i++) {
         const u32 own = fifths[i] >> (2 * set);
-        w[0][i] = low_bits(bits[i], own, 0), w[1][i] = low_bits(bits[i] >> 4, own, 1);
+        w[0][i] = low_bits(bits[i], own, 0);
+        w[1][i] = HIGH_NIBBLES ? bits[i] & 0xf0f0f0f0u : low_bits(bits[i] >> 4, own, 1);
     }
 #endif
 }
