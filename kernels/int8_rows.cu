@@ -39,6 +39,61 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     } while (made.again(plain ? 1.0f : factor[r]));
 }
 
+LUCE_FN void load(const float* __restrict__ row, int column, int cols, float (&v)[GROUP]) {
+    if (column + GROUP <= cols && (u64)row % 16 == 0) {
+#pragma unroll
+        for (int i = 0; i < GROUP; i += 4) {
+            const float4 four = *reinterpret_cast<const float4*>(row + column + i);
+            v[i] = four.x, v[i + 1] = four.y, v[i + 2] = four.z, v[i + 3] = four.w;
+        }
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < GROUP; i++) v[i] = column + i < cols ? row[column + i] : 0.0f;
+}
+
+// Of a row that begins at a multiple of 16 bytes, with a multiple of GROUP columns.
+LUCE_FN void load(const bf16_t* __restrict__ row, int column, int cols, float (&v)[GROUP]) {
+    const uint4 words = column < cols ? *reinterpret_cast<const uint4*>(row + column) : make_uint4(0, 0, 0, 0);
+    const u32 pairs[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+    for (int i = 0; i < GROUP; i++) v[i] = luce_f32(bf16_t{(u16)(pairs[i / 2] >> (i % 2 * 16))});
+}
+
+#define WAVES 4  // of a block whose waves have a row each
+
+// n rows of x as Int8Row makes them, to rows of `padded` columns with zeros from column `cols` on. Rows of x lie `stride`
+// apart. A wave has a row: of experts' inner values there are many short ones.
+template <typename T>
+LUCE_FN void wave_to_int8(const T* __restrict__ x, u8* __restrict__ to, float* __restrict__ scale, int n, int cols, int padded,
+                          i64 stride) {
+    luce_await();
+    const int r = (int)blockIdx.x * WAVES + luce_wave(), lane = luce_lane();
+    if (r >= n) return;
+    const T* row = x + r * stride;
+    Int8Row made(to + (i64)r * padded, scale + r);
+    do {
+#pragma unroll 2
+        for (int column = lane * GROUP; column < padded; column += LUCE_LANES * GROUP) {
+            float v[GROUP];
+            load(row, column, cols, v);
+            made.put(column, v);
+        }
+    } while (made.again(made.writes ? 0.0f : luce_lane_max(made.most), lane == 0));
+}
+
+// Grid of both: ceil(n / WAVES) blocks of WAVES waves.
+extern "C" __global__ void __launch_bounds__(WAVES * LUCE_LANES)
+    floats_to_int8(const float* __restrict__ x, u8* __restrict__ to, float* __restrict__ scale, int n, int cols, int padded,
+                   i64 stride) {
+    wave_to_int8(x, to, scale, n, cols, padded, stride);
+}
+extern "C" __global__ void __launch_bounds__(WAVES * LUCE_LANES)
+    bf16_to_int8(const bf16_t* __restrict__ x, u8* __restrict__ to, float* __restrict__ scale, int n, int cols, int padded,
+                 i64 stride) {
+    wave_to_int8(x, to, scale, n, cols, padded, stride);
+}
+
 // PART products from a column on, both addresses multiples of 16 bytes.
 LUCE_FN void load(const i32* __restrict__ sums, const float* __restrict__ features, int column, float row, float (&v)[PART]) {
     const int4 own = *reinterpret_cast<const int4*>(sums + column);

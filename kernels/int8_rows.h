@@ -1,5 +1,5 @@
 // Rows as int8 with a scale for each row, for int8_rows.cu and for kernels that make such rows of what they compute. A block
-// has a row.
+// has a row, or a wave has one.
 #pragma once
 #include "gpu.h"
 #include "reduce.h"
@@ -60,11 +60,15 @@ struct Int8Row {
 
     // Whether the row has to be put again; every thread of the block asks. scale = s factor.
     __device__ __forceinline__ bool again(float factor = 1.0f) {
+        return !writes && again(luce_block_max(most), luce_thread() == 0, factor);
+    }
+
+    // The same for a row whose threads have found its largest |x|; one of them, `first`, stores the scale.
+    __device__ __forceinline__ bool again(float largest, bool first, float factor = 1.0f) {
         if (writes) return false;
         writes = true;
-        const float largest = luce_block_max(most);
         inverse = largest > 0.0f && largest <= LUCE_FLT_MAX ? 127.0f / largest : 0.0f;
-        if (luce_thread() == 0) *scale = largest / 127.0f * factor;
+        if (first) *scale = largest / 127.0f * factor;
         return true;
     }
 };

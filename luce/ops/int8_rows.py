@@ -14,8 +14,9 @@ from luce.runtime.device import Array, Device
 if TYPE_CHECKING:
     from luce.models.spec import Activation
 
-# The constants of kernels/int8_rows.cu: threads of a row, most of a row of gates, and columns of sums of a thread.
-_THREADS, _GATED_THREADS, _COLUMNS = 256, 512, 4
+# The constants of kernels/int8_rows.cu: threads of a row, most of a row of gates, columns of sums of a thread, and
+# waves of a block where each has a row.
+_THREADS, _GATED_THREADS, _COLUMNS, _WAVES = 256, 512, 4, 4
 
 
 @dataclass(frozen=True)
@@ -66,9 +67,17 @@ def padded_columns(cols: int) -> int:
 
 
 def to_int8(device: Device, x: Array | Fp16Rows, to: Int8Rows | None = None) -> Int8Rows:
-    """Float16 [n, cols] rows, cols a multiple of 8, or rows with scales, n > 0, as int8; written to `to` if given."""
+    """Rows [n, cols], n > 0, as int8; written to `to` if given. x is float32; or float16, rows with scales, or bfloat16
+    (uint16), of which cols and the row stride are multiples of 8."""
     if to is None:
         to = empty_int8(device, *x.shape)
+    if not isinstance(x, Fp16Rows) and x.dtype != np.float16:
+        kernel = "floats_to_int8" if x.dtype == np.float32 else "bf16_to_int8"
+        (n, cols), padded = x.shape, to.values.shape[1]
+        sizes = (np.int32(n), np.int32(cols), np.int32(padded), np.int64(x.strides[0] // x.itemsize))
+        to_rows = to.values.view(np.uint8), to.scale
+        device.launch("int8_rows", kernel, (-(-n // _WAVES),), (_WAVES * device.lanes,), (x, *to_rows, *sizes))
+        return to
     values, plain = (x.values, False) if isinstance(x, Fp16Rows) else (x, True)
     n, cols = x.shape
     sizes = (np.int32(plain), np.int32(cols), np.int32(to.values.shape[1]), np.int64(values.strides[0] // 2))

@@ -44,8 +44,8 @@ BLAS_ROWS = 144
 #: 256 and 881 with a buffer for whole matrices, of 350 MB (no fp16 copies, H200); at 2048 rows, 64 MB cost 5%. With
 #: fp16 copies, whose products have the same slices, it took 916 ms with 256 MB and 909 with 384 (H100).
 BUFFER_BYTES = 384 << 20
-# The library needs rows in multiples of 16 bytes.
-_BLAS_COLS = 8
+#: The library needs rows in multiples of 16 bytes.
+BLAS_COLS = 8
 #: the constants of kernels/tile.h
 TILE_ROWS, TILE_FEATURES, TILE_THREADS = 64, 128, 128
 # A matrix of few features is split along its columns (split-K) into enough blocks to keep a large GPU busy, but not
@@ -56,11 +56,11 @@ _BLOCKS, _PART_SLICES = 528, 4
 def matmul_prefill(device: Device, x: Array | Fp16Rows | Int8Rows, weight: Weight, out: Array) -> None:
     """out = x W^T: x float32 [n, cols] (any row stride) or, for weights without F32, fp16, or int8 where
     `multiplies_int8` says so, out float32 [n, rows]."""
-    if isinstance(x, Int8Rows):
-        _multiply_packed(device, x, [*weight.parts], weight, out)
+    if isinstance(x, Int8Rows) or multiplies_int8(device, x.shape[0], weight):
+        _multiply_packed(device, _as_int8(device, x), [*weight.parts], weight, out)
         return
     cols = weight.cols
-    blas = device.blas and x.shape[0] >= BLAS_ROWS and cols % _BLAS_COLS == 0
+    blas = device.blas and x.shape[0] >= BLAS_ROWS and cols % BLAS_COLS == 0
     if isinstance(x, Fp16Rows):
         fp16: Fp16Rows | None = x
     else:
@@ -95,7 +95,7 @@ def reads_fp16(weight: Weight) -> bool:
 def multiplies_int8(device: Device, rows: int, weight: Weight) -> bool:
     """Whether products of `rows` rows with all parts of the weight are those of int8 rows."""
     packed = all(part.type not in (_T.F32, _T.F16) for part in weight.parts)
-    return weight.int8 and packed and device.blas and rows >= BLAS_ROWS and weight.cols % _BLAS_COLS == 0
+    return weight.int8 and packed and device.blas and rows >= BLAS_ROWS and weight.cols % BLAS_COLS == 0
 
 
 def has_int8_sums(device: Device, rows: int, weight: Weight) -> bool:
@@ -169,15 +169,13 @@ def slices(device: Device, parts: list[WeightPart], weight: Weight) -> Iterator[
 
 def _as_int8(device: Device, x: Array | Fp16Rows | Int8Rows) -> Int8Rows:
     """Float32 rows, and those already rounded, as int8."""
-    if isinstance(x, Int8Rows):
-        return x
-    return to_int8(device, x if isinstance(x, Fp16Rows) else to_fp16(device, x))
+    return x if isinstance(x, Int8Rows) else to_int8(device, x)
 
 
 def copy_bytes(device: Device, weight: Weight) -> int:
     """Bytes of the copy that `store_copy` makes; 0 if products never dequantise the weight."""
     packed = any(part.type not in (_T.F16, _T.F32) for part in weight.parts)
-    if not packed or not device.blas or weight.cols % _BLAS_COLS:
+    if not packed or not device.blas or weight.cols % BLAS_COLS:
         return 0
     return weight.rows * (padded_columns(weight.cols) + 4 if weight.int8 else 2 * weight.cols)
 
