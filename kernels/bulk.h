@@ -9,6 +9,7 @@
 //   luce_bulk_load(to, from, bytes, bulk) to shared memory; `bytes` may be 0. Every load of a Bulk is waited for before the
 //                                         next one
 //   luce_bulk_wait(bulk, turn)            all lanes: until its load number `turn` % 2 has arrived
+//   luce_bulk_prefetch(from, bytes)       to the second-level cache alone; nothing waits for it
 //   luce_bulk_share()                     lanes that wrote what is to be stored, before a luce_sync_lanes
 //   luce_bulk_store(to, from, bytes)      from shared memory
 //   luce_bulk_wait_read<N>()              until shared memory has been read for all but the N newest stores; before a block
@@ -35,6 +36,7 @@ LUCE_FN void luce_bulk_wait(Bulk* bulk, int turn) {
     if (luce_lane() == 0 && (loads - 1) % 2 == turn % 2) luce_host_copy_land(loads >> 32);
     luce_sync_lanes();
 }
+LUCE_FN void luce_bulk_prefetch(const void*, u32) {}
 LUCE_FN void luce_bulk_share() {}
 LUCE_FN void luce_bulk_store(void* to, const void* from, u32 bytes) {
     for (u32 i = 0; i < bytes; i += 16) luce_host_store16((u8*)to + i, (const u8*)from + i);
@@ -65,6 +67,9 @@ LUCE_FN void luce_bulk_wait(Bulk* bulk, int turn) {
                      : "r"(luce_bulk_at(bulk)), "r"(turn & 1)
                      : "memory");
     } while (!arrived);
+}
+LUCE_FN void luce_bulk_prefetch(const void* from, u32 bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 LUCE_FN void luce_bulk_share() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 LUCE_FN void luce_bulk_store(void* to, const void* from, u32 bytes) {

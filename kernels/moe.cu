@@ -273,23 +273,43 @@ extern "C" __global__ void __launch_bounds__(GROUP_THREADS)
 #define COMBINE_EACH 4   // elements of a thread
 #define COMBINE_SLOTS 4  // whose loads are in flight at a time
 
-// out[r, j] = sum over the slots s, ascending, of weights[r, s] * y[r, s, j]; y float32 [n, slots, rows]. If `adds`,
-// plus shared[r, j], times the sigmoid of the row's gate if `gated`; gates are gate_stride elements apart.
-// Grid: (n, ceil(rows / (COMBINE_EACH * COMBINE_THREADS))) blocks of COMBINE_THREADS.
-extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
-    combine(const float* __restrict__ y, const float* __restrict__ weights, const float* __restrict__ shared,
-            const float* __restrict__ gate, float* __restrict__ out, int slots, int rows, int adds, int gated,
-            i64 gate_stride) {
+// The thread's element number e of a block's: floats lie COMBINE_THREADS apart, and of bfloat16 two neighbours are a word.
+LUCE_FN int element_of(const float*, int e) { return e * COMBINE_THREADS + (int)threadIdx.x; }
+LUCE_FN int element_of(const bf16_t*, int e) { return (e / 2 * COMBINE_THREADS + (int)threadIdx.x) * 2 + e % 2; }
+
+// A row's elements of the thread from number `first` on, zeros beyond `rows`; rows of bfloat16 are even.
+LUCE_FN void load_elements(const float* __restrict__ from, int first, int rows, float (&v)[COMBINE_EACH]) {
+#pragma unroll
+    for (int e = 0; e < COMBINE_EACH; e++) {
+        const int j = first + element_of(from, e);
+        v[e] = j < rows ? from[j] : 0.0f;
+    }
+}
+LUCE_FN void load_elements(const bf16_t* __restrict__ from, int first, int rows, float (&v)[COMBINE_EACH]) {
+#pragma unroll
+    for (int e = 0; e < COMBINE_EACH; e += 2) {
+        const int j = first + element_of(from, e);
+        const u32 two = j < rows ? *reinterpret_cast<const u32*>(from + j) : 0;
+        v[e] = luce_f32(bf16_t{(u16)two}), v[e + 1] = luce_f32(bf16_t{(u16)(two >> 16)});
+    }
+}
+
+template <typename T>
+LUCE_FN void combine_row(const T* __restrict__ y, const float* __restrict__ weights, const float* __restrict__ shared,
+                         const float* __restrict__ gate, float* __restrict__ out, int slots, int rows, int adds, int gated,
+                         i64 gate_stride) {
     luce_await();
-    const int j = (int)blockIdx.y * (COMBINE_EACH * COMBINE_THREADS) + (int)threadIdx.x;
-    const i64 at = (i64)blockIdx.x * rows + j;
-    y += (i64)blockIdx.x * slots * rows + j;
+    const int first_element = (int)blockIdx.y * (COMBINE_EACH * COMBINE_THREADS);
+    y += (i64)blockIdx.x * slots * rows;
     weights += (i64)blockIdx.x * slots;
+    shared += (i64)blockIdx.x * rows;
+    out += (i64)blockIdx.x * rows;
     const float score = gated ? gate[blockIdx.x * gate_stride] : 0.0f;
     float addend[COMBINE_EACH], sum[COMBINE_EACH];
 #pragma unroll
     for (int e = 0; e < COMBINE_EACH; e++) {
-        addend[e] = adds && j + e * COMBINE_THREADS < rows ? shared[at + e * COMBINE_THREADS] : 0.0f;
+        const int j = first_element + element_of(y, e);
+        addend[e] = adds && j < rows ? shared[j] : 0.0f;
         sum[e] = 0.0f;
     }
     for (int first = 0; first < slots; first += COMBINE_SLOTS) {
@@ -297,11 +317,8 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
 #pragma unroll
         for (int i = 0; i < COMBINE_SLOTS; i++) {
             const bool used = first + i < slots;
-            const float* from = y + (i64)(first + i) * rows;
             weight[i] = used ? weights[first + i] : 0.0f;
-#pragma unroll
-            for (int e = 0; e < COMBINE_EACH; e++)
-                own[i][e] = used && j + e * COMBINE_THREADS < rows ? from[e * COMBINE_THREADS] : 0.0f;
+            load_elements(y + (i64)(first + i) * rows, first_element, used ? rows : 0, own[i]);
         }
 #pragma unroll
         for (int i = 0; i < COMBINE_SLOTS; i++) {
@@ -312,10 +329,29 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
     }
 #pragma unroll
     for (int e = 0; e < COMBINE_EACH; e++) {
-        if (j + e * COMBINE_THREADS >= rows) break;
+        const int j = first_element + element_of(y, e);
+        if (j >= rows) break;
         if (adds) sum[e] += gated ? addend[e] / (1.0f + expf(-score)) : addend[e];
-        out[at + e * COMBINE_THREADS] = sum[e];
+        out[j] = sum[e];
     }
+}
+
+// out[r, j] = sum over the slots s, ascending, of weights[r, s] * y[r, s, j]; y float32 [n, slots, rows]. If `adds`,
+// plus shared[r, j], times the sigmoid of the row's gate if `gated`; gates are gate_stride elements apart.
+// Grid: (n, ceil(rows / (COMBINE_EACH * COMBINE_THREADS))) blocks of COMBINE_THREADS.
+extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
+    combine(const float* __restrict__ y, const float* __restrict__ weights, const float* __restrict__ shared,
+            const float* __restrict__ gate, float* __restrict__ out, int slots, int rows, int adds, int gated,
+            i64 gate_stride) {
+    combine_row(y, weights, shared, gate, out, slots, rows, adds, gated, gate_stride);
+}
+
+// The same of y in bfloat16, rows even.
+extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
+    combine_bf16(const bf16_t* __restrict__ y, const float* __restrict__ weights, const float* __restrict__ shared,
+                 const float* __restrict__ gate, float* __restrict__ out, int slots, int rows, int adds, int gated,
+                 i64 gate_stride) {
+    combine_row(y, weights, shared, gate, out, slots, rows, adds, gated, gate_stride);
 }
 
 // y[pair, j] += bias[ids[pair], j]: y float32 [pairs, rows], bias [experts, rows]. Grid: (pairs, ceil(rows / the

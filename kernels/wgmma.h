@@ -42,7 +42,7 @@ LUCE_FN void luce_wgmma_fence() {}
 LUCE_FN void luce_wgmma_close() {}
 template <int N> LUCE_FN void luce_wgmma_wait() {}
 LUCE_FN void luce_wgmma_wait() {}
-template <int COUNT> LUCE_FN void luce_wgmma_hold(float (&)[COUNT][4]) {}
+template <typename T, int COUNT> LUCE_FN void luce_wgmma_hold(T (&)[COUNT][4]) {}
 template <typename T> LUCE_FN float luce_wgmma_element(const void* from, int row, int column) {
     u64 at = (u64)from + row * 128 + column * 2;
     at ^= (at / 128 & 7) * 16;
@@ -100,6 +100,11 @@ template <int COUNT> LUCE_FN void luce_wgmma_hold(float (&c)[COUNT][4]) {
 #pragma unroll
     for (int i = 0; i < COUNT; i++)
         asm volatile("" : "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])::"memory");
+}
+template <int COUNT> LUCE_FN void luce_wgmma_hold(i32 (&c)[COUNT][4]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++)
+        asm volatile("" : "+r"(c[i][0]), "+r"(c[i][1]), "+r"(c[i][2]), "+r"(c[i][3])::"memory");
 }
 // The matrix's descriptor: 1024 bytes from eight rows to the next, chunks permuted within 128 bytes.
 LUCE_FN u64 luce_wgmma_matrix(const void* at) {

@@ -5,6 +5,8 @@
 //   luce_wgmma_rows<N>(c, words, b)  c [64, N] += a b^T, a [16w.., 16] in words, 16 columns of the N rows; c[i] has
 //                                    columns 8i and on
 //   luce_wgmma_rows<N>(c, words, b, adds)  the same, or without `adds`, a constant, c = a b^T
+//   luce_wgmma_bytes<N>(c, a, b)     c [64, N] += a b^T in int32, 32 columns of int8: 64 rows at a, N at b, both in rows of
+//                                    128 columns; exact
 #pragma once
 #include "wgmma.h"
 
@@ -25,6 +27,22 @@ template <int N> LUCE_FN void luce_wgmma_rows(float (*c)[4], const u32 (&a)[4], 
             const float right = luce_wgmma_element<f16_t>((const void*)b, i / 2 * 8 + t + i % 2, k);
             c[i / 2][i % 2] = fmaf(upper, right, c[i / 2][i % 2]);
             c[i / 2][i % 2 + 2] = fmaf(lower, right, c[i / 2][i % 2 + 2]);
+        }
+    }
+}
+LUCE_FN i32 luce_wgmma_four(luce_rows_t from, int row, int word) {
+    u64 at = from + row * 128 + word * 4;
+    at ^= (at / 128 & 7) * 16;
+    return *reinterpret_cast<const i32*>(at);
+}
+template <int N> LUCE_FN void luce_wgmma_bytes(i32 (*c)[4], luce_rows_t a, luce_rows_t b) {
+    const int g = luce_wave() % 4 * 16 + luce_lane() / 4, t = luce_lane() % 4 * 2;
+    for (int k = 0; k < 8; k++) {
+        const i32 upper = luce_wgmma_four(a, g, k), lower = luce_wgmma_four(a, g + 8, k);
+        for (int i = 0; i < N / 4; i++) {
+            const i32 right = luce_wgmma_four(b, i / 2 * 8 + t + i % 2, k);
+            c[i / 2][i % 2] = luce_dot4(upper, right, c[i / 2][i % 2]);
+            c[i / 2][i % 2 + 2] = luce_dot4(lower, right, c[i / 2][i % 2 + 2]);
         }
     }
 }
@@ -54,21 +72,40 @@ template <int N> LUCE_FN void luce_wgmma_rows(float (*c)[4], const u32 (&a)[4], 
 #define LUCE_WGMMA_LIST_6 LUCE_WGMMA_LIST_5 ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define LUCE_WGMMA_LIST_7 LUCE_WGMMA_LIST_6 ", %48, %49, %50, %51, %52, %53, %54, %55"
 #define LUCE_WGMMA_LIST_8 LUCE_WGMMA_LIST_7 ", %56, %57, %58, %59, %60, %61, %62, %63"
-#define LUCE_WGMMA_OUT_1 LUCE_WGMMA_ROW(c[0]), LUCE_WGMMA_ROW(c[1])
-#define LUCE_WGMMA_OUT_2 LUCE_WGMMA_OUT_1, LUCE_WGMMA_ROW(c[2]), LUCE_WGMMA_ROW(c[3])
-#define LUCE_WGMMA_OUT_3 LUCE_WGMMA_OUT_2, LUCE_WGMMA_ROW(c[4]), LUCE_WGMMA_ROW(c[5])
-#define LUCE_WGMMA_OUT_4 LUCE_WGMMA_OUT_3, LUCE_WGMMA_ROW(c[6]), LUCE_WGMMA_ROW(c[7])
-#define LUCE_WGMMA_OUT_5 LUCE_WGMMA_OUT_4, LUCE_WGMMA_ROW(c[8]), LUCE_WGMMA_ROW(c[9])
-#define LUCE_WGMMA_OUT_6 LUCE_WGMMA_OUT_5, LUCE_WGMMA_ROW(c[10]), LUCE_WGMMA_ROW(c[11])
-#define LUCE_WGMMA_OUT_7 LUCE_WGMMA_OUT_6, LUCE_WGMMA_ROW(c[12]), LUCE_WGMMA_ROW(c[13])
-#define LUCE_WGMMA_OUT_8 LUCE_WGMMA_OUT_7, LUCE_WGMMA_ROW(c[14]), LUCE_WGMMA_ROW(c[15])
-LUCE_WGMMA_ROWS(16, LUCE_WGMMA_LIST_1, "%8", "%9", "%10", "%11", "%12", "%13", LUCE_WGMMA_OUT_1)
-LUCE_WGMMA_ROWS(32, LUCE_WGMMA_LIST_2, "%16", "%17", "%18", "%19", "%20", "%21", LUCE_WGMMA_OUT_2)
-LUCE_WGMMA_ROWS(48, LUCE_WGMMA_LIST_3, "%24", "%25", "%26", "%27", "%28", "%29", LUCE_WGMMA_OUT_3)
-LUCE_WGMMA_ROWS(64, LUCE_WGMMA_LIST_4, "%32", "%33", "%34", "%35", "%36", "%37", LUCE_WGMMA_OUT_4)
-LUCE_WGMMA_ROWS(80, LUCE_WGMMA_LIST_5, "%40", "%41", "%42", "%43", "%44", "%45", LUCE_WGMMA_OUT_5)
-LUCE_WGMMA_ROWS(96, LUCE_WGMMA_LIST_6, "%48", "%49", "%50", "%51", "%52", "%53", LUCE_WGMMA_OUT_6)
-LUCE_WGMMA_ROWS(128, LUCE_WGMMA_LIST_8, "%64", "%65", "%66", "%67", "%68", "%69", LUCE_WGMMA_OUT_8)
+// Of a row's macro, the registers of 16 columns for each step.
+#define LUCE_WGMMA_OUT_1(ROW) ROW(c[0]), ROW(c[1])
+#define LUCE_WGMMA_OUT_2(ROW) LUCE_WGMMA_OUT_1(ROW), ROW(c[2]), ROW(c[3])
+#define LUCE_WGMMA_OUT_3(ROW) LUCE_WGMMA_OUT_2(ROW), ROW(c[4]), ROW(c[5])
+#define LUCE_WGMMA_OUT_4(ROW) LUCE_WGMMA_OUT_3(ROW), ROW(c[6]), ROW(c[7])
+#define LUCE_WGMMA_OUT_5(ROW) LUCE_WGMMA_OUT_4(ROW), ROW(c[8]), ROW(c[9])
+#define LUCE_WGMMA_OUT_6(ROW) LUCE_WGMMA_OUT_5(ROW), ROW(c[10]), ROW(c[11])
+#define LUCE_WGMMA_OUT_7(ROW) LUCE_WGMMA_OUT_6(ROW), ROW(c[12]), ROW(c[13])
+#define LUCE_WGMMA_OUT_8(ROW) LUCE_WGMMA_OUT_7(ROW), ROW(c[14]), ROW(c[15])
+LUCE_WGMMA_ROWS(16, LUCE_WGMMA_LIST_1, "%8", "%9", "%10", "%11", "%12", "%13", LUCE_WGMMA_OUT_1(LUCE_WGMMA_ROW))
+LUCE_WGMMA_ROWS(32, LUCE_WGMMA_LIST_2, "%16", "%17", "%18", "%19", "%20", "%21", LUCE_WGMMA_OUT_2(LUCE_WGMMA_ROW))
+LUCE_WGMMA_ROWS(48, LUCE_WGMMA_LIST_3, "%24", "%25", "%26", "%27", "%28", "%29", LUCE_WGMMA_OUT_3(LUCE_WGMMA_ROW))
+LUCE_WGMMA_ROWS(64, LUCE_WGMMA_LIST_4, "%32", "%33", "%34", "%35", "%36", "%37", LUCE_WGMMA_OUT_4(LUCE_WGMMA_ROW))
+LUCE_WGMMA_ROWS(80, LUCE_WGMMA_LIST_5, "%40", "%41", "%42", "%43", "%44", "%45", LUCE_WGMMA_OUT_5(LUCE_WGMMA_ROW))
+LUCE_WGMMA_ROWS(96, LUCE_WGMMA_LIST_6, "%48", "%49", "%50", "%51", "%52", "%53", LUCE_WGMMA_OUT_6(LUCE_WGMMA_ROW))
+LUCE_WGMMA_ROWS(128, LUCE_WGMMA_LIST_8, "%64", "%65", "%66", "%67", "%68", "%69", LUCE_WGMMA_OUT_8(LUCE_WGMMA_ROW))
+
+template <int N> LUCE_FN void luce_wgmma_bytes(i32 (*c)[4], luce_rows_t a, luce_rows_t b);
+#define LUCE_WGMMA_INTEGERS(c) "+r"((c)[0]), "+r"((c)[1]), "+r"((c)[2]), "+r"((c)[3])
+#define LUCE_WGMMA_BYTES(N, list, a0, b0, ...)                                                                    \
+    template <> LUCE_FN void luce_wgmma_bytes<N>(i32 (*c)[4], luce_rows_t a, luce_rows_t b) {                     \
+        asm volatile("{.reg .b64 d, e; mov.b64 d, {" a0 ", 0x40000040}; mov.b64 e, {" b0 ", 0x40000040}; "        \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k32.s32.s8.s8 {" list "}, d, e, 1;}"                 \
+                     : __VA_ARGS__                                                                                \
+                     : "r"(a), "r"(b));                                                                           \
+    }
+LUCE_WGMMA_BYTES(16, LUCE_WGMMA_LIST_1, "%8", "%9", LUCE_WGMMA_OUT_1(LUCE_WGMMA_INTEGERS))
+LUCE_WGMMA_BYTES(32, LUCE_WGMMA_LIST_2, "%16", "%17", LUCE_WGMMA_OUT_2(LUCE_WGMMA_INTEGERS))
+LUCE_WGMMA_BYTES(48, LUCE_WGMMA_LIST_3, "%24", "%25", LUCE_WGMMA_OUT_3(LUCE_WGMMA_INTEGERS))
+LUCE_WGMMA_BYTES(64, LUCE_WGMMA_LIST_4, "%32", "%33", LUCE_WGMMA_OUT_4(LUCE_WGMMA_INTEGERS))
+LUCE_WGMMA_BYTES(80, LUCE_WGMMA_LIST_5, "%40", "%41", LUCE_WGMMA_OUT_5(LUCE_WGMMA_INTEGERS))
+LUCE_WGMMA_BYTES(96, LUCE_WGMMA_LIST_6, "%48", "%49", LUCE_WGMMA_OUT_6(LUCE_WGMMA_INTEGERS))
+LUCE_WGMMA_BYTES(112, LUCE_WGMMA_LIST_7, "%56", "%57", LUCE_WGMMA_OUT_7(LUCE_WGMMA_INTEGERS))
+LUCE_WGMMA_BYTES(128, LUCE_WGMMA_LIST_8, "%64", "%65", LUCE_WGMMA_OUT_8(LUCE_WGMMA_INTEGERS))
 
 #endif
 #endif

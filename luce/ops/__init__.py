@@ -11,7 +11,8 @@ where a docstring says so.
 weight              weight matrices on a device
 matmul              products; matmul_int8 and matmul_bf16 for few rows, matmul_prefill with fp16 for many
 quantise            rows of activations as int8
-moe                 mixture of experts; moe_int8, moe_rows and moe_prefill for few, more and many rows
+moe                 mixture of experts; moe_int8, moe_rows and moe_prefill for few, more and many rows; moe_prefill_int8
+                    for many with int8 weights
 attention           attention over KV pages; attention_mma on tensor cores, kvtype for the types of K and V
 block_sparse        attention of a long text of which rows read some blocks
 qkv, rope           query, key and value heads before attention; rotary angles

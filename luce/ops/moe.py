@@ -3,10 +3,10 @@
 A row has k slots, one per chosen expert. As in matmul, few rows and many rows use different kernels. Up to FEW_ROWS
 rows, one launch computes each pair of a row and a slot by itself. More rows are sorted by expert on the device and
 rounded to fp16 (matmul_prefill.py), so that each tile of rows reads an expert's weights once; for a prompt's rows some
-devices have a kernel of their own (moe_prefill.py). The bits of a result depend neither on other rows nor on the rows
-that share its expert, except that they change between FEW_ROWS and FEW_ROWS + 1 rows, and may where moe_prefill.py
-begins; on the host they may change once an expert has more than FEW_ROWS rows. Nothing waits for the device: shapes
-alone determine the grids.
+devices have kernels of their own (moe_prefill.py, and on request moe_prefill_int8.py). The bits of a result depend
+neither on other rows nor on the rows that share its expert, except that they change between FEW_ROWS and FEW_ROWS + 1
+rows, and may where moe_prefill.py begins; on the host they may change once an expert has more than FEW_ROWS rows.
+Nothing waits for the device: shapes alone determine the grids.
 """
 
 from __future__ import annotations
@@ -213,8 +213,8 @@ def combine(
     """Sum over the slots, in their order, of weights[r, s] * y[r, s], plus shared[r], which is multiplied by
     sigmoid(shared_gate[r]) if there is a gate.
 
-    y float32 [n, k, rows], weights float32 [n, k], shared float32 [n, rows] contiguous, shared_gate float32 [n, 1] (any
-    row stride) -> float32 [n, rows].
+    y float32 [n, k, rows], or on a GPU bfloat16 (uint16) with an even number of rows; weights float32 [n, k], shared
+    float32 [n, rows] contiguous, shared_gate float32 [n, 1] (any row stride) -> float32 [n, rows].
     """
     n, k, rows = y.shape
     if isinstance(device, HostDevice):
@@ -225,12 +225,13 @@ def combine(
     out = device.empty((n, rows))
     if n:
         # The kernel does not dereference what there is none of.
-        more = y if shared is None else shared
+        more = weights if shared is None else shared
         gate, stride = (weights, 0) if shared_gate is None else (shared_gate, shared_gate.strides[0] // 4)
         sizes = (np.int32(k), np.int32(rows), np.int32(shared is not None), np.int32(shared_gate is not None))
         grid = (n, -(-rows // (_COMBINE_EACH * _COMBINE_THREADS)))
         args = (y, weights, more, gate, out, *sizes, np.int64(stride))
-        device.launch("moe", "combine", grid, (_COMBINE_THREADS,), args)
+        kernel = "combine" if y.dtype == np.float32 else "combine_bf16"
+        device.launch("moe", kernel, grid, (_COMBINE_THREADS,), args)
     return out
 
 

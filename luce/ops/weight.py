@@ -58,6 +58,20 @@ class WeightPart:
     rows: int
 
 
+@dataclass(frozen=True)
+class Int8Experts:
+    """Experts' matrices as int8 with a scale for each row, as kernels/moe_prefill_int8.cu reads them."""
+
+    #: int8 [experts * pieces, slices, bytes of a piece]
+    values: Array
+    #: float32 [experts * pieces * rows of a piece]
+    scale: Array
+    experts: int
+    #: results of an expert: its rows, or with `gated` half of them, which are gates before as many ups
+    features: int
+    gated: bool
+
+
 @dataclass
 class Weight:
     """A matrix [rows, cols] computing y = W x + bias, possibly of several tensors stacked along the rows (q, k and v,
@@ -73,6 +87,8 @@ class Weight:
     #: magnitudes of rows of x with which no product overflows fp16 are 2^top at most; None where products are float32
     #: (luce.ops.half_products)
     top: int | None = None
+    #: a copy of experts' matrices (luce.ops.moe_prefill_int8.store_experts)
+    int8_experts: Int8Experts | None = None
     #: float32 [rows]
     bias: Array | None = None
     #: int64, arguments of the CPU's compiled product (luce.ops.matmul_packed)

@@ -26,6 +26,7 @@ from tests.support import (
     op_checks_matmul,
     op_checks_moe,
     op_checks_moe_prefill,
+    op_checks_moe_prefill_int8,
     op_checks_norm,
     op_checks_qkv,
     op_checks_sample,
@@ -199,6 +200,17 @@ def _moe_prefill(device: Device) -> None:
     op_checks_moe_prefill.check_gated(device, ("Q8_0", "Q8_0"), 144, 1, experts=3, inner=9, cols=160)
 
 
+def _moe_prefill_int8(device: Device) -> None:
+    if device.lanes != 32:
+        return
+    device.products |= {"WGMMA"}
+    # Rows that stay for all turns, and slices that do not; several tiles of an expert.
+    ids = op_checks_moe.random_ids
+    op_checks_moe_prefill_int8.check_products(device, [("Q8_0", 514)], ids(40, 1, 3), experts=3, cols=160)
+    op_checks_moe_prefill_int8.check_products(device, [("Q8_0", 66)], ids(150, 1, 3), experts=3, cols=672)
+    op_checks_moe_prefill_int8.check_gates(device, ("Q8_0", "Q8_0"), 40, 1, experts=3, inner=41, cols=160)
+
+
 def _block_sparse(device: Device) -> None:
     op_checks_block_sparse.check(device, 1281, 1281, (1, 1, 32), 0.12)
     op_checks_block_sparse.check(device, 1281, 1281, (1, 1, 160), 0.12)  # several pieces of a head
@@ -231,6 +243,7 @@ CHECKS: dict[str, Callable[[Device], None]] = {
     "moe_matmul.cu": _moe_matmul,
     "moe_int8.cu": _moe_int8,
     "moe_prefill.cu": _moe_prefill,
+    "moe_prefill_int8.cu": _moe_prefill_int8,
     "norm.cu": _norm,
     "reduce.h": _reduce,
     "fp16.cu": lambda device: op_checks_matmul.check_fp16_rows(device, (3, 2100), slots=False),
