@@ -53,7 +53,7 @@ class KeptWeights(WeightPool):
         close()
         for weight in self._kept.values():
             # How many have an unpacked copy is for the next plan to say.
-            weight.copy = None
+            weight.copy = weight.int8_experts = None
 
     def free_bytes(self, device: Device) -> int:
         """Bytes of a device's memory that are not free, but are for the next load: those of what is held."""

@@ -9,7 +9,9 @@ from luce.layers.routed_experts import OffloadedExperts, RoutedExperts
 from luce.models.spec import MoE
 from luce.ops import matmul_halves, moe_rows
 from luce.ops.activation import FUSED
+from luce.ops.int8_rows import Int8Rows, to_int8
 from luce.ops.matmul import MANY_ROWS, int8_group, matmul, matmul_row
+from luce.ops.matmul_prefill import multiplies_int8
 from luce.ops.moe import add_shared, combine, expert_invariant_rows, route
 from luce.ops.moe_int8 import expert_mlp, expert_weights
 from luce.ops.moe_rows import expert_mlp_rows
@@ -78,6 +80,8 @@ class MoELayer:
         """y float32 [rows, hidden] -> float32 [rows, hidden]; the router reads `routed_by`, or y if that is None."""
         device, spec = self._device, self._spec
         int8 = self._int8 if y.shape[0] <= self.invariant_rows else None
+        experts = self._experts
+        prompt_int8 = isinstance(experts, RoutedExperts) and experts.multiplies_int8(y.shape[0])
         scores, shared_gate = self._scores(y if routed_by is None else routed_by)
         routing = route(
             device,
@@ -89,10 +93,10 @@ class MoELayer:
             scale=spec.scale,
             expert_scale=self._expert_scale,
             groups=spec.groups,
-            multiplies=isinstance(self._experts, RoutedExperts) and int8 is None,
+            multiplies=isinstance(experts, RoutedExperts) and int8 is None and not prompt_int8,
         )
-        if isinstance(self._experts, OffloadedExperts):
-            finish = self._experts.begin(y.x if isinstance(y, Quantised) else y, routing)
+        if isinstance(experts, OffloadedExperts):
+            finish = experts.begin(y.x if isinstance(y, Quantised) else y, routing)
             # The device computes the shared MLP while the CPU computes the experts.
             shared = None if self._shared is None else self._shared(y)
             out = finish()
@@ -106,12 +110,21 @@ class MoELayer:
                 out = expert_mlp_rows(device, y.x if isinstance(y, Quantised) else y, *chosen)
             shared = None if self._shared is None or joined is not None else self._shared(y)
         else:
-            results = self._experts.results(y.x if isinstance(y, Quantised) else y, routing)
-            shared = None if self._shared is None else self._shared(y)
+            rows: Array | Int8Rows = y.x if isinstance(y, Quantised) else y
+            if prompt_int8:
+                rows = to_int8(device, rows)
+            results = experts.results(rows, routing)
+            shared = None if self._shared is None else self._shared(self._shared_rows(y, rows))
             return combine(device, results, routing.weights, shared, shared_gate)
         if shared is not None:
             add_shared(device, out, shared, shared_gate)
         return out
+
+    def _shared_rows(self, y: Array | Quantised, rows: Array | Int8Rows) -> Array | Quantised | Int8Rows:
+        """What the shared MLP reads: the rows of the experts, if it multiplies int8 too."""
+        assert self._shared is not None
+        both = isinstance(rows, Int8Rows) and multiplies_int8(self._device, y.shape[0], self._shared.input_weight)
+        return rows if both else y
 
     def _scores(self, x: Array | Quantised) -> tuple[Array, Array | None]:
         """Of the experts, and the shared MLP's gate."""

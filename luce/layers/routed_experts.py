@@ -12,7 +12,9 @@ from luce.gguf.reader import GGUFFile
 from luce.layers.tensors import tensor_name
 from luce.layers.weights import WeightLoader
 from luce.models.spec import MoE
-from luce.ops.moe import Routing, combine, expert_matmul, gated_experts
+from luce.ops import moe_prefill_int8
+from luce.ops.int8_rows import Int8Rows, to_int8
+from luce.ops.moe import Routing, combine, expert_matmul, gated_experts, group_tiles
 from luce.ops.weight import Weight
 from luce.runtime.device import Array, Device
 
@@ -34,10 +36,20 @@ class RoutedExperts:
         self.down = down
         self._spec = spec
 
-    def results(self, y: Array, routing: Routing) -> Array:
-        """What each chosen expert makes of its row, one operation after another: y float32 [rows, hidden] -> float32
-        [rows, used, hidden], for `combine`."""
+    def multiplies_int8(self, rows: int) -> bool:
+        """Whether `results` of so many rows takes them as int8, and groups them itself."""
+        return moe_prefill_int8.multiplies_int8(self.device, rows, self.gate_up, self.down, self._spec.activation)
+
+    def results(self, y: Array | Int8Rows, routing: Routing) -> Array:
+        """What each chosen expert makes of its row, one operation after another: y float32 [rows, hidden], or int8
+        where `multiplies_int8` says so -> float32, or of int8 bfloat16 (uint16), [rows, used, hidden], for `combine`.
+        """
         device, spec, rows = self.device, self._spec, y.shape[0]
+        if isinstance(y, Int8Rows):
+            groups = group_tiles(device, routing.ids, spec.experts, moe_prefill_int8.TILE_ROWS)
+            gated = moe_prefill_int8.multiply_gated(device, y, self.gate_up, groups, spec.activation)
+            made = moe_prefill_int8.multiply(device, to_int8(device, gated), self.down, groups)
+            return made.reshape(rows, spec.used, -1)
         inner = gated_experts(device, y, self.gate_up, spec.experts, routing, spec.activation)
         return expert_matmul(device, inner.reshape(rows, spec.used, spec.hidden), self.down, spec.experts, routing)
 
@@ -51,12 +63,16 @@ def load_experts(
     if tensor_name(layer, "ffn_gate_up_exps") not in file.tensors:
         parts = {"ffn_gate_exps": spec.hidden, "ffn_up_exps": spec.hidden}
 
-    def stacked(parts: Mapping[str, int], cols: int) -> Weight:
+    def stacked(parts: Mapping[str, int], cols: int, *, gated: bool) -> Weight:
         names, own = [tensor_name(layer, part) for part in parts], [f"blk.{layer}.{part}.bias" for part in parts]
-        return weights.experts(names, cols, [*parts.values()], spec.experts, own if spec.biases else ())
+        return weights.experts(
+            names, cols, [*parts.values()], spec.experts, own if spec.biases else (), routed_in=layer, gated=gated
+        )
 
-    down = {"ffn_down_exps": hidden}
-    return RoutedExperts(device, spec, gate_up=stacked(parts, hidden), down=stacked(down, spec.hidden))
+    gate_up = stacked(parts, hidden, gated=True)
+    return RoutedExperts(
+        device, spec, gate_up=gate_up, down=stacked({"ffn_down_exps": hidden}, spec.hidden, gated=False)
+    )
 
 
 class HostRows:

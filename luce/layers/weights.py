@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,10 +16,20 @@ from luce.gguf.model_file import FileRows
 from luce.gguf.quants import block_size, dequantize, supported
 from luce.gguf.reader import GGUFFile, TensorInfo
 from luce.layers.weight_pool import WeightPool
+from luce.ops import moe_prefill_int8
 from luce.ops.matmul import MANY_ROWS, invariant_rows
 from luce.ops.matmul_prefill import copy_bytes, store_copy
 from luce.ops.weight import RawTensor, Weight, WeightPart, upload_experts, upload_weight
 from luce.runtime.device import Array, Device
+
+
+@dataclass(frozen=True)
+class _Routed:
+    """A matrix of a layer's routed experts."""
+
+    weight: Weight
+    experts: int
+    gated: bool
 
 
 class WeightLoader:
@@ -34,6 +46,7 @@ class WeightLoader:
         self._int8 = int8
         self._identity = "" if pool is None else fingerprint(file)
         self._matrices: dict[tuple[str, ...], Weight] = {}
+        self._routed: dict[int, list[_Routed]] = {}
         self.used: set[str] = set()
         self.nbytes = 0
         #: up to how many rows the bits of a row of products with these matrices do not depend on the number of rows
@@ -42,6 +55,7 @@ class WeightLoader:
     def forget(self) -> None:
         """Hold no weight: each one stays as long as a layer has it, and is loaded anew when it is asked for again."""
         self._matrices.clear()
+        self._routed.clear()
 
     def matrix(
         self, names: Sequence[str], cols: int, rows: Sequence[int], biases: Sequence[tuple[str, int]] = ()
@@ -110,10 +124,22 @@ class WeightLoader:
         return self._loaded("table", (name, str(columns)), load)
 
     def experts(
-        self, names: Sequence[str], cols: int, rows: Sequence[int], experts: int, biases: Sequence[str] = ()
+        self,
+        names: Sequence[str],
+        cols: int,
+        rows: Sequence[int],
+        experts: int,
+        biases: Sequence[str] = (),
+        *,
+        routed_in: int | None = None,
+        gated: bool = False,
     ) -> Weight:
         """Expert matrices GGUF [cols, rows[i], experts], stacked along the rows within each expert, and their `biases`
-        [rows[i], experts]."""
+        [rows[i], experts].
+
+        `routed_in`: the layer whose routed experts have them, of which `store_copies` makes copies for all or for none;
+        `gated`: as for luce.ops.moe_prefill_int8.copy_bytes.
+        """
         tensors = [self._raw(name, (cols, size, experts)) for name, size in zip(names, rows, strict=True)]
 
         def load() -> Weight:
@@ -127,7 +153,10 @@ class WeightLoader:
             return weight
 
         self.used.update(biases)
-        return self._loaded("experts", tuple(names), load)
+        weight = self._loaded("experts", tuple(names), load)
+        if routed_in is not None:
+            self._routed.setdefault(routed_in, []).append(_Routed(weight, experts, gated))
+        return weight
 
     def _loaded(self, kind: str, names: tuple[str, ...], load: Callable[[], Weight]) -> Weight:
         if self._pool is None:
@@ -143,22 +172,31 @@ class WeightLoader:
         return weight
 
     def store_copies(self, spare: int) -> int:
-        """Store matrices of layers unpacked as well, as many as fit in `spare` bytes. Returns the bytes that they take.
+        """Store matrices of layers as products of many rows read them as well, as many as fit in `spare` bytes:
+        unpacked ones, and after them those of experts that are multiplied as int8. Returns the bytes that they take.
 
         A second call with the same number does the same work in the same memory.
         """
-        chosen, planned = [], 0
+        chosen: list[tuple[int, bool, Callable[[], None]]] = []
+        left, device = spare, self._device
         for names, weight in self._matrices.items():
-            size = copy_bytes(self._device, weight)
+            size = copy_bytes(device, weight)
             # The embedding and the head are multiplied with few rows only.
-            if names[0].startswith("blk.") and 0 < size <= spare - planned:
-                chosen.append((weight, size))
-                planned += size
-        self._device.reserve(sum(size for weight, size in chosen if weight.copy is None))
+            if names[0].startswith("blk.") and 0 < size <= left:
+                chosen.append((size, weight.copy is not None, partial(store_copy, device, weight)))
+                left -= size
+        for own in self._routed.values():
+            sizes = [moe_prefill_int8.copy_bytes(device, each.weight, each.experts, gated=each.gated) for each in own]
+            if all(sizes) and sum(sizes) <= left:
+                for size, each in zip(sizes, own, strict=True):
+                    store = partial(moe_prefill_int8.store_experts, device, each.weight, each.experts, gated=each.gated)
+                    chosen.append((size, each.weight.int8_experts is not None, store))
+                left -= sum(sizes)
+        device.reserve(sum(size for size, there, _ in chosen if not there))
         stored = 0
-        for weight, size in chosen:
+        for size, _, make in chosen:
             try:
-                store_copy(self._device, weight)
+                make()
             except OutOfMemoryError:
                 # Another process has taken memory since `spare` was measured: the rest stays packed.
                 break
@@ -166,10 +204,14 @@ class WeightLoader:
         return stored
 
     def copied(self, layer: int) -> frozenset[str]:
-        """The matrices of a layer that `store_copies` has stored unpacked, by the names of their parts in it."""
+        """The matrices of a layer that `store_copies` has stored unpacked, by the names of their parts in it, and
+        `experts` if those of its experts have copies."""
         prefix = f"blk.{layer}."
         stored = (names for names, weight in self._matrices.items() if weight.copy is not None)
-        return frozenset(name.removeprefix(prefix) for names in stored for name in names if name.startswith(prefix))
+        found = {name.removeprefix(prefix) for names in stored for name in names if name.startswith(prefix)}
+        if any(each.weight.int8_experts is not None for each in self._routed.get(layer, ())):
+            found.add("experts")
+        return frozenset(found)
 
     def vector(self, name: str, size: int) -> Array:
         """A GGUF [size] tensor as float32 [size]."""

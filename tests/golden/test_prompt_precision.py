@@ -29,13 +29,19 @@ from tools.compare_precision import difference, text_logits
 
 REFERENCE = Path(__file__).parents[1] / "reference"
 DENSE = REFERENCE / "qwen3-a-MIX.gguf"
+MIXTURE = REFERENCE / "laguna-b-Q4_K_M.gguf"
 TOKENS = np.random.default_rng(0).integers(0, 200, BLAS_ROWS, np.int32)
 
 
-def _logits(path: Path, devices: Sequence[Device], precision: str) -> NDArray[np.float32]:
+def _logits(
+    path: Path, devices: Sequence[Device], precision: str, *, unpack: bool | None = None
+) -> NDArray[np.float32]:
+    """On several devices with copies of weights, if not said otherwise."""
     with open_gguf(path) as file:
         spec = read_spec(Source(str(path), file.metadata, file.tensors))
-        options = ServingOptions(context=256, chunk=256, prompt_precision=precision, unpack=len(devices) > 1)
+        options = ServingOptions(
+            context=256, chunk=256, prompt_precision=precision, unpack=len(devices) > 1 if unpack is None else unpack
+        )
         backend = LayerSplitBackend(file, spec, devices, options)
         try:
             model: Any = SimpleNamespace(backend=backend)
@@ -72,6 +78,22 @@ def test_prompts_on_a_split_have_the_bits_of_one_device(int8: NDArray[np.float32
     np.testing.assert_array_equal(split, int8)
 
 
+def _four_waves() -> EmulatedDevice:
+    return EmulatedDevice(products=("F16", "BF16", "WGMMA"))
+
+
+@pytest.mark.emulated
+def test_experts_as_int8_are_near_those_of_fp16() -> None:
+    """On one device and on a split, to the same bits; without copies experts are multiplied in fp16 still."""
+    exact = _logits(MIXTURE, [_four_waves()], "fp16")
+    plain = _logits(MIXTURE, [_four_waves()], "int8")
+    alone = _logits(MIXTURE, [_four_waves()], "int8", unpack=True)
+    found = difference(exact, alone, TOKENS[1:])
+    assert 1e-6 < found.nmse_median < 2e-2, found
+    assert (plain != alone).any()
+    np.testing.assert_array_equal(_logits(MIXTURE, [_four_waves(), _four_waves()], "int8"), alone)
+
+
 def test_a_device_without_such_products_refuses() -> None:
     with pytest.raises(DeviceError, match=r"cpu:0: --prompt-precision int8: it has no library for such products"):
         _logits(DENSE, [HostDevice()], "int8")
@@ -91,7 +113,7 @@ def test_on_a_gpu(name: str) -> None:
     path = REFERENCE / f"{name}.gguf"
     devices = [GpuDevice("cuda", 0) for _ in range(3)]
     try:
-        exact, alone = (_logits(path, devices[:1], precision) for precision in ("fp16", "int8"))
+        exact, alone = (_logits(path, devices[:1], precision, unpack=True) for precision in ("fp16", "int8"))
         found = difference(exact, alone, TOKENS[1:])
         assert 1e-6 < found.nmse_median < 2e-2, found
         np.testing.assert_array_equal(_logits(path, devices, "int8"), alone)

@@ -13,7 +13,7 @@ from luce.backend.placement import free_bytes
 from luce.gguf.reader import GGUFFile, open_gguf
 from luce.layers.kept_weights import KeptWeights, LoadedBytes, wanted_tensors
 from luce.layers.weights import WeightLoader
-from luce.ops.weight import Weight
+from luce.ops.weight import Int8Experts, Weight
 from luce.runtime.cpu import CpuDevice
 from luce.runtime.device import Device, DeviceName
 from luce.runtime.host import HostDevice
@@ -40,9 +40,10 @@ def test_what_the_next_load_needs_stays_and_the_rest_goes() -> None:
         one = layers[0].nbytes
         assert kept.release() == LoadedBytes(2 * one, 0) and kept.free_bytes(device) == 0
         layers[0].copy = np.zeros((1, 1), np.float16)
+        layers[0].int8_experts = Int8Experts(np.zeros((1, 1, 8192), np.int8), np.zeros(64), 1, 64, gated=False)
         first = layers[0]
         kept.keep(layers.clear)
-        assert kept.free_bytes(device) == 2 * one and first.copy is None
+        assert kept.free_bytes(device) == 2 * one and first.copy is None and first.int8_experts is None
         kept.retain(file, {"cpu:0": wanted_tensors(file, SMALL.spec, range(1))})
         assert kept.free_bytes(device) == one
         assert queries(file, 0, device, kept) is first

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
 import pytest
 
@@ -10,8 +12,11 @@ from luce.layers.mlp import GatedMLPLayer
 from luce.layers.moe import MoELayer
 from luce.layers.routed_experts import RoutedExperts
 from luce.models.spec import GatedMLP, MoE
+from luce.ops.int8_rows import Int8Rows
 from luce.ops.matmul import FEW_ROWS, MANY_ROWS
 from luce.ops.matmul_prefill import BLAS_ROWS
+from luce.ops.moe_prefill import PROMPT_ROWS
+from luce.ops.moe_prefill_int8 import store_experts
 from luce.ops.weight import upload_experts, upload_weight
 from tests.support.emulated import EmulatedDevice
 from tests.support.quant_blocks import random_tensor
@@ -19,8 +24,10 @@ from tests.support.quant_blocks import random_tensor
 EXPERTS, HIDDEN, INNER, ROWS = 5, 64, 32, 20
 
 
-def _layer(device: EmulatedDevice, *, experts_in: str = "Q8_0") -> MoELayer:
-    """With a shared MLP and its gate."""
+def _layer(
+    device: EmulatedDevice, *, experts_in: str = "Q8_0", shared_in: str = "Q8_0", int8: bool = False
+) -> MoELayer:
+    """With a shared MLP and its gate; with `int8` a prompt's rows are multiplied as int8."""
     spec = MoE(EXPERTS, 2, INNER, INNER, "softmax", shared_gate=True)
 
     def tensors(name: str, *shapes: tuple[int, int]) -> list:
@@ -36,9 +43,14 @@ def _layer(device: EmulatedDevice, *, experts_in: str = "Q8_0") -> MoELayer:
     shared = GatedMLPLayer(
         device,
         GatedMLP(INNER, "silu"),
-        gate_up=upload_weight(device, tensors("Q8_0", (INNER, HIDDEN), (INNER, HIDDEN))),
-        down=upload_weight(device, tensors("Q8_0", (HIDDEN, INNER))),
+        gate_up=upload_weight(device, tensors(shared_in, (INNER, HIDDEN), (INNER, HIDDEN))),
+        down=upload_weight(device, tensors(shared_in, (HIDDEN, INNER))),
     )
+    for weight in (experts.gate_up, experts.down, shared.input_weight, shared.down):
+        weight.int8 = int8
+    if int8:
+        store_experts(device, experts.gate_up, EXPERTS, gated=True)
+        store_experts(device, experts.down, EXPERTS, gated=False)
     router = upload_weight(device, tensors("F32", (EXPERTS, HIDDEN), (1, HIDDEN)))
     return MoELayer(device, spec, bias=None, expert_scale=None, router=router, experts=experts, shared=shared)
 
@@ -78,3 +90,24 @@ def test_a_row_has_the_bits_that_it_has_alone() -> None:
     assert _layer(device, experts_in="IQ4_NL").invariant_rows == FEW_ROWS
     device.products = frozenset()
     assert _layer(device).invariant_rows == FEW_ROWS
+
+
+@pytest.mark.parametrize("shared_in", ["Q8_0", "F16"])
+def test_rows_of_prompts_as_int8(shared_in: str) -> None:
+    """They are rounded once, for the experts and for a shared MLP that multiplies int8 too; fewer rows are not."""
+    device = EmulatedDevice(products=("F16", "BF16", "WGMMA"))
+    plain, own = (_layer(device, shared_in=shared_in, int8=int8) for int8 in (False, True))
+    x = device.upload(np.random.default_rng(2).standard_normal((PROMPT_ROWS, HIDDEN)).astype(np.float32))
+    with (
+        mock.patch.object(moe, "to_int8", wraps=moe.to_int8) as rounded,
+        mock.patch.object(GatedMLPLayer, "__call__", autospec=True, side_effect=GatedMLPLayer.__call__) as shared,
+        mock.patch.object(moe, "route", wraps=moe.route) as route,
+    ):
+        exact, actual = (device.download(layer(x)).astype(np.float64) for layer in (plain, own))
+        few = [device.download(layer(x[: PROMPT_ROWS - 1])) for layer in (plain, own)]
+    assert rounded.call_count == 1
+    assert [type(call.args[1]) is Int8Rows for call in shared.call_args_list[:2]] == [False, shared_in == "Q8_0"]
+    assert [call.kwargs["multiplies"] for call in route.call_args_list] == [True, False, False, False]
+    # Random halves of the shared MLP are far larger than what the experts make of theirs.
+    assert (1e-5 if shared_in == "Q8_0" else 1e-8) < ((actual - exact) ** 2).mean() / (exact**2).mean() < 1e-3
+    np.testing.assert_array_equal(*few)
