@@ -38,7 +38,10 @@ class RoutedExperts:
 
     def multiplies_int8(self, rows: int) -> bool:
         """Whether `results` of so many rows takes them as int8, and groups them itself."""
-        return moe_prefill_int8.multiplies_int8(self.device, rows, self.gate_up, self.down, self._spec.activation)
+        spec = self._spec
+        return moe_prefill_int8.multiplies_int8(
+            self.device, rows, self.gate_up, self.down, spec.experts, spec.activation
+        )
 
     def results(self, y: Array | Int8Rows, routing: Routing) -> Array:
         """What each chosen expert makes of its row, one operation after another: y float32 [rows, hidden], or int8
@@ -47,8 +50,8 @@ class RoutedExperts:
         device, spec, rows = self.device, self._spec, y.shape[0]
         if isinstance(y, Int8Rows):
             groups = group_tiles(device, routing.ids, spec.experts, moe_prefill_int8.TILE_ROWS)
-            gated = moe_prefill_int8.multiply_gated(device, y, self.gate_up, groups, spec.activation)
-            made = moe_prefill_int8.multiply(device, to_int8(device, gated), self.down, groups)
+            gated = moe_prefill_int8.multiply_gated(device, y, self.gate_up, spec.experts, groups, spec.activation)
+            made = moe_prefill_int8.multiply(device, to_int8(device, gated), self.down, spec.experts, groups)
             return made.reshape(rows, spec.used, -1)
         inner = gated_experts(device, y, self.gate_up, spec.experts, routing, spec.activation)
         return expert_matmul(device, inner.reshape(rows, spec.used, spec.hidden), self.down, spec.experts, routing)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -137,8 +138,8 @@ class WeightLoader:
         """Expert matrices GGUF [cols, rows[i], experts], stacked along the rows within each expert, and their `biases`
         [rows[i], experts].
 
-        `routed_in`: the layer whose routed experts have them, of which `store_copies` makes copies for all or for none;
-        `gated`: as for luce.ops.moe_prefill_int8.copy_bytes.
+        `routed_in`: the layer whose routed experts have them, of which `store_copies` makes copies; `gated`: as for
+        luce.ops.moe_prefill_int8.copy_bytes.
         """
         tensors = [self._raw(name, (cols, size, experts)) for name, size in zip(names, rows, strict=True)]
 
@@ -185,13 +186,12 @@ class WeightLoader:
             if names[0].startswith("blk.") and 0 < size <= left:
                 chosen.append((size, weight.copy is not None, partial(store_copy, device, weight)))
                 left -= size
-        for own in self._routed.values():
-            sizes = [moe_prefill_int8.copy_bytes(device, each.weight, each.experts, gated=each.gated) for each in own]
-            if all(sizes) and sum(sizes) <= left:
-                for size, each in zip(sizes, own, strict=True):
-                    store = partial(moe_prefill_int8.store_experts, device, each.weight, each.experts, gated=each.gated)
-                    chosen.append((size, each.weight.int8_experts is not None, store))
-                left -= sum(sizes)
+        for each in itertools.chain(*self._routed.values()):
+            size = moe_prefill_int8.copy_bytes(device, each.weight, each.experts, gated=each.gated)
+            if 0 < size <= left:
+                store = partial(moe_prefill_int8.store_experts, device, each.weight, each.experts, gated=each.gated)
+                chosen.append((size, each.weight.int8_experts is not None, store))
+                left -= size
         device.reserve(sum(size for size, there, _ in chosen if not there))
         stored = 0
         for size, _, make in chosen:

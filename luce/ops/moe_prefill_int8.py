@@ -1,10 +1,11 @@
 """Products of a prompt's rows with the weights of the experts chosen for them, as int8 rows (--prompt-precision int8).
 
-Where both matrices of a layer's experts have a copy as int8 (`store_experts`), a device with products of four waves
-(WGMMA) multiplies them from PROMPT_ROWS rows on by kernels/moe_prefill_int8.cu, instead of moe_prefill.py. Rows of x
-and of the weights are rounded as for dense products (luce.ops.int8_rows), and sums are exact, so a row's bits depend on
-nothing else. Gates and ups give act(gate) * up at once. These and the results are written as bfloat16, which adds to
-the errors of int8 a hundredth: they are what most bytes are moved for.
+A device with products of four waves (WGMMA) multiplies weights in quant blocks from PROMPT_ROWS rows on by
+kernels/moe_prefill_int8.cu, instead of moe_prefill.py. It reads a copy of the weights as int8 (`store_experts`); where
+there is no memory to keep one, each step makes it anew, with the same bits. Rows of x and of the weights are rounded as
+for dense products (luce.ops.int8_rows), and sums are exact, so a row's bits depend on nothing else. Gates and ups give
+act(gate) * up at once. These and the results, which most bytes are moved for, are written as bfloat16: that adds a
+hundredth to the errors of int8.
 """
 
 from __future__ import annotations
@@ -58,15 +59,22 @@ def _pieces(weight: Weight, experts: int, *, gated: bool) -> int:
 def store_experts(device: Device, weight: Weight, experts: int, *, gated: bool) -> None:
     """Give a weight, as upload_experts places it and `copy_bytes` accepts it, its copy as int8. Raises
     OutOfMemoryError."""
+    if weight.int8_experts is None:
+        weight.int8_experts = _empty(device, weight, experts, gated=gated)
+    _write(device, weight, weight.int8_experts)
+
+
+def _empty(device: Device, weight: Weight, experts: int, *, gated: bool) -> Int8Experts:
     features, pieces, slices = weight.rows // experts, _pieces(weight, experts, gated=gated), -(-weight.cols // _SLICE)
-    copy = weight.int8_experts
-    if copy is None:
-        # Places that no row takes are multiplied too.
-        make = device.empty if pieces * _FEATURES == features else device.zeros
-        values = make((experts * pieces, slices, _FEATURES * _SLICE), np.int8)
-        scale = make((experts * pieces * _FEATURES,))
-        results = features // 2 if gated else features
-        copy = weight.int8_experts = Int8Experts(values, scale, experts, results, gated=gated)
+    # Places that no row takes are multiplied too.
+    make = device.empty if pieces * _FEATURES == features else device.zeros
+    values = make((experts * pieces, slices, _FEATURES * _SLICE), np.int8)
+    scale = make((experts * pieces * _FEATURES,))
+    return Int8Experts(values, scale, experts, features // 2 if gated else features, gated=gated)
+
+
+def _write(device: Device, weight: Weight, copy: Int8Experts) -> None:
+    features, (blocks, slices, _) = weight.rows // copy.experts, copy.values.shape
     most = max(1, BUFFER_BYTES // (3 * weight.cols))
     for part in weight.parts:
         for done in range(0, part.rows, most):
@@ -74,32 +82,45 @@ def store_experts(device: Device, weight: Weight, experts: int, *, gated: bool) 
             half = device.empty((count, weight.cols), np.float16)
             dequantise(device, part.data[done : done + count], part.type, half)
             own = to_int8(device, half)
-            sizes = (done, part.rows // experts, part.first // experts, features, pieces, slices)
+            own_rows, first, pieces = part.rows // copy.experts, part.first // copy.experts, blocks // copy.experts
+            sizes = (done, own_rows, first, features, pieces, slices)
             args = (own.values.view(np.uint8), own.scale, copy.values.view(np.uint8), copy.scale, *map(np.int32, sizes))
-            grid, defines = (count, -(-slices // _PLACE_SLICES)), {"GATED": int(gated)}
+            grid, defines = (count, -(-slices // _PLACE_SLICES)), {"GATED": int(copy.gated)}
             device.launch("moe_prefill_int8", "place_rows", grid, (_PLACE_THREADS,), args, defines=defines)
 
 
-def multiplies_int8(device: Device, rows: int, gate_up: Weight, down: Weight, activation: Activation) -> bool:
+def multiplies_int8(
+    device: Device, rows: int, gate_up: Weight, down: Weight, experts: int, activation: Activation
+) -> bool:
     """Whether these products serve `rows` rows with a layer's experts."""
-    stored = gate_up.int8_experts is not None and down.int8_experts is not None
-    return stored and activation in _ACTIVATIONS and moe_prefill.serves(device, rows)
+    if activation not in _ACTIVATIONS or not moe_prefill.serves(device, rows):
+        return False
+    return copy_bytes(device, gate_up, experts, gated=True) > 0 and copy_bytes(device, down, experts, gated=False) > 0
 
 
-def multiply_gated(device: Device, x: Int8Rows, gate_up: Weight, groups: Groups, activation: Activation) -> Array:
+def multiply_gated(
+    device: Device, x: Int8Rows, gate_up: Weight, experts: int, groups: Groups, activation: Activation
+) -> Array:
     """act(gate) * up of each pair: x [n, cols] -> bfloat16 (uint16) [pairs, gates]; groups of tiles of TILE_ROWS."""
-    return _launch(device, x, gate_up, groups, 1 + ACTIVATIONS[activation])
+    return _launch(device, x, _copy(device, gate_up, experts, gated=True), groups, 1 + ACTIVATIONS[activation])
 
 
-def multiply(device: Device, x: Int8Rows, weight: Weight, groups: Groups) -> Array:
+def multiply(device: Device, x: Int8Rows, weight: Weight, experts: int, groups: Groups) -> Array:
     """Each pair's row times the weights of its expert: x [pairs, cols] -> bfloat16 (uint16) [pairs, features]."""
-    return _launch(device, x, weight, groups, 0)
+    return _launch(device, x, _copy(device, weight, experts, gated=False), groups, 0)
 
 
-def _launch(device: Device, x: Int8Rows, weight: Weight, groups: Groups, gated: int) -> Array:
+def _copy(device: Device, weight: Weight, experts: int, *, gated: bool) -> Int8Experts:
+    """The copy of a weight, or one for this step."""
     copy = weight.int8_experts
-    assert copy is not None
-    assert copy.gated == bool(gated)
+    if copy is None:
+        copy = _empty(device, weight, experts, gated=gated)
+        _write(device, weight, copy)
+    assert copy.gated == gated
+    return copy
+
+
+def _launch(device: Device, x: Int8Rows, copy: Int8Experts, groups: Groups, gated: int) -> Array:
     pairs, (count, slices, _) = groups.order.shape[0], copy.values.shape
     out = device.empty((pairs, copy.features), np.uint16)
     assert out.size < 1 << 32, "the kernel counts results in 32 bits"

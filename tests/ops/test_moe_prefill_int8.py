@@ -137,6 +137,20 @@ def test_rows_do_not_depend_on_their_neighbours(device: Device, n: int, experts:
     np.testing.assert_array_equal(run(turned), whole[turned])
 
 
+@on_devices(host=[], emulated_devices=WGMMA)
+def test_copies_for_a_step_have_the_bits_of_kept_ones(device: Device) -> None:
+    gates = [random_tensor("Q4_K", 3 * 160, 256, seed=i) for i in range(2)]
+    gate_up, down = (upload_experts(device, own, 3) for own in (gates, [random_tensor("Q8_0", 3 * 256, 160, seed=9)]))
+    gate_up.int8 = down.int8 = True
+    x = np.random.default_rng(1).standard_normal((144, 256)).astype(F32)
+    ids, weights = random_ids(144, 2, 3), np.random.default_rng(2).random((144, 2)).astype(F32)
+    made = checks.layer(device, x, ids, weights, gate_up, down, 3)
+    assert gate_up.int8_experts is None and down.int8_experts is None
+    moe_prefill_int8.store_experts(device, gate_up, 3, gated=True)
+    moe_prefill_int8.store_experts(device, down, 3, gated=False)
+    np.testing.assert_array_equal(checks.layer(device, x, ids, weights, gate_up, down, 3), made)
+
+
 @on_devices("bad", [np.inf, np.nan], host=[], emulated_devices=WGMMA)
 def test_a_row_that_is_not_finite_stays_alone(device: Device, bad: float) -> None:
     gate_up, down, _ = checks.layer_weights(device, experts=2, inner=256, hidden=256)
@@ -175,11 +189,10 @@ def test_which_rows_these_products_serve(device: Device) -> None:
     weight.int8 = True
 
     def serves(rows: int, activation: Activation = "silu") -> bool:
-        return moe_prefill_int8.multiplies_int8(device, rows, weight, other, activation)
+        return moe_prefill_int8.multiplies_int8(device, rows, weight, other, 2, activation)
 
-    moe_prefill_int8.store_experts(device, weight, 2, gated=True)
     assert not serves(PROMPT_ROWS)
-    other.int8_experts = weight.int8_experts
+    other.int8 = True
     assert serves(PROMPT_ROWS)
     assert not serves(PROMPT_ROWS - 1)
     assert not serves(PROMPT_ROWS, "clamped_swiglu")

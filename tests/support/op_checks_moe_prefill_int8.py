@@ -101,7 +101,9 @@ def check_gates(
     x[0], x[1] = 0, x[1] * F32(2.0**30)
     ids = random_ids(n, k, experts)
     groups = group_tiles(device, device.upload(ids), experts, moe_prefill_int8.TILE_ROWS)
-    made = moe_prefill_int8.multiply_gated(device, to_int8(device, device.upload(x)), weight, groups, activation)
+    made = moe_prefill_int8.multiply_gated(
+        device, to_int8(device, device.upload(x)), weight, experts, groups, activation
+    )
     actual = floats(device.download(made)).reshape(n, k, inner)
     x8, w8 = rounded(x), rounded(w.astype(np.float16).astype(F32))
     for expert in range(experts):
@@ -123,7 +125,9 @@ def check_products(
     weight = stored(device, tensors, experts, gated=False)
     x = np.random.default_rng(n).standard_normal((n * k, cols)).astype(F32)
     groups = group_tiles(device, device.upload(ids), experts, moe_prefill_int8.TILE_ROWS)
-    actual = device.download(moe_prefill_int8.multiply(device, to_int8(device, device.upload(x)), weight, groups))
+    actual = device.download(
+        moe_prefill_int8.multiply(device, to_int8(device, device.upload(x)), weight, experts, groups)
+    )
     x8, w8 = rounded(x), rounded(w.astype(np.float16).astype(F32))
     expected = np.zeros_like(actual)
     for expert in range(experts):
@@ -148,6 +152,6 @@ def layer(
     """The weighted sums of the experts' results."""
     n, k = ids.shape
     groups = group_tiles(device, device.upload(ids), experts, moe_prefill_int8.TILE_ROWS)
-    gated = moe_prefill_int8.multiply_gated(device, to_int8(device, device.upload(x)), gate_up, groups, "silu")
-    made: Array = moe_prefill_int8.multiply(device, to_int8(device, gated), down, groups)
+    gated = moe_prefill_int8.multiply_gated(device, to_int8(device, device.upload(x)), gate_up, experts, groups, "silu")
+    made: Array = moe_prefill_int8.multiply(device, to_int8(device, gated), down, experts, groups)
     return device.download(combine(device, made.reshape(n, k, -1), device.upload(weights)))
