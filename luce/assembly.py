@@ -134,7 +134,7 @@ def place(
     with contextlib.ExitStack() as planning:
         model, draft = claimed(planning, config, file, spec, devices)
         # Without the CPU, steps are longer, and windows keep more positions.
-        chunk = default_chunk(spec, [device for device in devices if not device.host] or devices, config.chunk)
+        chunk = default_chunk([device for device in devices if not device.host] or devices, config.chunk)
         model = dataclasses.replace(model, options=dataclasses.replace(model.options, chunk=chunk, weights=weights))
         try:
             chosen = choose(model, goal, config.measure_budget, on_figure)
@@ -392,7 +392,7 @@ def serving_options(
         rank_pages=ranks_pages(config),
         peer=config.peer_access,
         context=default_context(spec, config.max_ctx),
-        chunk=default_chunk(spec, devices, config.chunk),
+        chunk=default_chunk(devices, config.chunk),
         kvflash=KVFlashRequest.parse(config.kvflash),
         branch_pages=branch_pages(config),
         layer_split=tuple(config.target_layer_split),

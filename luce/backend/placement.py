@@ -37,10 +37,11 @@ RESERVE = 0.06
 # 234 ms of 2048 rows of a 27B model in one step, 82 ms in four. A CPU has no such cost, and other sequences wait for a
 # step.
 _GPU_CHUNK, _CPU_CHUNK = 2048, 512
-# Of a mixture of experts, whose experts share the rows of a step: an H200 reads 8192 tokens of 35B-A3B in 173 ms, in
-# four steps in 197. Its arrays are four times as large, and on a slow card others would wait for seconds: for GPUs with
-# as much memory as those of data centres have.
-_EXPERTS_CHUNK, _EXPERTS_CHUNK_MEMORY = 8192, 70 << 30
+# Experts share the rows of a step, and products of more rows leave fewer multiprocessors idle: an H200 reads 8192
+# tokens of 35B-A3B in 173 ms, in four steps in 197, and of a dense 27B in 748 and 767. The arrays of such a step are
+# four times as large, and on a slow card others would wait for seconds: for GPUs with as much memory as those of data
+# centres have.
+_LARGE_CHUNK, _LARGE_CHUNK_MEMORY = 8192, 70 << 30
 #: most positions of the default of --max-ctx
 _DEFAULT_CONTEXT = 8192
 
@@ -97,15 +98,14 @@ def default_context(spec: ModelSpec, asked: int) -> int:
     return asked or min(spec.context_length, _DEFAULT_CONTEXT)
 
 
-def default_chunk(spec: ModelSpec, devices: Sequence[Device], asked: int) -> int:
+def default_chunk(devices: Sequence[Device], asked: int) -> int:
     """Prompt rows in a step for --chunk `asked`; 0: the default."""
     if asked:
         return asked
     if any(device.host for device in devices):
         return _CPU_CHUNK
-    large = all(device.memory().total >= _EXPERTS_CHUNK_MEMORY for device in devices)
-    mixture = any(spec.mixture(layer) is not None for layer in range(len(spec.layers)))
-    return _EXPERTS_CHUNK if large and mixture else _GPU_CHUNK
+    large = all(device.memory().total >= _LARGE_CHUNK_MEMORY for device in devices)
+    return _LARGE_CHUNK if large else _GPU_CHUNK
 
 
 def group_pages(spec: ModelSpec, options: ServingOptions, max_resident_pages: int | None = None) -> tuple[int, ...]:

@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
             devices = [opened.enter_context(contextlib.closing(d)) for d in open_placement(config)]
             report = _facts(file, spec, devices)
             # The wire protocol has no request for a measurement, and simulated devices have nothing to measure.
-            rows = _prompt_rows(single, default_chunk(spec, devices, config.chunk))
+            rows = _prompt_rows(single, default_chunk(devices, config.chunk))
             unknown = {device.name for device in devices if device.remote or device.name.simulated}
             reached = {str(d.name): None if d.name in unknown else limits(d, rows) for d in devices}
         for device in report["devices"]:

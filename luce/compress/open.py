@@ -145,7 +145,7 @@ def plan_scorer(
     if found is None:
         (found,) = open_all([name], _DEVICE, config.cpu_weights, beside=here)
     opened.enter_context(contextlib.closing(found))
-    rows = default_chunk(spec, [found], config.chunk)
+    rows = default_chunk([found], config.chunk)
     weights = weights or WeightPool()
     shares = weights.plan(file, found)
     reading = Reading(

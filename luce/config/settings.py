@@ -163,7 +163,7 @@ class Config(ServerSettings, ClusterSettings, PoolSettings, PlanningSettings, Pr
     chunk: int = setting(
         0,
         tokens(0, 8192),
-        "prompt tokens in one step (0: 2048 on GPUs, 8192 for MoE models if each GPU has 70 GiB; 512 with a CPU)",
+        "prompt tokens in one step (0: 2048 on GPUs, 8192 if each GPU has 70 GiB; 512 with a CPU)",
         flags=("prefill-chunk",),
         metavar="N",
         group="engine",

@@ -253,13 +253,12 @@ def test_sequences_and_context_count() -> None:
 
 
 def test_chunk() -> None:
-    dense, experts = Reference("qwen3-a-F32").spec, Reference("qwen35moe-a-F32").spec
     small, large, host = Sized("cuda:0", 69 * GIB), Sized("cuda:1", 70 * GIB), HostDevice(0)
-    assert default_chunk(experts, [large], 0) == 8192 and default_chunk(dense, [large], 0) == 2048
+    assert default_chunk([large], 0) == 8192
     # Every device has to hold the arrays of a step.
-    assert default_chunk(experts, [small], 0) == default_chunk(experts, [large, small], 0) == 2048
-    assert default_chunk(experts, [large, host], 0) == 512
-    assert default_chunk(experts, [large], 100) == default_chunk(dense, [host], 100) == 100
+    assert default_chunk([small], 0) == default_chunk([large, small], 0) == 2048
+    assert default_chunk([large, host], 0) == 512
+    assert default_chunk([large], 100) == default_chunk([host], 100) == 100
 
 
 def test_context() -> None:
