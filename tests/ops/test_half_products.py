@@ -10,7 +10,7 @@ import pytest
 from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
-from luce.ops import matmul_prefill
+from luce.ops import half_products, matmul_prefill
 from luce.ops.fp16 import Halves, gated_halves_to_fp16, to_fp16
 from luce.ops.half_products import expect, halves, has_halves, measure
 from luce.ops.matmul import matmul
@@ -24,6 +24,12 @@ from tests.support.quant_blocks import decoded, random_tensor
 
 if TYPE_CHECKING:
     from luce.models.spec import Activation
+
+
+@pytest.fixture(autouse=True)
+def small_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let products of 48 features have fp16 results."""
+    monkeypatch.setattr(half_products, "LEAST_FEATURES", 48)
 
 
 def _even(signs: NDArray[np.float64], scales: float | NDArray[np.float64]) -> RawTensor:
@@ -95,21 +101,22 @@ def test_products(device: Device, stored: bool) -> None:
 @on_devices(host=[])
 def test_which_weights_and_rows(device: Device) -> None:
     packed = random_tensor("Q8_0", 48, 64, 0)
-    good, zero = upload_weight(device, [packed]), upload_weight(device, [_even(np.zeros((16, 64)), 1)])
-    infinite = upload_weight(device, [_even(np.ones((16, 64)), 60000)])
+    good, zero = upload_weight(device, [packed]), upload_weight(device, [_even(np.zeros((48, 64)), 1)])
+    infinite = upload_weight(device, [_even(np.ones((48, 64)), 60000)])
     biased, int8 = upload_weight(device, [packed]), upload_weight(device, [packed])
     biased.bias, int8.int8 = device.zeros(48), True
     floats = upload_weight(device, [packed, random_tensor("F32", 16, 64, 1)])
     halves_ = upload_weight(device, [packed, random_tensor("F16", 16, 64, 1)])
-    odd = upload_weight(device, [random_tensor("Q8_0", 40, 64, 0)])
-    others = [infinite, biased, int8, floats, halves_, odd]
+    odd, small = (upload_weight(device, [random_tensor("Q8_0", rows, 64, 0)]) for rows in (56, 32))
+    others = [infinite, biased, int8, floats, halves_, odd, small]
     expect(device, [good, zero, *others])
     assert good.top == 0 and biased.top is None
     measure(device, [good, zero, *others])
     assert zero.top == 15 and good.top is not None and good.top < 15
     assert [weight.top for weight in others] == [None] * len(others)
     rows = device.zeros((BLAS_ROWS, 64))
-    assert has_halves(device, rows, good) and not has_halves(device, rows, odd)
+    assert has_halves(device, rows, good)
+    assert not any(has_halves(device, rows, weight) for weight in (odd, small))
     assert not has_halves(device, rows[1:], good), "few rows have the bits of one"
     assert has_halves(device, to_fp16(device, rows, good.top), good)
     assert not has_halves(device, to_fp16(device, rows), good), "rows of larger numbers may overflow"
