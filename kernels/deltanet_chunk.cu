@@ -10,7 +10,7 @@
 // its place where tensor cores and shared memory allow it.
 #include "deltanet.h"
 #include "deltanet_halves.h"
-#include "int8_rows.h"
+#include "products.h"
 
 #define CHUNK 64
 #define COLUMNS 32
@@ -20,31 +20,49 @@ static_assert(HEAD % CHUNK == 0 && HEAD % COLUMNS == 0, "a head is whole squares
 #define PITCH (CHUNK + 4)
 #define DOWN_PITCH (CHUNK + 8)
 #define STATE_PITCH (HEAD + 4)
-// Rows whose inputs are loaded at once, to hide the latency.
-#define BATCH 4
-
 // --- convolution
 
 #define CONV_THREADS 128
 // Rows of a wave; at least TAPS - 1, so that only a span's first tile reaches back into the state.
 #define TILE 16
 
-// c [rows, channels] = silu(convolution), queries and keys as unit vectors. A wave has a vector of TILE rows; grid
-// (vectors / waves, tiles of the longest span, spans), CONV_THREADS threads. x, filter and past as in deltanet.cu; x may be
-// Products with scales, here and below.
-extern "C" __global__ void __launch_bounds__(CONV_THREADS)
-    delta_vectors(const float* __restrict__ x, const float* __restrict__ sum_rows,
-                  const float* __restrict__ sum_features, const float* __restrict__ filter, float* __restrict__ past,
-                  const i32* __restrict__ spans, float* __restrict__ c, i64 stride, int key_heads, int heads,
-                  int taps) {
-    luce_await();
+// The elements of a row that a lane reads, as they are loaded, and how many rows' are loaded at once, to hide the latency. Of
+// halves the lane has neighbours: a fourth of the loads.
+template <bool FP16> struct Input {
+    static constexpr int BATCH = 4;
+    float values[ELEMENTS];
+
+    static __device__ __forceinline__ int place(int e) { return luce_lane() + e * LUCE_LANES; }
+    __device__ __forceinline__ void load(const Products<FP16>& from, i64 row, i64 stride, int feature) {
+#pragma unroll
+        for (int e = 0; e < ELEMENTS; e++) values[e] = from.at(row, stride, feature + place(e));
+    }
+    __device__ __forceinline__ float at(int e) const { return values[e]; }
+};
+
+template <> struct Input<true> {
+    static constexpr int BATCH = 8;
+    Neighbours<f16_t> values;
+    float scale;
+
+    static __device__ __forceinline__ int place(int e) { return luce_lane() * ELEMENTS + e; }
+    __device__ __forceinline__ void load(const Products<true>& from, i64 row, i64 stride, int feature) {
+        values = *reinterpret_cast<const Neighbours<f16_t>*>(from.half(row, stride, feature + place(0)));
+        scale = from.rows[row];
+    }
+    __device__ __forceinline__ float at(int e) const { return luce_f32(values.at[e]) * scale; }
+};
+
+template <bool FP16>
+LUCE_FN void convolve(const Products<FP16>& inputs, const float* __restrict__ filter, float* __restrict__ past,
+                      const i32* __restrict__ spans, float* __restrict__ c, i64 stride, int key_heads, int heads, int taps) {
+    using Row = Input<FP16>;
     const Span span = span_at(spans, blockIdx.z);
     const int vector = (int)blockIdx.x * (CONV_THREADS / LUCE_LANES) + luce_wave(), first = (int)blockIdx.y * TILE;
     if (span.rows <= STEPS || first >= span.rows || vector >= 2 * key_heads + heads) return;  // whole waves
     const int kind = luce_min(vector / key_heads, (int)VALUE), head = vector - kind * key_heads;
     const Layout layout = {key_heads, heads};
-    const int channel = vector * HEAD, channels = layout.channels(), lane = luce_lane();
-    const Products inputs = {x, sum_rows, sum_features};
+    const int channel = vector * HEAD, channels = layout.channels();
     c += (i64)span.start * channels + channel;
     // The place of this vector in a head's past; key heads' vectors are in the past of all heads that read them.
     past += (i64)span.slot * heads * (taps - 1) * VECTORS * HEAD + kind * HEAD;
@@ -52,60 +70,79 @@ extern "C" __global__ void __launch_bounds__(CONV_THREADS)
 
     float weight[ELEMENTS][TAPS], window[ELEMENTS][TAPS];
 #pragma unroll
-    for (int e = 0; e < ELEMENTS; e++) {
-        const int i = lane + e * LUCE_LANES;
+    for (int tap = 0; tap < TAPS; tap++) {
+        // The last tap multiplies the row itself.
+        const int from = tap - (TAPS - taps), row = first - (TAPS - 1) + tap;
+        Row before = {};
+        const bool there = from >= 0 && tap < TAPS - 1 && row >= 0;
+        if (there) before.load(inputs, span.start + row, stride, channel);
 #pragma unroll
-        for (int tap = 0; tap < TAPS; tap++) {
-            // The last tap multiplies the row itself.
-            const int from = tap - (TAPS - taps), row = first - (TAPS - 1) + tap;
-            weight[e][tap] = window[e][tap] = 0.0f;
-            if (from < 0) continue;
-            weight[e][tap] = filter[(i64)(channel + i) * taps + from];
-            if (tap == TAPS - 1) continue;
-            if (row >= 0)
-                window[e][tap] = inputs.at(span.start + row, stride, channel + i);
-            else if (span.position)
+        for (int e = 0; e < ELEMENTS; e++) {
+            const int i = Row::place(e);
+            weight[e][tap] = from < 0 ? 0.0f : filter[(i64)(channel + i) * taps + from];
+            window[e][tap] = there ? before.at(e) : 0.0f;
+            if (from >= 0 && tap < TAPS - 1 && row < 0 && span.position)
                 window[e][tap] = past[(i64)head * past_stride + from * VECTORS * HEAD + i];
         }
     }
-    for (int tile = 0; tile < TILE; tile += BATCH) {
-        float input[BATCH][ELEMENTS];
+#pragma unroll 1
+    for (int tile = 0; tile < TILE; tile += Row::BATCH) {
+        Row input[Row::BATCH] = {};
 #pragma unroll
-        for (int b = 0; b < BATCH; b++)
+        for (int b = 0; b < Row::BATCH; b++) {
+            const int row = first + tile + b;
+            if (row < span.rows) input[b].load(inputs, span.start + row, stride, channel);
+        }
 #pragma unroll
-            for (int e = 0; e < ELEMENTS; e++) {
-                const int row = first + tile + b;
-                input[b][e] =
-                    row < span.rows ? inputs.at(span.start + row, stride, channel + lane + e * LUCE_LANES) : 0.0f;
-            }
-#pragma unroll
-        for (int b = 0; b < BATCH; b++) {
+        for (int b = 0; b < Row::BATCH; b++) {
             const int row = first + tile + b;
             float value[ELEMENTS], squares = 0.0f;
 #pragma unroll
             for (int e = 0; e < ELEMENTS; e++) {
-                window[e][TAPS - 1] = input[b][e];
+                window[e][TAPS - 1] = input[b].at(e);
                 float sum = 0.0f;
 #pragma unroll
                 for (int tap = 0; tap < TAPS; tap++) sum = fmaf(window[e][tap], weight[e][tap], sum);
-                value[e] = silu(sum);
+                value[e] = FP16 ? silu_of_halves(sum) : silu(sum);
                 squares = fmaf(value[e], value[e], squares);
 #pragma unroll
                 for (int tap = 0; tap < TAPS - 1; tap++) window[e][tap] = window[e][tap + 1];
             }
             const float scale = kind == VALUE ? 1.0f : unit_scale(kind, luce_lane_sum(squares));
+            float* to = c + (i64)row * channels + Row::place(0);
+            if (row >= span.rows) continue;
+            if constexpr (FP16) {
+                Neighbours<float> unit;
 #pragma unroll
-            for (int e = 0; e < ELEMENTS; e++)
-                if (row < span.rows) c[(i64)row * channels + lane + e * LUCE_LANES] = value[e] * scale;
+                for (int e = 0; e < ELEMENTS; e++) unit.at[e] = value[e] * scale;
+                *reinterpret_cast<Neighbours<float>*>(to) = unit;
+            } else {
+#pragma unroll
+                for (int e = 0; e < ELEMENTS; e++) to[e * LUCE_LANES] = value[e] * scale;
+            }
         }
     }
-    // The wave that read the past writes the new one, from x itself: the span's last tile may run at any time.
+    // The lane that read the past writes the new one, from x itself: the span's last tile may run at any time.
     if (first) return;
     for (int reader = head; reader < heads; reader += kind == VALUE ? heads : key_heads)
         for (int tap = 0; tap < taps - 1; tap++)
-            for (int i = lane; i < HEAD; i += LUCE_LANES)
-                past[(i64)reader * past_stride + tap * VECTORS * HEAD + i] =
-                    inputs.at(span.start + span.rows - (taps - 1) + tap, stride, channel + i);
+            for (int e = 0; e < ELEMENTS; e++)
+                past[(i64)reader * past_stride + tap * VECTORS * HEAD + Row::place(e)] =
+                    inputs.at(span.start + span.rows - (taps - 1) + tap, stride, channel + Row::place(e));
+}
+
+// c [rows, channels] = silu(convolution), queries and keys as unit vectors. A wave has a vector of TILE rows; grid
+// (vectors / waves, tiles of the longest span, spans), CONV_THREADS threads. x, filter and past as in deltanet.cu; x may be
+// Products with scales, here and below.
+extern "C" __global__ void __launch_bounds__(CONV_THREADS, 5)
+    delta_vectors(const float* __restrict__ x, const float* __restrict__ scales, const float* __restrict__ sum_features,
+                  const float* __restrict__ filter, float* __restrict__ past, const i32* __restrict__ spans,
+                  float* __restrict__ c, i64 stride, int key_heads, int heads, int taps) {
+    luce_await();
+    if (are_halves(scales, sum_features))
+        convolve(Products<true>{x, scales}, filter, past, spans, c, stride, key_heads, heads, taps);
+    else
+        convolve(Products<false>{x, scales, sum_features}, filter, past, spans, c, stride, key_heads, heads, taps);
 }
 
 // --- squares of CHUNK x CHUNK elements from global memory by registers to shared memory, beside the arithmetic
@@ -233,7 +270,7 @@ template <int M, int N, int TILES, bool DOWN = false> struct Product {
 // and mix [rows, value heads, CHUNK], or images (deltanet_halves.h) where these are not null: of keys and queries to
 // `vectors`, of T and M to `squares`. Grid (chunks of the longest span, key heads, spans), PREPARE_THREADS threads.
 extern "C" __global__ void __launch_bounds__(PREPARE_THREADS)
-    delta_prepare(const float* __restrict__ c, const float* __restrict__ x, const float* __restrict__ sum_rows,
+    delta_prepare(const float* __restrict__ c, const float* __restrict__ x, const float* __restrict__ scales,
                   const float* __restrict__ sum_features, const float* __restrict__ decay,
                   const float* __restrict__ dt_bias, const i32* __restrict__ spans, float* __restrict__ gates,
                   float* __restrict__ solve, float* __restrict__ mix, u8* __restrict__ vectors,
@@ -279,13 +316,16 @@ extern "C" __global__ void __launch_bounds__(PREPARE_THREADS)
         if (group == 0) {
             const int own = thread / CHUNK, row = thread % CHUNK, own_head = head + own * layout.key_heads;
             const bool there = row < rows && own_head < heads;
-            const Products inputs = {x, sum_rows, sum_features};
             // A row past the chunk's end has beta = g = 0, and no effect.
             g[own][row] = rate[own][row] = 0.0f;
             if (there) {
-                const float alpha = inputs.at(start + row, stride, layout.alpha(own_head));
-                g[own][row] = log_fade(alpha, decay[own_head], dt_bias[own_head]);
-                rate[own][row] = sigmoid(inputs.at(start + row, stride, layout.beta(own_head)));
+#pragma unroll 1
+                for (int kind = 0; kind < 2; kind++) {
+                    const int feature = kind ? layout.beta(own_head) : layout.alpha(own_head);
+                    (kind ? rate : g)[own][row] = product_at(x, scales, sum_features, start + row, stride, feature);
+                }
+                g[own][row] = log_fade(g[own][row], decay[own_head], dt_bias[own_head]);
+                rate[own][row] = sigmoid(rate[own][row]);
             }
             luce_sync();
             // G as a sum of two floats: after rows of strong decay it reaches hundreds, where the steps between floats

@@ -3,19 +3,20 @@
 // The output norm of gated DeltaNet for long spans, behind deltanet_chunk.cu: rms(out) * norm * silu(gate) per head.
 #include "deltanet.h"
 #include "fp16_rows.h"
-#include "int8_rows.h"
+#include "products.h"
 
 // Rows whose inputs are loaded at once, to hide the latency.
 #define BATCH 4
 
 // The wave's head of one row, from its values: rms(value) * norm * silu(z).
+template <bool FP16 = false>
 LUCE_FN void gated_norm(float (&value)[ELEMENTS], const float (&norm)[ELEMENTS], const float (&z)[ELEMENTS], float eps) {
     float squares = 0.0f;
 #pragma unroll
     for (int e = 0; e < ELEMENTS; e++) squares = fmaf(value[e], value[e], squares);
     const float scale = 1.0f / sqrtf(luce_lane_sum(squares) / (float)HEAD + eps);
 #pragma unroll
-    for (int e = 0; e < ELEMENTS; e++) value[e] = value[e] * scale * norm[e] * silu(z[e]);
+    for (int e = 0; e < ELEMENTS; e++) value[e] = value[e] * scale * norm[e] * (FP16 ? silu_of_halves(z[e]) : silu(z[e]));
 }
 
 #define OUTPUT_THREADS 128
@@ -53,38 +54,62 @@ extern "C" __global__ void __launch_bounds__(OUTPUT_THREADS)
 
 #define FP16_THREADS 256
 
+// One row. A lane has neighbours of a head where they are halves, by wide loads; rows of floats may begin anywhere.
+template <bool FP16>
+LUCE_FN void write_row(Fp16Row& to, const Products<FP16>& inputs, const float* __restrict__ out,
+                       const float* __restrict__ norm, i64 stride, const Layout& layout, float eps) {
+    const i64 r = blockIdx.x;
+    const int first = luce_lane() * (FP16 ? ELEMENTS : 1), step = FP16 ? 1 : LUCE_LANES;
+    float factor[ELEMENTS], scale = 0.0f;
+#pragma unroll
+    for (int e = 0; e < ELEMENTS; e++) factor[e] = norm[first + e * step];
+    if (FP16) scale = inputs.rows[r];
+    do {
+#pragma unroll 3
+        for (int head = luce_wave(); head < layout.heads; head += FP16_THREADS / LUCE_LANES) {
+            const int column = head * HEAD + first;
+            float value[ELEMENTS], z[ELEMENTS];
+            if constexpr (FP16) {
+                const Neighbours<float> own = *reinterpret_cast<const Neighbours<float>*>(out + column);
+                const auto gates =
+                    *reinterpret_cast<const Neighbours<f16_t>*>(inputs.half(r, stride, layout.gate(head) + first));
+#pragma unroll
+                for (int e = 0; e < ELEMENTS; e++) value[e] = own.at[e], z[e] = luce_f32(gates.at[e]) * scale;
+            } else {
+#pragma unroll
+                for (int e = 0; e < ELEMENTS; e++) {
+                    value[e] = out[column + e * LUCE_LANES];
+                    z[e] = inputs.at(r, stride, layout.gate(head) + first + e * LUCE_LANES);
+                }
+            }
+            gated_norm<FP16>(value, factor, z, eps);
+            if constexpr (FP16 && ELEMENTS == 4) {
+                to.put(column, value);
+            } else {
+#pragma unroll
+                for (int e = 0; e < ELEMENTS; e++) {
+                    const float result[1] = {value[e]};
+                    to.put(column + e * step, result);
+                }
+            }
+        }
+    } while (to.again());
+}
+
 // The same for the n rows of one span, as fp16 with a scale for each row (fp16_rows.h); half has rows of `padded`
 // columns. Grid: n blocks of FP16_THREADS threads, whose waves have a head at a time.
 extern "C" __global__ void __launch_bounds__(FP16_THREADS)
-    delta_output_fp16(const float* __restrict__ out, const float* __restrict__ x, const float* __restrict__ sum_rows,
+    delta_output_fp16(const float* __restrict__ out, const float* __restrict__ x, const float* __restrict__ rows,
                       const float* __restrict__ sum_features, const float* __restrict__ norm, f16_t* __restrict__ half,
                       float* __restrict__ scales, int padded, i64 stride, int key_heads, int heads, float eps) {
     luce_await();
     const Layout layout = {key_heads, heads};
     const i64 r = blockIdx.x;
-    const Products inputs = {x, sum_rows, sum_features};
     out += r * heads * HEAD;
-    float factor[ELEMENTS];
-#pragma unroll
-    for (int e = 0; e < ELEMENTS; e++) factor[e] = norm[luce_lane() + e * LUCE_LANES];
     Fp16Row to(half + r * padded, scales + r);
-    do {
-#pragma unroll 3
-        for (int head = luce_wave(); head < heads; head += FP16_THREADS / LUCE_LANES) {
-            float value[ELEMENTS], z[ELEMENTS];
-#pragma unroll
-            for (int e = 0; e < ELEMENTS; e++) {
-                const int i = luce_lane() + e * LUCE_LANES;
-                value[e] = out[head * HEAD + i];
-                z[e] = inputs.at(r, stride, layout.gate(head) + i);
-            }
-            gated_norm(value, factor, z, eps);
-#pragma unroll
-            for (int e = 0; e < ELEMENTS; e++) {
-                const float result[1] = {value[e]};
-                to.put(head * HEAD + luce_lane() + e * LUCE_LANES, result);
-            }
-        }
-    } while (to.again());
+    if (are_halves(rows, sum_features))
+        write_row(to, Products<true>{x, rows}, out, norm, stride, layout, eps);
+    else
+        write_row(to, Products<false>{x, rows, sum_features}, out, norm, stride, layout, eps);
     to.pad(heads * HEAD, padded);
 }

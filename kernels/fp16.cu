@@ -1,6 +1,7 @@
 // Rows as fp16 for products of many rows, each row scaled by a power of two into the range of fp16.
 #include "activation.h"
 #include "fp16_rows.h"
+#include "products.h"
 
 #define GROUP 8  // columns that a thread converts at a time
 
@@ -54,10 +55,6 @@ extern "C" __global__ void __launch_bounds__(256)
         }
     } while (to.again());
 }
-
-// silu with a relative error of 2^-17, of which a result in fp16 has 2^-12. With the accurate functions, whose division has a
-// branch, gates of halves were bound by 42 instructions an element and not by memory.
-LUCE_FN float silu_of_halves(float x) { return x * luce_reciprocal(1.0f + luce_exp2(-1.4426950408889634f * x)); }
 
 // The same of products in fp16, whose rows have scales: gates and ups are the halves of gate_up, rows of 2 * cols times
 // rows[r], cols a multiple of 8. Grid: one block per row.
@@ -127,6 +124,24 @@ extern "C" __global__ void rescale_rows(float* __restrict__ out, const float* __
     if (factor == 1.0f) return;
     float* row = out + (i64)blockIdx.x * stride;
     for (int j = luce_thread(); j < rows; j += luce_threads()) row[j] *= factor;
+}
+
+// out[r, j] = half[r, j] * rows[r], of products in fp16: both [n, cols], cols a multiple of GROUP.
+// Grid: (n, ceil(cols / GROUP / the block's threads)).
+extern "C" __global__ void __launch_bounds__(256)
+    halves_to_float(const f16_t* __restrict__ half, const float* __restrict__ rows, float* __restrict__ out, int cols) {
+    luce_await();
+    const int column = ((int)(blockIdx.y * blockDim.x) + luce_thread()) * GROUP;
+    if (column >= cols) return;
+    const i64 at = (i64)blockIdx.x * cols + column;
+    const float factor = rows[blockIdx.x];
+    float4* to = reinterpret_cast<float4*>(out + at);
+#pragma unroll
+    for (int i = 0; i < GROUP / 4; i++) {
+        const FourHalves four = *reinterpret_cast<const FourHalves*>(half + at + i * 4);
+        to[i] = {luce_f32(four.at[0]) * factor, luce_f32(four.at[1]) * factor, luce_f32(four.at[2]) * factor,
+                 luce_f32(four.at[3]) * factor};
+    }
 }
 
 // most = the largest sum of squares of a row of half [gridDim.x, cols], or NaN or infinity if a row has one; `most` is such a

@@ -1,7 +1,7 @@
 // Rows as int8 with a scale for each row, for products of many rows in integers, and the sums of such products.
 #include "activation.h"
 #include "int8_rows.h"
-#include "mma.h"
+#include "products.h"
 
 #define THREADS 256
 #define GATED_THREADS 512

@@ -1,23 +1,7 @@
 // Rows as int8 with a scale for each row, for int8_rows.cu and for kernels that make such rows of what they compute. A block
 // has a row, or a wave has one.
 #pragma once
-#include "gpu.h"
 #include "reduce.h"
-
-// A product of int8 rows as a float: its exact sum times the scales of its row and its feature.
-LUCE_FN float int8_product(i32 sum, float row, float feature) { return (float)sum * row * feature; }
-
-// Where products are read from: `values` are floats, or with `features` the sums in int32 of rows with the scales `rows`.
-struct Products {
-    const float* values;
-    const float* rows;
-    const float* features;
-
-    __device__ __forceinline__ float at(i64 row, i64 stride, int feature) const {
-        const float value = values[row * stride + feature];
-        return features ? int8_product((i32)__float_as_uint(value), rows[row], features[feature]) : value;
-    }
-};
 
 // value = round(x / s), to even, with s = the row's largest |x| / 127. A row of zeros has the scale 0, and one with an
 // infinity or NaN zeros and an infinite scale, whose products are NaN. A kernel puts its row and asks `again`, and puts it

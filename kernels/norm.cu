@@ -4,6 +4,7 @@
 // length alone determines the block's size, so the order of a row's sum does not depend on the number of rows.
 #include "fp16_rows.h"
 #include "int8_rows.h"
+#include "products.h"
 #include "quantise.h"
 
 // Elements of a row that a thread holds in registers between the sum and the result; in longer rows it reads the others

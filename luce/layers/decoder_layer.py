@@ -16,8 +16,8 @@ from luce.layers.short_conv import ShortConvLayer
 from luce.models.spec import Activation
 from luce.ops.activation import add, gated_activation, scale, softcap
 from luce.ops.embedding import embed, take_rows
-from luce.ops.int8_rows import Int8Sums, to_floats
-from luce.ops.matmul import Rows, int8_group, matmul, matmul_or_sums
+from luce.ops.matmul import Rows, int8_group, matmul, product
+from luce.ops.products import Product, to_floats
 from luce.ops.quantise import quantise
 from luce.ops.weight import Weight
 from luce.runtime.device import Array, Device
@@ -33,9 +33,8 @@ class Residual:
     device: Device
     #: float32 [rows, hidden]
     x: Array
-    #: float32 [rows, hidden], or sums of int8 rows, still to be added to x, so that the addition can be fused with the
-    #: next norm
-    delta: Array | Int8Sums | None = None
+    #: [rows, hidden], still to be added to x, so that the addition can be fused with the next norm
+    delta: Product | None = None
     #: float32 [rows, layers, per_layer] in models with per-layer embeddings
     inputs: Array | None = None
     #: float32 [rows, (copies - 1) hidden] in models that keep copies of the stream beside x
@@ -64,9 +63,10 @@ class Residual:
 
     def pending(self) -> Array | None:
         """`delta` as floats."""
-        if isinstance(self.delta, Int8Sums):
-            self.delta = to_floats(self.device, self.delta)
-        return self.delta
+        if self.delta is None:
+            return None
+        self.delta = floats = to_floats(self.device, self.delta)
+        return floats
 
 
 @dataclass(frozen=True)
@@ -100,14 +100,19 @@ class DecoderLayer:
             stream.delta = self._behind(stream.device, mixed, None)
             return
         if self._added_alone(self.mixer_post_norm) and isinstance(self.mixer, AttentionLayer | DeltaNetLayer):
-            stream.delta = matmul_or_sums(stream.device, self.mixer.mix(y, step), self.mixer.out)
+            stream.delta = product(stream.device, self.mixer.mix(y, step), self.mixer.out)
         else:
             stream.delta = self._behind(stream.device, self.mixer(y, step), self.mixer_post_norm)
         y = stream.read(self.ffn_norm, self.ffn.input_weight, fp16=self.ffn.only_multiplies)
         if self._added_alone(self.ffn_post_norm) and isinstance(self.ffn, GatedMLPLayer):
-            stream.delta = matmul_or_sums(stream.device, self.ffn.inner(y), self.ffn.down)
+            stream.delta = product(stream.device, self.ffn.inner(y), self.ffn.down)
         else:
             stream.delta = self._behind(stream.device, self.ffn(y), self.ffn_post_norm)
+
+    def half_weights(self) -> list[Weight]:
+        """The weights whose products of many rows the layer reads as halves, where there are such."""
+        parts = [part for part in (self.mixer, self.ffn) if isinstance(part, DeltaNetLayer | GatedMLPLayer)]
+        return [part.input_weight for part in parts if part.reads_products]
 
     def _added_alone(self, norm: Norm | None) -> bool:
         """Whether a part's last product is added to the stream as it is."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from luce.layers.state import DeltaState
-from luce.ops.deltanet import DeltaWeights, gated_delta_net, reads_sums
+from luce.ops.deltanet import DeltaWeights, gated_delta_net, reads_products
 from luce.ops.embedding import take_rows
 from luce.ops.fp16 import Fp16Rows
-from luce.ops.int8_rows import Int8Rows, Int8Sums
-from luce.ops.matmul import Rows, matmul, multiplies_fp16, sole_int8_group
-from luce.ops.matmul_prefill import has_int8_sums, int8_sums
+from luce.ops.int8_rows import Int8Rows
+from luce.ops.matmul import Rows, matmul, multiplies_fp16, product, sole_int8_group
+from luce.ops.products import Product
 from luce.ops.quantise import Quantised
 from luce.ops.weight import Weight
 from luce.runtime.device import Array, Device
@@ -46,13 +46,17 @@ class DeltaNetLayer:
         """y float32 [rows, hidden] -> float32 [rows, hidden]."""
         return matmul(self._device, self.mix(y, step), self.out)
 
+    @property
+    def reads_products(self) -> bool:
+        """Whether products with `input_weight` may be sums or halves."""
+        return self._places is None
+
     def mix(self, y: Rows, step: DeviceStep) -> Rows:
         """The rows that `out` multiplies."""
         device = self._device
         fp16 = multiplies_fp16(device, y.shape[0], self.out)
-        if self._reads_sums(y, step.spans) and fp16:
-            assert not isinstance(y, Quantised)
-            return self._mix(int8_sums(device, y, self.input_weight), step.spans, fp16=True)
+        if fp16 and self.reads_products and reads_products(step.spans):
+            return self._mix(product(device, y, self.input_weight), step.spans, fp16=True)
         x = matmul(device, y, self.input_weight)
         if self._places is not None:
             mixed = self._mix(x, step.spans)
@@ -63,12 +67,9 @@ class DeltaNetLayer:
         int8_group = sole_int8_group(device, y.shape[0], self.out)
         return self._mix(x, step.spans, int8_group=int8_group, fp16=fp16)
 
-    def _reads_sums(self, y: Rows, spans: SpanArrays) -> bool:
-        return reads_sums(spans) and has_int8_sums(self._device, y.shape[0], self.input_weight) and self._places is None
-
     def accept(self, spans: SpanArrays) -> None:
         """Apply the speculative rows that spans accept; the spans have no rows of their own."""
         self._mix(self._device.empty((0, self.input_weight.rows)), spans)
 
-    def _mix(self, x: Array | Int8Sums, spans: SpanArrays, *, int8_group: int = 0, fp16: bool = False) -> Rows:
+    def _mix(self, x: Product, spans: SpanArrays, *, int8_group: int = 0, fp16: bool = False) -> Rows:
         return gated_delta_net(self._device, x, self._weights, self.state, spans, int8_group=int8_group, fp16=fp16)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from luce.models.spec import GatedMLP
 from luce.ops.activation import FUSED, gated_activation, gelu
 from luce.ops.altup import keep_largest
-from luce.ops.fp16 import gated_halves_to_fp16, gated_to_fp16
+from luce.ops.fp16 import GROUP, gated_halves_to_fp16, gated_to_fp16
 from luce.ops.half_products import halves, has_halves
 from luce.ops.int8_rows import Int8Rows, gated_to_int8
 from luce.ops.matmul import Rows, matmul, multiplies_fp16, sole_int8_group
@@ -32,6 +32,11 @@ class GatedMLPLayer:
         """y float32 [rows, hidden] -> float32 [rows, hidden]."""
         return matmul(self._device, self.inner(y), self.down)
 
+    @property
+    def reads_products(self) -> bool:
+        """Whether products with `input_weight` may be sums or halves."""
+        return self._sparsity is None and self.input_weight.rows % (2 * GROUP) == 0
+
     def inner(self, y: Rows) -> Rows:
         """act(gate y) * up y, which `down` multiplies."""
         if self._sums_int8(y):
@@ -39,7 +44,7 @@ class GatedMLPLayer:
             sums = int8_sums(self._device, y, self.input_weight)
             return gated_to_int8(self._device, sums, self._activation)
         fp16 = multiplies_fp16(self._device, y.shape[0], self.down)
-        if fp16 and self._sparsity is None and has_halves(self._device, y, self.input_weight):
+        if fp16 and self.reads_products and has_halves(self._device, y, self.input_weight):
             assert not isinstance(y, Quantised | Int8Rows)
             return gated_halves_to_fp16(self._device, halves(self._device, y, self.input_weight), self._activation)
         gate_up = matmul(self._device, y, self.input_weight)
@@ -60,7 +65,7 @@ class GatedMLPLayer:
         return (
             has_int8_sums(self._device, rows, self.input_weight)
             and multiplies_int8(self._device, rows, self.down)
-            and self._sparsity is None
+            and self.reads_products
         )
 
 

@@ -15,8 +15,9 @@ import numpy as np
 
 from luce.cpu_kernels.dimensions import LANES, MOST_DELTA_HEAD
 from luce.ops.activation import host_sigmoid, host_softplus
-from luce.ops.fp16 import Fp16Rows, empty_fp16
+from luce.ops.fp16 import Fp16Rows, Halves, empty_fp16
 from luce.ops.int8_rows import Int8Sums
+from luce.ops.products import Product
 from luce.ops.quantise import SECTION, Quantised, as_arguments, empty_quantised
 from luce.runtime.cpu import CpuDevice
 from luce.runtime.device import Array, Device
@@ -85,7 +86,7 @@ class RecurrentState:
 
 def gated_delta_net(
     device: Device,
-    x: Array | Int8Sums,
+    x: Product,
     weights: DeltaWeights,
     state: RecurrentState,
     spans: SpanArrays,
@@ -96,10 +97,10 @@ def gated_delta_net(
     """The layer between its input and its output product, over each span: float32 [n, value_heads d].
 
     x float32 [n, channels + value_heads d + 2 value_heads] (any row stride): q, k and v of all heads, the output gate
-    z, alpha, beta; or, with `fp16` and if `reads_sums(spans)`, the sums of such rows. `state.memory` and `state.past`
-    get the states after the last row of each span. With a nonzero `int8_group`, for n <= 16 rows on a GPU: quantised in
-    such groups, if one kernel can do that too. With `fp16`, for one span of more than RECURRENT_ROWS rows on a GPU: as
-    fp16 (luce.ops.fp16).
+    z, alpha, beta; or, with `fp16` and if `reads_products(spans)`, sums or halves of such rows. `state.memory` and
+    `state.past` get the states after the last row of each span. With a nonzero `int8_group`, for n <= 16 rows on a GPU:
+    quantised in such groups, if one kernel can do that too. With `fp16`, for one span of more than RECURRENT_ROWS rows
+    on a GPU: as fp16 (luce.ops.fp16).
 
     A speculative span of at most `most` <= RECURRENT_ROWS rows leaves memory and past unchanged; its rows go to
     `speculative_rows` and `speculative_decays`. A later span that accepts some of them first takes memory and past
@@ -117,7 +118,7 @@ def gated_delta_net(
     of more than RECURRENT_ROWS rows are computed in chunks, but row by row in compiled code of the CPU, which takes any
     K and every d up to MOST_DELTA_HEAD that LANES divides.
     """
-    if not isinstance(x, Int8Sums):
+    if not isinstance(x, Int8Sums | Halves):
         head = state.memory.shape[2]
         if isinstance(device, CpuDevice) and head % LANES == 0 and head <= MOST_DELTA_HEAD:
             return _compiled(device, x, weights, state, spans)
@@ -130,7 +131,7 @@ def gated_delta_net(
         return out
     # Each form skips the spans of the other one, except for the speculative rows that long spans accept.
     if spans.longest <= RECURRENT_ROWS or spans.count > 1 or spans.pending is not None:
-        assert not isinstance(x, Int8Sums)
+        assert not isinstance(x, Int8Sums | Halves)
         plain = spans.longest == 1 and spans.pending is None
         # With fewer heads all blocks of delta_step run at once.
         blocks = _resident(device, d) if plain else 0
@@ -209,7 +210,7 @@ def _launch_many(
 
 
 def _launch_chunks(
-    device: Device, x: Array | Int8Sums, weights: DeltaWeights, state: RecurrentState, spans: SpanArrays, out: Array
+    device: Device, x: Product, weights: DeltaWeights, state: RecurrentState, spans: SpanArrays, out: Array
 ) -> None:
     """The spans of more than RECURRENT_ROWS rows, CHUNK rows at a time; before the norm and the gate."""
     (n, *_), heads, d = x.shape, state.memory.shape[1], state.memory.shape[2]
@@ -255,7 +256,7 @@ def _launch_chunks(
 
 def _launch_output(
     device: Device,
-    x: Array | Int8Sums,
+    x: Product,
     weights: DeltaWeights,
     spans: SpanArrays,
     out: Array,
@@ -270,21 +271,23 @@ def _launch_output(
         rows_args = (out, *inputs, weights.norm, *to, *sizes)
         device.launch("deltanet_output", "delta_output_fp16", (n,), (_FP16_THREADS,), rows_args, defines={"HEAD": d})
         return
-    assert not isinstance(x, Int8Sums)
+    assert not isinstance(x, Int8Sums | Halves)
     grid = (-(-spans.longest // _OUTPUT_ROWS), -(-(width // d) // (_OUTPUT_THREADS // device.lanes)), spans.count)
     args = (out, x, weights.norm, spans.table, *sizes)
     device.launch("deltanet_output", "delta_output", grid, (_OUTPUT_THREADS,), args, defines={"HEAD": d})
 
 
-def reads_sums(spans: SpanArrays) -> bool:
-    """Whether `gated_delta_net` on a GPU, with `fp16`, reads x as sums of int8 rows: of one long span alone."""
+def reads_products(spans: SpanArrays) -> bool:
+    """Whether `gated_delta_net` on a GPU, with `fp16`, reads x as sums or halves: of one long span alone."""
     return spans.count == 1 and spans.longest > RECURRENT_ROWS and spans.pending is None
 
 
-def _inputs_and_stride(x: Array | Int8Sums) -> tuple[Array, Array | None, Array | None, np.int64]:
-    """x as the kernels of chunks have it (kernels/int8_rows.h, Products)."""
+def _inputs_and_stride(x: Product) -> tuple[Array, Array | None, Array | None, np.int64]:
+    """x as the kernels of chunks have it (kernels/products.h)."""
     if isinstance(x, Int8Sums):
         return x.values.view(np.float32), x.rows, x.features, np.int64(x.values.strides[0] // 4)
+    if isinstance(x, Halves):
+        return x.values.view(np.float32), x.rows, None, np.int64(x.values.strides[0] // 2)
     return x, None, None, np.int64(x.strides[0] // 4)
 
 

@@ -19,6 +19,8 @@ PADDING = 128
 BLOCK_ROWS = 4
 # Threads of dequant.cu, for a row in fp16.cu, and at most those that add a row's parts.
 _DEQUANT_THREADS, _ROW_THREADS, _PART_THREADS = 128, 256, 320
+#: columns that a thread of fp16.cu converts at a time
+GROUP = 8
 #: the numbers of kernels/fp16.cu and int8_rows.cu
 ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu": 1, "clamped_swiglu": 2}
 
@@ -46,10 +48,15 @@ class Fp16Rows:
 class Halves:
     """A product of Fp16Rows, rounded to fp16: out[r, j] = values[r, j] rows[r]."""
 
-    #: float16 [n, features]
+    #: float16 [n, features], a multiple of GROUP
     values: Array
     #: float32 [n], the scales of x
     rows: Array
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and features."""
+        return self.values.shape[0], self.values.shape[1]
 
 
 def empty_fp16(device: Device, rows: int, cols: int, top: int = 15) -> Fp16Rows:
@@ -114,6 +121,16 @@ def rescale(device: Device, out: Array, scale: Array) -> None:
     n, rows = out.shape
     args = (out, scale, np.int32(rows), np.int64(out.strides[0] // 4))
     device.launch("fp16", "rescale_rows", (n,), (_ROW_THREADS,), args)
+
+
+def to_floats(device: Device, halves: Halves) -> Array:
+    """The product, float32 [n, features]."""
+    n, features = halves.shape
+    out = device.empty((n, features))
+    grid = (n, -(-features // (GROUP * _ROW_THREADS)))
+    args = (halves.values, halves.rows, out, np.int32(features))
+    device.launch("fp16", "halves_to_float", grid, (_ROW_THREADS,), args)
+    return out
 
 
 def add_parts(device: Device, parts: Array, out: Array) -> None:

@@ -27,8 +27,8 @@ _THREADS = 256
 _MOST = 65504 / 1.01
 # Magnitudes of rows: where more is possible it is not needed, and with less fp16 has few bits for the rest of a row.
 _LEAST_TOP, _MOST_TOP = -2, 15
-# The library's wide loads, and those of kernels/fp16.cu for each half of the features.
-_FEATURES = 16
+# The wide accesses of the library, and of the kernels that read halves.
+_FEATURES = 8
 #: With fewer features the library's kernels for fp16 results lose more than their bytes gain: 2048 x 1024 x 2048 takes
 #: 54 us, and 45 with results in float32 (H200).
 LEAST_FEATURES = 4096

@@ -30,12 +30,14 @@ from gguf import GGMLQuantizationType
 
 from luce.ops.activation import add_bias
 from luce.ops.fp16 import Fp16Rows
-from luce.ops.int8_rows import Int8Rows, Int8Sums
+from luce.ops.half_products import halves, has_halves
+from luce.ops.int8_rows import Int8Rows
 from luce.ops.matmul_bf16 import Split, multiply_bf16, split_rows, takes_tiles
 from luce.ops.matmul_int8 import INT8_TYPES, group_for, multiply, multiply_pair, pairs
 from luce.ops.matmul_packed import multiply_packed
 from luce.ops.matmul_prefill import BLAS_ROWS, has_int8_sums, int8_sums, matmul_prefill
 from luce.ops.matmul_rows import multiply_rows, takes_rows
+from luce.ops.products import Product
 from luce.ops.quantise import Quantised, quantise
 from luce.ops.weight import Weight, WeightPart
 from luce.runtime.cpu import CpuDevice
@@ -102,11 +104,16 @@ def invariant_rows(device: Device, weight: Weight) -> int:
     return MANY_ROWS if keeps else FEW_ROWS
 
 
-def matmul_or_sums(device: Device, x: Rows, weight: Weight) -> Array | Int8Sums:
-    """`matmul`, or its sums where it is a product of int8 rows without a bias."""
-    if isinstance(x, Quantised) or not has_int8_sums(device, x.shape[0], weight):
+def product(device: Device, x: Rows, weight: Weight) -> Product:
+    """`matmul`, or its sums where it is a product of int8 rows without a bias, or its halves where there are such."""
+    if isinstance(x, Quantised):
         return matmul(device, x, weight)
-    return int8_sums(device, x, weight)
+    if has_int8_sums(device, x.shape[0], weight):
+        return int8_sums(device, x, weight)
+    if has_halves(device, x, weight):
+        assert not isinstance(x, Int8Rows)
+        return halves(device, x, weight)
+    return matmul(device, x, weight)
 
 
 def multiplies_fp16(device: Device, rows: int, weight: Weight) -> bool:

@@ -16,7 +16,6 @@ from luce.layers.build import AnyDecoderLayer, LayerBuilder
 from luce.layers.decoder_layer import DecoderLayer, Embedding, Head, Residual
 from luce.layers.deltanet import DeltaNetLayer
 from luce.layers.latent_attention import LatentAttentionLayer
-from luce.layers.mlp import GatedMLPLayer
 from luce.layers.state import DeltaState, KVPool, StateOptions
 from luce.models.spec import ModelSpec
 from luce.ops import half_products
@@ -93,13 +92,13 @@ class LocalShard:
 
         def warm_up() -> None:
             builder.weights.store_copies(own.unpack_bytes)
-            half_products.expect(device, self._gates())
+            half_products.expect(device, self._half_weights())
             chosen = layers_of_each_kind(file, spec, own, options, builder.weights)
             self._warm_up(step_shapes(len(spec.page_groups), options), chosen, widths)
 
         device.warm_up(warm_up)
         unpacked = builder.weights.store_copies(own.unpack_bytes)
-        half_products.measure(device, self._gates())
+        half_products.measure(device, self._half_weights())
         held = state_bytes(device, spec, layers, options).total(pages, options.slots)
         part = DeviceInfo(str(device.name), layers, builder.weights.nbytes, held, unpacked)
         # More rows are launched one by one.
@@ -110,10 +109,10 @@ class LocalShard:
         self.info = ShardInfo((part,))
         device.synchronize()
 
-    def _gates(self) -> list[Weight]:
-        """The weights whose products `GatedMLPLayer` may read as fp16."""
+    def _half_weights(self) -> list[Weight]:
+        """The weights whose products layers may read as halves."""
         layers = [layer for layer in self._layers.values() if isinstance(layer, DecoderLayer)]
-        return [layer.ffn.input_weight for layer in layers if isinstance(layer.ffn, GatedMLPLayer)]
+        return [weight for layer in layers for weight in layer.half_weights()]
 
     remote = False
 

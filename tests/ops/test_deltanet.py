@@ -200,3 +200,13 @@ def test_little_shared_memory(device: Device, d: int) -> None:
     device.shared_limit = 64 << 10
     checks.check_formula(device, (3, 70), key_heads=1, heads=2, d=d)
     assert (checks.run(device, case, [(0, 0, 70, 3)])[0] != whole).any()
+
+
+@on_devices(
+    "rows, key_heads, heads, d, taps",
+    host=[],
+    emulated=[(17, 2, 8, 64, 4), (67, 1, 8, 128, 3)],
+    gpu=[(17, 2, 8, 64, 3), (300, 16, 48, 128, 4)],
+)
+def test_inputs_as_halves(device: Device, rows: int, key_heads: int, heads: int, d: int, taps: int) -> None:
+    checks.check_halves(device, rows, key_heads=key_heads, heads=heads, d=d, taps=taps)

@@ -11,7 +11,7 @@ from gguf import GGMLQuantizationType
 from numpy.typing import NDArray
 
 from luce.ops import half_products, matmul_prefill
-from luce.ops.fp16 import Halves, gated_halves_to_fp16, to_fp16
+from luce.ops.fp16 import Halves, gated_halves_to_fp16, to_floats, to_fp16
 from luce.ops.half_products import expect, halves, has_halves, measure
 from luce.ops.matmul import matmul
 from luce.ops.matmul_prefill import BLAS_ROWS, store_copy
@@ -93,6 +93,7 @@ def test_products(device: Device, stored: bool) -> None:
     exact = x.astype(np.float64) @ w.astype(np.float64).T
     scale = device.download(made.rows)[:, None].astype(np.float64)
     assert (np.abs(values * scale - exact) <= product_limit(x, w, fp16=True) + 2.0**-11 * np.abs(exact)).all()
+    np.testing.assert_array_equal(device.download(to_floats(device, made)), values * scale.astype(np.float32))
     floats = device.download(matmul(device, rows, weight))
     error = ((values * scale - floats) ** 2)[3:].mean() / (floats.astype(np.float64) ** 2)[3:].mean()
     assert 1e-8 < error < 6e-8, "one rounding to 11 bits"
@@ -107,7 +108,7 @@ def test_which_weights_and_rows(device: Device) -> None:
     biased.bias, int8.int8 = device.zeros(48), True
     floats = upload_weight(device, [packed, random_tensor("F32", 16, 64, 1)])
     halves_ = upload_weight(device, [packed, random_tensor("F16", 16, 64, 1)])
-    odd, small = (upload_weight(device, [random_tensor("Q8_0", rows, 64, 0)]) for rows in (56, 32))
+    odd, small = (upload_weight(device, [random_tensor("Q8_0", rows, 64, 0)]) for rows in (60, 40))
     others = [infinite, biased, int8, floats, halves_, odd, small]
     expect(device, [good, zero, *others])
     assert good.top == 0 and biased.top is None

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from luce.engine.draft_tree import tree_spans
 from luce.ops.deltanet import RECURRENT_ROWS, DeltaWeights, RecurrentState, gated_delta_net
+from luce.ops.fp16 import Halves
 from luce.ops.int8_rows import Int8Sums
 from luce.runtime.device import Device
 from luce.runtime.step import Span, SpanArrays, branches_of
@@ -198,10 +199,10 @@ def queue(
     case: Case,
     spans: Sequence[SpanRow | Span],
     state: State | None = None,
-    sums: Int8Sums | None = None,
+    products: Int8Sums | Halves | None = None,
     **named: int,
 ) -> tuple[Any, State]:
-    """`run`, with the outputs on the device; of sums, if given, instead of the case's rows."""
+    """`run`, with the outputs on the device; of products with scales, if given, instead of the case's rows."""
     state = state or case.state
     wide = np.concatenate((case.m, case.z, case.alpha, case.beta, case.beta[:, :1]), axis=1)
     slots, heads, _, _, d = state.past.shape
@@ -217,7 +218,7 @@ def queue(
         eps=EPS,
         key_heads=case.key_heads,
     )
-    x = device.upload(wide)[:, :-1] if sums is None else sums
+    x = device.upload(wide)[:, :-1] if products is None else products
     out = gated_delta_net(device, x, weights, RecurrentState(*arrays), span_arrays(device, spans), **named)
     return out, State(*(device.download(array) for array in arrays))
 
@@ -499,11 +500,10 @@ def check_fp16_output(device: Device, rows: int, *, key_heads: int, heads: int, 
     values = rng.integers(-(1 << 20), 1 << 20, (rows, width), np.int32)
     scales = (rng.random(rows).astype(np.float32), (rng.random(width) * 1e-6).astype(np.float32))
     x = values.astype(np.float32) * scales[0][:, None] * scales[1]
-    m, z, alpha, beta = np.split(x, np.cumsum([case.m.shape[1], case.z.shape[1], heads]), axis=1)
-    case = replace(case, m=m, z=z, alpha=alpha, beta=beta)
+    case = _of_inputs(case, x)
     floats, state = queue(device, case, [(0, 0, rows, 3)])
     sums = Int8Sums(*(device.upload(array) for array in (values, *scales)))
-    halves, after = queue(device, case, [(0, 0, rows, 3)], fp16=True, sums=sums)
+    halves, after = queue(device, case, [(0, 0, rows, 3)], fp16=True, products=sums)
     same_halves(device, halves, floats)
     np.testing.assert_array_equal(after.memory, state.memory)
     np.testing.assert_array_equal(after.past, state.past)
@@ -511,3 +511,30 @@ def check_fp16_output(device: Device, rows: int, *, key_heads: int, heads: int, 
         device, make_case(rows + 1, key_heads=1, heads=1, d=d, slots=2), laid_out((0, rows, 3), (1, 1, 3)), fp16=True
     )
     assert several[0].dtype == np.float32
+
+
+def _of_inputs(case: Case, x: Floats) -> Case:
+    """The case with other rows of inputs."""
+    ends = np.cumsum([case.m.shape[1], case.z.shape[1], case.alpha.shape[1]])
+    m, z, alpha, beta = np.split(x.astype(np.float32), ends, axis=1)
+    return replace(case, m=m, z=z, alpha=alpha, beta=beta)
+
+
+def check_halves(device: Device, rows: int, *, key_heads: int, heads: int, d: int, taps: int = 4) -> None:
+    """Inputs as halves whose rows have scales, of a new span and of one that goes on, against the formula."""
+    case = make_case(rows, key_heads=key_heads, heads=heads, d=d, taps=taps)
+    whole = np.concatenate((case.m, case.z, case.alpha, case.beta), axis=1)
+    whole[:, -2 * heads :][::5] *= 8
+    whole[-1, case.m.shape[1] :][:4] = -300, 300, -88, 0
+    scales = (2.0 ** (np.arange(rows) % 7 - 3)).astype(np.float32)
+    values = (whole / scales[:, None]).astype(np.float16)
+    case = _of_inputs(case, values * scales[:, None])
+    halves = Halves(device.upload(values), device.upload(scales))
+    for position in (0, 3):
+        before = State(*(x[0] if position else np.zeros_like(x[0]) for x in (case.state.memory, case.state.past)))
+        exact, state = delta_formula(case, before)
+        made, after = queue(device, case, [(0, 0, rows, position)], fp16=True, products=halves)
+        out = device.download(made.values)[:, : heads * d] * device.download(made.scale)[:, None].astype(np.float64)
+        limit = 2.0**-11 * np.abs(exact) + TOLERANCE * np.sqrt(np.mean(np.square(exact)))
+        assert (np.abs(out - exact) <= limit).all(), position
+        agree(State(after.memory[0], after.past[0]), state)
