@@ -101,12 +101,12 @@ LUCE_FN void write_row(Fp16Row& to, const Products<FP16>& inputs, const float* _
 extern "C" __global__ void __launch_bounds__(FP16_THREADS)
     delta_output_fp16(const float* __restrict__ out, const float* __restrict__ x, const float* __restrict__ rows,
                       const float* __restrict__ sum_features, const float* __restrict__ norm, f16_t* __restrict__ half,
-                      float* __restrict__ scales, int padded, i64 stride, int key_heads, int heads, float eps) {
+                      float* __restrict__ scales, int padded, i64 stride, int key_heads, int heads, float eps, int top) {
     luce_await();
     const Layout layout = {key_heads, heads};
     const i64 r = blockIdx.x;
     out += r * heads * HEAD;
-    Fp16Row to(half + r * padded, scales + r);
+    Fp16Row to(half + r * padded, scales + r, top);
     if (are_halves(rows, sum_features))
         write_row(to, Products<true>{x, rows}, out, norm, stride, layout, eps);
     else

@@ -39,11 +39,11 @@ extern "C" __global__ void __launch_bounds__(FP16_ROWS * LUCE_LANES)
 // columns, and rows gate_row and up_row elements apart. Grid: one block per row.
 extern "C" __global__ void __launch_bounds__(256)
     gated_to_fp16(const float* __restrict__ gate, const float* __restrict__ up, f16_t* __restrict__ half,
-                  float* __restrict__ scale, int activation, int cols, int padded, i64 gate_row, i64 up_row) {
+                  float* __restrict__ scale, int activation, int cols, int padded, i64 gate_row, i64 up_row, int top) {
     luce_await();
     const int r = (int)blockIdx.x;
     gate += r * gate_row, up += r * up_row;
-    Fp16Row to(half + (i64)r * padded, scale + r);
+    Fp16Row to(half + (i64)r * padded, scale + r, top);
     do {
         for (int column = luce_thread() * GROUP; column < padded; column += luce_threads() * GROUP) {
             float g[GROUP], u[GROUP];
@@ -60,12 +60,12 @@ extern "C" __global__ void __launch_bounds__(256)
 // rows[r], cols a multiple of 8. Grid: one block per row.
 extern "C" __global__ void __launch_bounds__(256)
     gated_halves_to_fp16(const f16_t* __restrict__ gate_up, const float* __restrict__ rows, f16_t* __restrict__ half,
-                         float* __restrict__ scale, int activation, int cols, int padded) {
+                         float* __restrict__ scale, int activation, int cols, int padded, int top) {
     luce_await();
     const int r = (int)blockIdx.x;
     gate_up += (i64)r * 2 * cols;
     const float factor = rows[r];
-    Fp16Row to(half + (i64)r * padded, scale + r);
+    Fp16Row to(half + (i64)r * padded, scale + r, top);
     do {
         for (int column = luce_thread() * GROUP; column < padded; column += luce_threads() * GROUP) {
             float v[GROUP] = {};
@@ -89,11 +89,12 @@ extern "C" __global__ void __launch_bounds__(256)
 // not, gate's rows and heads row_stride and head_stride elements apart. Grid: one block per row.
 extern "C" __global__ void __launch_bounds__(256)
     sigmoid_gate_to_fp16(const float* __restrict__ x, const float* __restrict__ gate, f16_t* __restrict__ half,
-                         float* __restrict__ scale, int heads, int d, int padded, i64 row_stride, i64 head_stride) {
+                         float* __restrict__ scale, int heads, int d, int padded, i64 row_stride, i64 head_stride,
+                         int top) {
     luce_await();
     const int r = (int)blockIdx.x, cols = heads * d;
     x += (i64)r * cols, gate += r * row_stride;
-    Fp16Row to(half + (i64)r * padded, scale + r);
+    Fp16Row to(half + (i64)r * padded, scale + r, top);
     do {
         for (int column = luce_thread() * GROUP; column < padded; column += luce_threads() * GROUP) {
             float v[GROUP], z[GROUP];

@@ -141,11 +141,11 @@ extern "C" __global__ void __launch_bounds__(1024)
 }
 
 // What is added to a row before its norm, if anything: floats, or with `features` the exact sums of int8 products of one row
-// with this scale (int8_rows.h).
-struct Delta {
+// with this scale (products.h).
+struct SumsDelta {
     const float* values;
-    const float* features = nullptr;
-    float scale = 0.0f;
+    const float* features;
+    float scale;
 
     __device__ __forceinline__ explicit operator bool() const { return values; }
     template <int WIDTH, int ALIGN> __device__ __forceinline__ Floats<WIDTH, ALIGN> at(int column) const {
@@ -158,11 +158,33 @@ struct Delta {
     }
 };
 
+// The same of floats, or of halves if `halves` says so.
+struct HalvesDelta {
+    const float* values;
+    bool halves;
+    float scale;
+
+    __device__ __forceinline__ explicit operator bool() const { return values; }
+    template <int WIDTH, int ALIGN> __device__ __forceinline__ Floats<WIDTH, ALIGN> at(int column) const {
+        if (!halves) return *reinterpret_cast<const Floats<WIDTH, ALIGN>*>(values + column);
+        const f16_t* from = reinterpret_cast<const f16_t*>(values) + column;
+        Floats<WIDTH, ALIGN> unit;
+        if constexpr (WIDTH == 4) {
+            const FourHalves four = *reinterpret_cast<const FourHalves*>(from);
+#pragma unroll
+            for (int e = 0; e < WIDTH; e++) unit.at[e] = luce_f32(four.at[e]) * scale;
+        } else {
+            unit.at[0] = luce_f32(*from) * scale;
+        }
+        return unit;
+    }
+};
+
 // One of many rows, as fp16 or int8 with a scale: the sums of norm_row, element by element in its order. Its time is that of
 // memory, so other blocks of the multiprocessor have loads under way while one waits. Of 640 threads three blocks run with 32
 // registers; with 64 it was one, at 44 % of an H200's bandwidth. So weights are loaded behind the sum, from the first-level
 // cache, loops are not unrolled, and only rows of HELD elements a thread are KEPT until the result; longer ones are read again.
-template <int WIDTH, int ALIGN, bool KEPT, typename Row>
+template <int WIDTH, int ALIGN, bool KEPT, typename Row, typename Delta>
 LUCE_FN void norm_many(Row& to, float* row, const Delta& more, const float* __restrict__ weight, int d, float eps) {
     using Unit = Floats<WIDTH, ALIGN>;
     const int step = (int)blockDim.x * WIDTH, first = (int)threadIdx.x * WIDTH;
@@ -220,13 +242,13 @@ LUCE_FN void norm_many(Row& to, float* row, const Delta& more, const float* __re
 }
 
 // norm_many by the widest accesses that the addresses allow, if they are `whole`; FOURS: d is always a multiple of 4. A
-// delta's scale is that of row blockIdx.x of delta_rows.
-template <bool FOURS, typename Row>
+// delta's scale is that of row blockIdx.x of delta_rows, if there are such.
+template <bool FOURS, typename Row, typename Delta>
 LUCE_FN void norm_scaled(Row& to, bool whole, float* row, Delta more, const float* __restrict__ delta_rows,
                          const float* __restrict__ weight, int d, float eps) {
     luce_release();
     luce_await();
-    if (more.features) more.scale = delta_rows[blockIdx.x];
+    if (delta_rows) more.scale = delta_rows[blockIdx.x];
     if (!FOURS && d % 4)
         norm_many<1, 4, false>(to, row, more, weight, d, eps);
     else if (!whole || d > (int)blockDim.x * HELD)
@@ -236,16 +258,18 @@ LUCE_FN void norm_scaled(Row& to, bool whole, float* row, Delta more, const floa
 }
 
 // The norms of rows as fp16 alone, with a scale for each (fp16_rows.h): half has rows of `padded` columns, with zeros
-// from d on. If `added`, x += delta first. Grid: n blocks.
+// from d on. If `added`, x += delta first, where with delta_rows delta are halves with these scales; rows are
+// delta_stride floats apart. Grid: n blocks.
 extern "C" __global__ void __launch_bounds__(1024, 2)
     rms_norm_to_fp16(f16_t* __restrict__ half, float* __restrict__ scale, float* x, const i64 x_stride,
                      const float* __restrict__ delta, const i64 delta_stride, const int added,
-                     const float* __restrict__ weight, const int d, const int padded, const float eps, const int top) {
+                     const float* __restrict__ delta_rows, const float* __restrict__ weight, const int d,
+                     const int padded, const float eps, const int top) {
     float* row = x + blockIdx.x * x_stride;
-    const float* more = added ? delta + blockIdx.x * delta_stride : nullptr;
-    const bool whole = aligned(x, x_stride) && (!added || aligned(delta, delta_stride));
+    const HalvesDelta more = {added ? delta + blockIdx.x * delta_stride : nullptr, delta_rows != nullptr};
+    const bool whole = aligned(x, x_stride) && (!added || delta_rows || aligned(delta, delta_stride));
     Fp16Row to(half + (i64)blockIdx.x * padded, scale + blockIdx.x, top);
-    norm_scaled<false>(to, whole, row, Delta{more}, nullptr, weight, d, eps);
+    norm_scaled<false>(to, whole, row, more, delta_rows, weight, d, eps);
     to.pad(d, padded);
 }
 
@@ -256,7 +280,7 @@ extern "C" __global__ void __launch_bounds__(1024, 2)
                      const float* __restrict__ delta_rows, const float* __restrict__ features,
                      const float* __restrict__ weight, const int d, const int padded, const float eps) {
     float* row = x + blockIdx.x * x_stride;
-    const Delta more = {added ? delta + blockIdx.x * delta_stride : nullptr, features};
+    const SumsDelta more = {added ? delta + blockIdx.x * delta_stride : nullptr, features};
     const bool whole = aligned(x, x_stride) && (!added || aligned(delta, delta_stride));
     Int8Row to(values + (i64)blockIdx.x * padded, scale + blockIdx.x);
     norm_scaled<true>(to, whole, row, more, delta_rows, weight, d, eps);

@@ -9,7 +9,7 @@ from luce.layers.state import KVPool
 from luce.models.spec import Attention
 from luce.ops.attention import gate_heads, gated_attention
 from luce.ops.attention_mma import AttentionInputs, Gate
-from luce.ops.matmul import Rows, matmul, multiplies_fp16, sole_int8_group
+from luce.ops.matmul import Rows, fp16_top, matmul, sole_int8_group
 from luce.ops.norm import head_rms_norm
 from luce.ops.page_ranking import store_queries
 from luce.ops.qkv import (
@@ -127,8 +127,8 @@ class AttentionLayer:
         )
         if step.sparse is not None and spec.window is None and not spec.softcap and spec.donor is None:
             return gate_heads(device, step.sparse(inputs), gate)
-        int8_group, fp16 = sole_int8_group(device, rows, self.out), multiplies_fp16(device, rows, self.out)
-        return gated_attention(device, inputs, gate, int8_group=int8_group, fp16=fp16)
+        int8_group, top = sole_int8_group(device, rows, self.out), fp16_top(device, rows, self.out)
+        return gated_attention(device, inputs, gate, int8_group=int8_group, top=top)
 
     def write_context(self, y: Rows, step: DeviceStep, rotary: Rotary | None = None) -> None:
         """Write the keys and values of rows that do not attend themselves: y float32 [rows, hidden].

@@ -112,7 +112,14 @@ class DecoderLayer:
     def half_weights(self) -> list[Weight]:
         """The weights whose products of many rows the layer reads as halves, where there are such."""
         parts = [part for part in (self.mixer, self.ffn) if isinstance(part, DeltaNetLayer | GatedMLPLayer)]
-        return [part.input_weight for part in parts if part.reads_products]
+        weights = [part.input_weight for part in parts if part.reads_products]
+        if self.parallel or self.convs is not None:
+            return weights
+        if self._added_alone(self.mixer_post_norm) and isinstance(self.mixer, AttentionLayer | DeltaNetLayer):
+            weights.append(self.mixer.out)
+        if self._added_alone(self.ffn_post_norm) and isinstance(self.ffn, GatedMLPLayer):
+            weights.append(self.ffn.down)
+        return weights
 
     def _added_alone(self, norm: Norm | None) -> bool:
         """Whether a part's last product is added to the stream as it is."""

@@ -7,7 +7,7 @@ from luce.ops.deltanet import DeltaWeights, gated_delta_net, reads_products
 from luce.ops.embedding import take_rows
 from luce.ops.fp16 import Fp16Rows
 from luce.ops.int8_rows import Int8Rows
-from luce.ops.matmul import Rows, matmul, multiplies_fp16, product, sole_int8_group
+from luce.ops.matmul import Rows, fp16_top, matmul, product, sole_int8_group
 from luce.ops.products import Product
 from luce.ops.quantise import Quantised
 from luce.ops.weight import Weight
@@ -54,9 +54,9 @@ class DeltaNetLayer:
     def mix(self, y: Rows, step: DeviceStep) -> Rows:
         """The rows that `out` multiplies."""
         device = self._device
-        fp16 = multiplies_fp16(device, y.shape[0], self.out)
-        if fp16 and self.reads_products and reads_products(step.spans):
-            return self._mix(product(device, y, self.input_weight), step.spans, fp16=True)
+        top = fp16_top(device, y.shape[0], self.out)
+        if top is not None and self.reads_products and reads_products(step.spans):
+            return self._mix(product(device, y, self.input_weight), step.spans, top=top)
         x = matmul(device, y, self.input_weight)
         if self._places is not None:
             mixed = self._mix(x, step.spans)
@@ -65,11 +65,11 @@ class DeltaNetLayer:
             each = take_rows(device, mixed.reshape(rows * heads, -1), self._places[:rows].reshape(-1))
             return each.reshape(rows, -1)
         int8_group = sole_int8_group(device, y.shape[0], self.out)
-        return self._mix(x, step.spans, int8_group=int8_group, fp16=fp16)
+        return self._mix(x, step.spans, int8_group=int8_group, top=top)
 
     def accept(self, spans: SpanArrays) -> None:
         """Apply the speculative rows that spans accept; the spans have no rows of their own."""
         self._mix(self._device.empty((0, self.input_weight.rows)), spans)
 
-    def _mix(self, x: Product, spans: SpanArrays, *, int8_group: int = 0, fp16: bool = False) -> Rows:
-        return gated_delta_net(self._device, x, self._weights, self.state, spans, int8_group=int8_group, fp16=fp16)
+    def _mix(self, x: Product, spans: SpanArrays, *, int8_group: int = 0, top: int | None = None) -> Rows:
+        return gated_delta_net(self._device, x, self._weights, self.state, spans, int8_group=int8_group, top=top)

@@ -8,7 +8,7 @@ from luce.ops.altup import keep_largest
 from luce.ops.fp16 import GROUP, gated_halves_to_fp16, gated_to_fp16
 from luce.ops.half_products import halves, has_halves
 from luce.ops.int8_rows import Int8Rows, gated_to_int8
-from luce.ops.matmul import Rows, matmul, multiplies_fp16, sole_int8_group
+from luce.ops.matmul import Rows, fp16_top, matmul, sole_int8_group
 from luce.ops.matmul_prefill import has_int8_sums, int8_sums, multiplies_int8
 from luce.ops.quantise import Quantised, quantise_gated
 from luce.ops.weight import Weight
@@ -43,10 +43,11 @@ class GatedMLPLayer:
             assert not isinstance(y, Quantised)
             sums = int8_sums(self._device, y, self.input_weight)
             return gated_to_int8(self._device, sums, self._activation)
-        fp16 = multiplies_fp16(self._device, y.shape[0], self.down)
-        if fp16 and self.reads_products and has_halves(self._device, y, self.input_weight):
+        top = fp16_top(self._device, y.shape[0], self.down)
+        if top is not None and self.reads_products and has_halves(self._device, y, self.input_weight):
             assert not isinstance(y, Quantised | Int8Rows)
-            return gated_halves_to_fp16(self._device, halves(self._device, y, self.input_weight), self._activation)
+            gates = halves(self._device, y, self.input_weight)
+            return gated_halves_to_fp16(self._device, gates, self._activation, top)
         gate_up = matmul(self._device, y, self.input_weight)
         half = gate_up.shape[1] // 2
         gate, up = gate_up[:, :half], gate_up[:, half:]
@@ -55,8 +56,8 @@ class GatedMLPLayer:
         group = sole_int8_group(self._device, y.shape[0], self.down)
         if group and self._activation in FUSED:
             return quantise_gated(self._device, gate, up, self._activation, group)
-        if fp16:
-            return gated_to_fp16(self._device, gate, up, self._activation)
+        if top is not None:
+            return gated_to_fp16(self._device, gate, up, self._activation, top)
         return gated_activation(self._device, gate, up, self._activation)
 
     def _sums_int8(self, y: Rows) -> bool:

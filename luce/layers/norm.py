@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from luce.ops.activation import add
-from luce.ops.int8_rows import Int8Sums, to_floats
-from luce.ops.matmul import Rows, int8_group, multiplies_fp16
+from luce.ops.fp16 import Halves
+from luce.ops.int8_rows import Int8Sums
+from luce.ops.matmul import Rows, fp16_top, int8_group
 from luce.ops.matmul_prefill import multiplies_int8
 from luce.ops.norm import add_rms_norm, layer_norm, quantised_rms_norm, rms_norm, rms_norm_to_fp16, rms_norm_to_int8
+from luce.ops.products import Product, to_floats
 from luce.ops.quantise import quantise
 from luce.ops.weight import Weight
 from luce.runtime.device import Array, Device
@@ -30,16 +32,19 @@ class Norm:
             return layer_norm(device, x, self.weight, self.bias, self.eps)
         return rms_norm(device, x, self.weight, self.eps)
 
-    def of_sum(
-        self, device: Device, x: Array, delta: Array | Int8Sums | None, reader: Weight, *, fp16: bool = False
-    ) -> Rows:
+    def of_sum(self, device: Device, x: Array, delta: Product | None, reader: Weight, *, fp16: bool = False) -> Rows:
         """The norm of x + delta, which leaves the sum in x; quantised if products with `reader` read int8.
 
         `fp16`: nothing but products with `reader` reads the norm, so that it may be fp16 or int8 alone.
         """
         if fp16 and not self.centred and multiplies_int8(device, x.shape[0], reader):
-            return rms_norm_to_int8(device, x, delta, self.weight, self.eps)
-        if isinstance(delta, Int8Sums):
+            own = to_floats(device, delta) if isinstance(delta, Halves) else delta
+            return rms_norm_to_int8(device, x, own, self.weight, self.eps)
+        top = fp16_top(device, x.shape[0], reader) if fp16 and not self.centred else None
+        if top is not None:
+            own = to_floats(device, delta) if isinstance(delta, Int8Sums) else delta
+            return rms_norm_to_fp16(device, x, own, self.weight, self.eps, top)
+        if delta is not None:
             delta = to_floats(device, delta)
         group = int8_group(device, x.shape[0], reader)
         if self.centred:
@@ -49,9 +54,6 @@ class Norm:
             return quantise(device, y, group) if group else y
         if group:
             return quantised_rms_norm(device, x, delta, self.weight, self.eps, group)
-        if fp16 and multiplies_fp16(device, x.shape[0], reader):
-            top = 15 if reader.top is None else reader.top
-            return rms_norm_to_fp16(device, x, delta, self.weight, self.eps, top)
         if delta is None:
             return rms_norm(device, x, self.weight, self.eps)
         return add_rms_norm(device, x, delta, self.weight, self.eps)

@@ -57,12 +57,12 @@ def attention(device: Device, inputs: AttentionInputs) -> Array:
 
 
 def gated_attention(
-    device: Device, inputs: AttentionInputs, gate: Gate | None, *, int8_group: int = 0, fp16: bool = False
+    device: Device, inputs: AttentionInputs, gate: Gate | None, *, int8_group: int = 0, top: int | None = None
 ) -> Array | Quantised | Fp16Rows:
     """attention, times the gate if there is one: float32 [n, heads * d].
 
     For 0 < n <= 16 rows on a GPU with a nonzero `int8_group`: quantised in such groups, if one kernel can do that too.
-    With `fp16`, for more rows on a GPU: as fp16, if that takes no further kernel.
+    With `top`, for more rows on a GPU: as fp16 rows with this top, if that takes no further kernel.
     """
     n, heads, d = inputs.q.shape
     spans = inputs.spans
@@ -72,8 +72,8 @@ def gated_attention(
         out = rows or device.empty((n, heads * d))
         attention_mma.launch(device, out, inputs, tiles, gate)
         return out
-    if fp16 and gate is not None and gate.kind == "sigmoid" and n:
-        return sigmoid_gate_to_fp16(device, _attend(device, inputs), gate.values)
+    if top is not None and gate is not None and gate.kind == "sigmoid" and n:
+        return sigmoid_gate_to_fp16(device, _attend(device, inputs), gate.values, top)
     return gate_heads(device, _attend(device, inputs), gate)
 
 

@@ -92,15 +92,15 @@ def gated_delta_net(
     spans: SpanArrays,
     *,
     int8_group: int = 0,
-    fp16: bool = False,
+    top: int | None = None,
 ) -> Array | Quantised | Fp16Rows:
     """The layer between its input and its output product, over each span: float32 [n, value_heads d].
 
     x float32 [n, channels + value_heads d + 2 value_heads] (any row stride): q, k and v of all heads, the output gate
-    z, alpha, beta; or, with `fp16` and if `reads_products(spans)`, sums or halves of such rows. `state.memory` and
+    z, alpha, beta; or, with `top` and if `reads_products(spans)`, sums or halves of such rows. `state.memory` and
     `state.past` get the states after the last row of each span. With a nonzero `int8_group`, for n <= 16 rows on a GPU:
-    quantised in such groups, if one kernel can do that too. With `fp16`, for one span of more than RECURRENT_ROWS rows
-    on a GPU: as fp16 (luce.ops.fp16).
+    quantised in such groups, if one kernel can do that too. With `top`, for one span of more than RECURRENT_ROWS rows
+    on a GPU: as fp16 rows with this top (luce.ops.fp16).
 
     A speculative span of at most `most` <= RECURRENT_ROWS rows leaves memory and past unchanged; its rows go to
     `speculative_rows` and `speculative_decays`. A later span that accepts some of them first takes memory and past
@@ -141,7 +141,7 @@ def gated_delta_net(
         else:
             _launch_recurrent(device, x, weights, state, spans, to)
     if spans.longest > RECURRENT_ROWS:
-        halves = empty_fp16(device, n, heads * d) if fp16 and spans.count == 1 else None
+        halves = None if top is None or spans.count > 1 else empty_fp16(device, n, heads * d, top)
         _launch_chunks(device, x, weights, state, spans, out)
         _launch_output(device, x, weights, spans, out, halves)
         return out if halves is None else halves
@@ -268,7 +268,7 @@ def _launch_output(
     sizes = (stride, np.int32(weights.key_heads), np.int32(width // d), np.float32(weights.eps))
     if halves is not None:
         to = (halves.values, halves.scale, np.int32(halves.values.shape[1]))
-        rows_args = (out, *inputs, weights.norm, *to, *sizes)
+        rows_args = (out, *inputs, weights.norm, *to, *sizes, np.int32(halves.top))
         device.launch("deltanet_output", "delta_output_fp16", (n,), (_FP16_THREADS,), rows_args, defines={"HEAD": d})
         return
     assert not isinstance(x, Int8Sums | Halves)
@@ -278,7 +278,7 @@ def _launch_output(
 
 
 def reads_products(spans: SpanArrays) -> bool:
-    """Whether `gated_delta_net` on a GPU, with `fp16`, reads x as sums or halves: of one long span alone."""
+    """Whether `gated_delta_net` on a GPU, with a `top`, reads x as sums or halves: of one long span alone."""
     return spans.count == 1 and spans.longest > RECURRENT_ROWS and spans.pending is None
 
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 #: fp16 rows are padded with zeros to a multiple of so many columns, which the tile kernel takes at a time
 PADDING = 128
+#: of rows whose products are float32, however large: the range of fp16
+TOP = 15
 #: rows of a block whose waves have a row each: FP16_ROWS of kernels/fp16_rows.h
 BLOCK_ROWS = 4
 # Threads of dequant.cu, for a row in fp16.cu, and at most those that add a row's parts.
@@ -36,7 +38,7 @@ class Fp16Rows:
     #: float32 [rows]: 1, or a power of two that brings the row into the range of fp16
     scale: Array
     #: the magnitudes of finite values are 2^top at most
-    top: int = 15
+    top: int = TOP
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -59,13 +61,13 @@ class Halves:
         return self.values.shape[0], self.values.shape[1]
 
 
-def empty_fp16(device: Device, rows: int, cols: int, top: int = 15) -> Fp16Rows:
+def empty_fp16(device: Device, rows: int, cols: int, top: int = TOP) -> Fp16Rows:
     """Rows that a kernel is about to write (kernels/fp16_rows.h)."""
     padded = -(-cols // PADDING) * PADDING
     return Fp16Rows(cols, device.empty((rows, padded), np.float16), device.empty(rows), top)
 
 
-def to_fp16(device: Device, x: Array, top: int = 15) -> Fp16Rows:
+def to_fp16(device: Device, x: Array, top: int = TOP) -> Fp16Rows:
     """Rows of x, float32 [n, cols] or [n, slots, cols] with any strides but the last, as fp16 [n * slots, padded].
 
     Larger magnitudes than 2^top, -6 < top < 16, give the row a scale.
@@ -79,34 +81,34 @@ def to_fp16(device: Device, x: Array, top: int = 15) -> Fp16Rows:
     return rows
 
 
-def gated_to_fp16(device: Device, gate: Array, up: Array, activation: Activation) -> Fp16Rows:
+def gated_to_fp16(device: Device, gate: Array, up: Array, activation: Activation, top: int = TOP) -> Fp16Rows:
     """`to_fp16` of luce.ops.activation.gated_activation, on a GPU, n > 0: the same bits."""
     n, cols = gate.shape
-    rows = empty_fp16(device, n, cols)
+    rows = empty_fp16(device, n, cols, top)
     sizes = (np.int32(ACTIVATIONS[activation]), np.int32(cols), np.int32(rows.values.shape[1]))
     strides = np.int64(gate.strides[0] // 4), np.int64(up.strides[0] // 4)
-    args = (gate, up, rows.values, rows.scale, *sizes, *strides)
+    args = (gate, up, rows.values, rows.scale, *sizes, *strides, np.int32(top))
     device.launch("fp16", "gated_to_fp16", (n,), _threads(rows), args)
     return rows
 
 
-def gated_halves_to_fp16(device: Device, gate_up: Halves, activation: Activation) -> Fp16Rows:
+def gated_halves_to_fp16(device: Device, gate_up: Halves, activation: Activation, top: int = TOP) -> Fp16Rows:
     """Rows act(gate) up of products [n, 2 cols], gates first, n > 0, cols a multiple of 8, as fp16."""
-    n, cols = gate_up.values.shape[0], gate_up.values.shape[1] // 2
-    rows = empty_fp16(device, n, cols)
+    n, cols = gate_up.shape[0], gate_up.shape[1] // 2
+    rows = empty_fp16(device, n, cols, top)
     sizes = (np.int32(ACTIVATIONS[activation]), np.int32(cols), np.int32(rows.values.shape[1]))
-    args = (gate_up.values, gate_up.rows, rows.values, rows.scale, *sizes)
+    args = (gate_up.values, gate_up.rows, rows.values, rows.scale, *sizes, np.int32(top))
     device.launch("fp16", "gated_halves_to_fp16", (n,), _threads(rows), args)
     return rows
 
 
-def sigmoid_gate_to_fp16(device: Device, x: Array, gate: Array) -> Fp16Rows:
+def sigmoid_gate_to_fp16(device: Device, x: Array, gate: Array, top: int = TOP) -> Fp16Rows:
     """`to_fp16` of luce.ops.activation.sigmoid_gate, on a GPU, n > 0: the same bits."""
     n, heads, d = x.shape
-    rows = empty_fp16(device, n, heads * d)
+    rows = empty_fp16(device, n, heads * d, top)
     sizes = (np.int32(heads), np.int32(d), np.int32(rows.values.shape[1]))
     strides = np.int64(gate.strides[0] // 4), np.int64(gate.strides[1] // 4)
-    args = (x, gate, rows.values, rows.scale, *sizes, *strides)
+    args = (x, gate, rows.values, rows.scale, *sizes, *strides, np.int32(top))
     device.launch("fp16", "sigmoid_gate_to_fp16", (n,), _threads(rows), args)
     return rows
 

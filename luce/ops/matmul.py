@@ -13,7 +13,7 @@ This module and expert_matmul (moe.py) choose the way of each product:
 | .. MANY_ROWS      | F32, and Q4_K Q5_K Q6_K with such products in hardware, alone | as few (matmul_rows.py)     |
 | more              | any                      | x and weights as fp16, F32 weights as float32 (matmul_prefill.py)  |
 
-What makes x may make it as int8 or as fp16 at once (int8_group, multiplies_fp16, and multiplies_int8 of
+What makes x may make it as int8 or as fp16 at once (int8_group, fp16_top, and multiplies_int8 of
 matmul_prefill.py).
 
 For up to FEW_ROWS rows (decoding, verification) a kernel reads each quant block of the weights once for all rows. The
@@ -29,7 +29,7 @@ import numpy as np
 from gguf import GGMLQuantizationType
 
 from luce.ops.activation import add_bias
-from luce.ops.fp16 import Fp16Rows
+from luce.ops.fp16 import TOP, Fp16Rows
 from luce.ops.half_products import halves, has_halves
 from luce.ops.int8_rows import Int8Rows
 from luce.ops.matmul_bf16 import Split, multiply_bf16, split_rows, takes_tiles
@@ -60,7 +60,7 @@ def matmul(device: Device, x: Rows, weight: Weight) -> Array:
     """x float32 [n, cols] (any row stride) times weight [rows, cols] transposed, plus its bias: float32 [n, rows].
 
     Quantised rows need no float32 values if all parts of the weight multiply int8 in the rows' groups. Rows are fp16
-    only where `multiplies_fp16` says so, and int8 where `multiplies_int8` does. Sums are accumulated in float32. Raises
+    only where `fp16_top` says so, and int8 where `multiplies_int8` does. Sums are accumulated in float32. Raises
     ValueError if the inner dimensions differ.
     """
     if x.shape[1] != weight.cols:
@@ -116,11 +116,13 @@ def product(device: Device, x: Rows, weight: Weight) -> Product:
     return matmul(device, x, weight)
 
 
-def multiplies_fp16(device: Device, rows: int, weight: Weight) -> bool:
-    """Whether all parts of the weight multiply `rows` rows as fp16."""
+def fp16_top(device: Device, rows: int, weight: Weight) -> int | None:
+    """The `top` of `rows` rows for products with the weight, if all of its parts multiply them as fp16; else None."""
     if isinstance(device, HostDevice) or rows <= FEW_ROWS or (rows <= MANY_ROWS and _takes_rows(device, weight)):
-        return False
-    return all(part.type != GGMLQuantizationType.F32 for part in weight.parts)
+        return None
+    if any(part.type == GGMLQuantizationType.F32 for part in weight.parts):
+        return None
+    return TOP if weight.top is None else weight.top
 
 
 def int8_group(device: Device, rows: int, weight: Weight) -> int:

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from luce.cpu_kernels.dimensions import LANES
-from luce.ops.fp16 import Fp16Rows, empty_fp16
+from luce.ops.fp16 import TOP, Fp16Rows, Halves, empty_fp16
 from luce.ops.int8_rows import Int8Rows, Int8Sums, empty_int8
 from luce.ops.quantise import Quantised, as_arguments, empty_quantised
 from luce.runtime.cpu import CpuDevice
@@ -58,12 +58,16 @@ def quantised_rms_norm(
 
 
 def rms_norm_to_fp16(
-    device: Device, x: Array, delta: Array | None, weight: Array, eps: float, top: int = 15
+    device: Device, x: Array, delta: Array | Halves | None, weight: Array, eps: float, top: int = TOP
 ) -> Fp16Rows:
-    """luce.ops.fp16.to_fp16 of add_rms_norm, or of rms_norm without a delta, on a GPU, n > 0: the same bits."""
+    """luce.ops.fp16.to_fp16 of add_rms_norm, or of rms_norm without a delta, on a GPU, n > 0: the same bits. A delta
+    may be the halves of a product."""
     n, cols = x.shape
     rows = empty_fp16(device, n, cols, top)
-    _norm_scaled(device, "rms_norm_to_fp16", x, delta, (), weight, eps, rows.values, rows.scale, np.int32(top))
+    scales: tuple[Array | None] = (None,)
+    if isinstance(delta, Halves):
+        delta, scales = delta.values.view(np.float32), (delta.rows,)
+    _norm_scaled(device, "rms_norm_to_fp16", x, delta, scales, weight, eps, rows.values, rows.scale, np.int32(top))
     return rows
 
 

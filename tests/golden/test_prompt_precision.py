@@ -19,7 +19,7 @@ from luce.models.keys import Source
 from luce.models.registry import read_spec
 from luce.ops import half_products
 from luce.ops.matmul_prefill import BLAS_ROWS
-from luce.runtime.device import Device
+from luce.runtime.device import Array, Device
 from luce.runtime.gpu import GpuDevice
 from luce.runtime.host import HostDevice
 from tests.support.daemons import devices
@@ -63,12 +63,29 @@ def test_logits_are_near_those_of_fp16(int8: NDArray[np.float32]) -> None:
 
 
 @pytest.mark.emulated
-@pytest.mark.parametrize("path", [DENSE, DELTANET])
-def test_products_of_halves_are_near_those_of_floats(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    """They add less to the error of logits than the other rounding to fp16 does (4e-6)."""
+@pytest.mark.parametrize(
+    "path, shapes",
+    [
+        (DENSE, {(384, 64), (64, 128), (64, 192)}),
+        (DELTANET, {(1544, 256), (512, 256), (256, 512), (256, 256)}),
+    ],
+)
+def test_products_of_halves_are_near_those_of_floats(
+    monkeypatch: pytest.MonkeyPatch, path: Path, shapes: set[tuple[int, int]]
+) -> None:
+    """They add less to the error of logits than the other rounding to fp16 does (4e-6). `shapes`: their weights'."""
     exact, floats = _logits(path, [HostDevice()], "fp16"), _logits(path, [EmulatedDevice()], "fp16")
     monkeypatch.setattr(half_products, "LEAST_FEATURES", 16)
-    halves = _logits(path, [EmulatedDevice()], "fp16")
+    device, found_shapes = EmulatedDevice(), set()
+
+    def gemm(x: Array, weight: Array, out: Array) -> None:
+        if out.dtype == np.float16:
+            found_shapes.add(weight.shape)
+        EmulatedDevice.gemm(device, x, weight, out)
+
+    monkeypatch.setattr(device, "gemm", gemm)
+    halves = _logits(path, [device], "fp16")
+    assert found_shapes == shapes
     first, found = (difference(exact, logits, TOKENS[1:]) for logits in (floats, halves))
     assert 1e-6 < first.nmse_median < found.nmse_median < 2 * first.nmse_median and found.top == 1
 

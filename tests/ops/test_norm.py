@@ -84,3 +84,9 @@ def test_norm_as_fp16(device: Device, n: int, d: int) -> None:
 @on_devices("d", host=[], emulated=[260], gpu=[5120])
 def test_norm_as_fp16_of_rows_that_wide_loads_do_not_reach(device: Device, d: int) -> None:
     checks.check_fp16_norm(device, 4, d, adding=True, beside=5, top=-2)
+
+
+@on_devices("n, d", host=[], emulated=[(3, 64), (4, 264), (2, 8304)], gpu=[(9, 5120), (3, 64), (5, 17408)])
+def test_added_halves(device: Device, n: int, d: int) -> None:
+    checks.check_added_halves(device, n, d)
+    checks.check_added_halves(device, n, d, beside=5, top=-2)

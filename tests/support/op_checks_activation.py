@@ -18,7 +18,7 @@ from luce.ops.activation import (
     softplus_gate,
 )
 from luce.ops.activation import gelu as plain_gelu
-from luce.ops.fp16 import gated_to_fp16, sigmoid_gate_to_fp16
+from luce.ops.fp16 import TOP, gated_to_fp16, sigmoid_gate_to_fp16
 from luce.runtime.device import Device
 from tests.support.quantised import same_halves
 
@@ -157,8 +157,10 @@ def check_fp16_gates(device: Device, n: int, heads: int, d: int, activation: Act
         wide = device.upload(np.pad(x, ((0, 0), (left, 3))))
         gate, up = wide[:, left : left + f], wide[:, left + f : left + 2 * f]
         floats = gated_activation(device, gate, up, activation)
-        same_halves(device, gated_to_fp16(device, gate, up, activation), floats)
+        for top in (TOP, -3):
+            same_halves(device, gated_to_fp16(device, gate, up, activation, top), floats, top)
         of_heads = device.upload(x[:, f:].reshape(n, heads, d).copy())
         gates = gate.reshape(n, heads, d)
         floats = sigmoid_gate(device, of_heads, gates)
-        same_halves(device, sigmoid_gate_to_fp16(device, of_heads, gates), floats)
+        for top in (TOP, -3):
+            same_halves(device, sigmoid_gate_to_fp16(device, of_heads, gates, top), floats, top)

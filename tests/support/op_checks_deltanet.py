@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from luce.engine.draft_tree import tree_spans
 from luce.ops.deltanet import RECURRENT_ROWS, DeltaWeights, RecurrentState, gated_delta_net
-from luce.ops.fp16 import Halves
+from luce.ops.fp16 import TOP, Halves
 from luce.ops.int8_rows import Int8Sums
 from luce.runtime.device import Device
 from luce.runtime.step import Span, SpanArrays, branches_of
@@ -491,7 +491,7 @@ def check_fp16_output(device: Device, rows: int, *, key_heads: int, heads: int, 
     case = make_case(rows, key_heads=key_heads, heads=heads, d=d)
     case.z[::3] *= 1e-5
     floats, state = queue(device, case, [(0, 0, rows, 3)])
-    halves, after = queue(device, case, [(0, 0, rows, 3)], fp16=True)
+    halves, after = queue(device, case, [(0, 0, rows, 3)], top=TOP)
     same_halves(device, halves, floats)
     np.testing.assert_array_equal(after.memory, state.memory)
     np.testing.assert_array_equal(after.past, state.past)
@@ -503,12 +503,12 @@ def check_fp16_output(device: Device, rows: int, *, key_heads: int, heads: int, 
     case = _of_inputs(case, x)
     floats, state = queue(device, case, [(0, 0, rows, 3)])
     sums = Int8Sums(*(device.upload(array) for array in (values, *scales)))
-    halves, after = queue(device, case, [(0, 0, rows, 3)], fp16=True, products=sums)
-    same_halves(device, halves, floats)
+    halves, after = queue(device, case, [(0, 0, rows, 3)], top=-3, products=sums)
+    same_halves(device, halves, floats, -3)
     np.testing.assert_array_equal(after.memory, state.memory)
     np.testing.assert_array_equal(after.past, state.past)
     several = queue(
-        device, make_case(rows + 1, key_heads=1, heads=1, d=d, slots=2), laid_out((0, rows, 3), (1, 1, 3)), fp16=True
+        device, make_case(rows + 1, key_heads=1, heads=1, d=d, slots=2), laid_out((0, rows, 3), (1, 1, 3)), top=TOP
     )
     assert several[0].dtype == np.float32
 
@@ -533,8 +533,9 @@ def check_halves(device: Device, rows: int, *, key_heads: int, heads: int, d: in
     for position in (0, 3):
         before = State(*(x[0] if position else np.zeros_like(x[0]) for x in (case.state.memory, case.state.past)))
         exact, state = delta_formula(case, before)
-        made, after = queue(device, case, [(0, 0, rows, position)], fp16=True, products=halves)
+        made, after = queue(device, case, [(0, 0, rows, position)], top=-3, products=halves)
         out = device.download(made.values)[:, : heads * d] * device.download(made.scale)[:, None].astype(np.float64)
+        assert made.top == -3 and np.abs(device.download(made.values)).max() < 2.0**-3
         limit = 2.0**-11 * np.abs(exact) + TOLERANCE * np.sqrt(np.mean(np.square(exact)))
         assert (np.abs(out - exact) <= limit).all(), position
         agree(State(after.memory[0], after.past[0]), state)

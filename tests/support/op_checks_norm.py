@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from luce.ops.fp16 import Halves
 from luce.ops.norm import add_rms_norm, head_rms_norm, layer_norm, quantised_rms_norm, rms_norm, rms_norm_to_fp16
 from luce.ops.quantise import quantise
 from luce.runtime.device import Device
@@ -137,3 +138,24 @@ def check_fp16_norm(device: Device, n: int, d: int, *, adding: bool, beside: int
     floats = rms_norm(device, other, weight, EPS) if more is None else add_rms_norm(device, other, more, weight, EPS)
     same_halves(device, halves, floats, top)
     np.testing.assert_array_equal(*(device.download(stream) for stream in streams))
+
+
+def check_added_halves(device: Device, n: int, d: int, *, beside: int = 4, top: int = 15) -> None:
+    """The bits of the float32 delta that the halves are, and float64's norm; `beside` as above."""
+    x, weight = rows(n, d), vector(d)
+    values = rows(n, d, 1).clip(-1000, 1000).astype(np.float16)
+    scales = (2.0 ** (np.arange(n) % 5 - 2)).astype(np.float32)
+    delta = values * scales[:, None]
+    streams = [device.upload(np.pad(x, ((0, 0), (0, beside)))) for _ in range(2)]
+    halves, w = Halves(device.upload(values), device.upload(scales)), device.upload(weight)
+    made = rms_norm_to_fp16(device, streams[0][:, :d], halves, w, EPS, top)
+    floats = rms_norm_to_fp16(device, streams[1][:, :d], device.upload(delta), w, EPS, top)
+    for own, other in ((made.values, floats.values), (made.scale, floats.scale), streams):
+        np.testing.assert_array_equal(device.download(own), device.download(other))
+    after = device.download(streams[0])
+    np.testing.assert_array_equal(after[:, :d], x + delta)
+    assert not after[:, d:].any()
+    scale = device.download(made.scale)[:, None].astype(np.float64)
+    exact = formula(x + delta, weight)
+    out = device.download(made.values)[:, :d] * scale
+    assert (np.abs(out - exact) <= (2.0**-11 + 3e-6) * np.abs(exact) + 2.0**-25 * scale).all()
