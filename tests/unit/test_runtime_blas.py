@@ -12,6 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from luce.errors import DeviceError
+from luce.runtime import blas
 from luce.runtime.blas import WORKSPACE, Cublas
 
 _TYPES = {0: np.float32, 2: np.float16}  # CUDA_R_32F, CUDA_R_16F
@@ -84,21 +85,38 @@ def test_products_of_parts_of_arrays(dtype: Any, result: Any) -> None:
     x, weight = (random.standard_normal((rows, 40)).astype(dtype) for rows in (7, 11))
     out = np.zeros((7, 20), result)
     library = Library()
-    blas, workspace = opened(library)
-    blas.gemm(on_device(x[:, :24]), on_device(weight[:, 8:32]), on_device(out[:, 3:14]))
+    library_of_device, workspace = opened(library)
+    library_of_device.gemm(on_device(x[:, :24]), on_device(weight[:, 8:32]), on_device(out[:, 3:14]))
     exact = x[:, :24].astype(np.float64) @ weight[:, 8:32].astype(np.float64).T
     np.testing.assert_allclose(out[:, 3:14], exact, rtol=1e-6 if result == np.float32 else 1e-3)
     assert not out[:, :3].any() and not out[:, 14:].any()
     assert library.seen["stream"] == (77, 5)
     assert library.seen["mode"] == (77, 16), "sums of parts stay in float32"
     assert library.seen["workspace"] == (77, workspace.data.ptr, WORKSPACE)
-    blas.close()
-    blas.close()
+    library_of_device.close()
+    library_of_device.close()
     assert library.seen["destroyed"] == (77,)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_large_products_of_halves_get_no_workspace(monkeypatch: pytest.MonkeyPatch, dtype: Any) -> None:
+    """And the next small ones get it again; the library is told once."""
+    monkeypatch.setattr(blas, "MANY_RESULTS", 8 * 16)
+    library = Library()
+    opened_library, workspace = opened(library)
+    x, few, many = (on_device(np.zeros((rows, 8), dtype)) for rows in (8, 15, 16))
+    given = []
+    for weight in (few, many, many, few):
+        library.seen.pop("workspace", None)
+        opened_library.gemm(x, weight, on_device(np.zeros((8, weight.shape[0]), np.float32)))
+        given.append(library.seen.get("workspace"))
+    at = workspace.data.ptr
+    halves = dtype == np.float16
+    assert given == [None, (77, at, 0), None, (77, at, WORKSPACE)] if halves else not any(given)
+
+
 def test_a_call_that_fails() -> None:
-    blas, _ = opened(Library(failing=True))
+    failing, _ = opened(Library(failing=True))
     array = on_device(np.zeros((8, 8), np.float32))
     with pytest.raises(DeviceError, match="cublasGemmEx failed with status 13"):
-        blas.gemm(array, array, array)
+        failing.gemm(array, array, array)
