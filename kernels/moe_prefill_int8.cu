@@ -10,6 +10,7 @@
 #include "activation.h"
 #include "bulk.h"
 #include "int8_rows.h"
+#include "products.h"
 #include "wgmma_rows.h"
 
 #if LUCE_WGMMA

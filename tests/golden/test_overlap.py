@@ -31,24 +31,24 @@ def watched(model: Model, *, asynchronous: bool) -> list[bool]:
     return answers
 
 
-def check(reference: Reference, devices: str) -> None:
-    prompt, expected = (reference.expected[f"{key}_long"].tolist() for key in ("prompt", "greedy"))
-    short = reference.expected["prompt_17"].tolist()
+def check(reference: Reference, devices: str) -> list[list[int]]:
+    """Holds replies to those of steps that wait for their tokens. Returns the greedy reply to the long prompt first."""
+    prompt, short = (reference.expected[f"prompt_{key}"].tolist() for key in ("long", "17"))
     found = []
     for asynchronous in (False, True):
         with luce.load(reference.path, target_devices=devices, max_ctx=256, chunk=50) as model:
             answers = watched(model, asynchronous=asynchronous)
-            assert ask(model, prompt, TOKENS) == (expected, 0)
-            turn = [*short, *ask(model, short, 20)[0], *prompt[:9]]
-            found.append(ask(model, turn, 20)[0])
+            whole, (first, _) = ask(model, prompt, TOKENS), ask(model, short, 20)
+            found.append([whole[0], first, ask(model, [*short, *first, *prompt[:9]], 20)[0]])
             assert len(answers) > TOKENS if asynchronous else not answers
             assert all(answers)
     assert found[0] == found[1]
+    return found[1]
 
 
 @each_kind()
 def test_on_the_cpu(reference: Reference) -> None:
-    check(reference, "cpu:0")
+    assert check(reference, "cpu:0")[0] == reference.expected["greedy_long"].tolist()
 
 
 @pytest.mark.parametrize("name", ["qwen35-a-F32", "gemma4-e-F32", "qwen35moe-a-F32"])

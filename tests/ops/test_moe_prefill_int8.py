@@ -86,7 +86,7 @@ def test_tiles_of_all_sizes(device: Device, sizes: tuple[int, ...]) -> None:
     checks.check_products(device, [("Q8_0", 64)], ids, experts=len(sizes) + 1, cols=256)
 
 
-@on_devices("slices", host=[], emulated=[1, 3], emulated_devices=WGMMA)
+@on_devices("slices", [1, 3], host=[], emulated_devices=WGMMA)
 def test_copies_made_in_parts(device: Device, slices: int) -> None:
     """Which end within an expert."""
     with mock.patch.object(moe_prefill_int8, "BUFFER_BYTES", 3 * 256 * 40 * slices):
