@@ -117,6 +117,34 @@ extern "C" __global__ void __launch_bounds__(256)
     } while (to.again());
 }
 
+// The same of gates in fp16, whose rows are halves times rows[r]; d and strides are multiples of GROUP.
+extern "C" __global__ void __launch_bounds__(256)
+    sigmoid_halves_to_fp16(const float* __restrict__ x, const f16_t* __restrict__ gate, const float* __restrict__ rows,
+                           f16_t* __restrict__ half, float* __restrict__ scale, int heads, int d, int padded,
+                           i64 row_stride, i64 head_stride, int top) {
+    luce_await();
+    const int r = (int)blockIdx.x, cols = heads * d;
+    x += (i64)r * cols, gate += r * row_stride;
+    const float factor = -1.4426950408889634f * rows[r];
+    Fp16Row to(half + (i64)r * padded, scale + r, top);
+    do {
+        for (int column = luce_thread() * GROUP; column < padded; column += luce_threads() * GROUP) {
+            float v[GROUP];
+            load(x, column, cols, v);
+            if (column < cols) {
+                const uint4 gates = *reinterpret_cast<const uint4*>(gate + column / d * head_stride + column % d);
+                const u32 g[] = {gates.x, gates.y, gates.z, gates.w};
+#pragma unroll
+                for (int i = 0; i < GROUP; i++) {
+                    const f16_t own = {(u16)(g[i / 2] >> i % 2 * 16)};
+                    v[i] *= luce_reciprocal(1.0f + luce_exp2(luce_f32(own) * factor));
+                }
+            }
+            to.put(column, v);
+        }
+    } while (to.again());
+}
+
 // out[r, j] *= scale[r] for j < rows, after a product without scales. Almost every row's scale is 1.
 // Grid: one block per row.
 extern "C" __global__ void rescale_rows(float* __restrict__ out, const float* __restrict__ scale, int rows, i64 stride) {

@@ -16,15 +16,16 @@
 // `norms`: if bits 0, 1 and 2 are set, queries, keys and values are divided by their root mean square and multiplied by
 // q_norm, k_norm and v_norm [d]. Then pair i < half of queries and keys, elements (i * step, i * step + gap), is turned
 // by table [rows, half]. Queries stay in place; keys and values go to row dest[row] of the pools, and with `keep` stay
-// in place as well. Grid: rows, ceil((heads + 2 kv_heads) / WAVES) blocks of WAVES waves; a wave has a head.
-extern "C" __global__ void __launch_bounds__(WAVES* LUCE_LANES)
-    prepare_heads(float* q, const i64 q_row, const i64 q_head, const float* __restrict__ q_norm, float* k,
-                  const i64 k_row, const i64 k_head, const float* __restrict__ k_norm, float* v, const i64 v_row,
-                  const i64 v_head, const float* __restrict__ v_norm, const int norms,
-                  const float2* __restrict__ table, const int half, const int step, const int gap,
-                  KTYPE::Element* __restrict__ k_pool, VTYPE::Element* __restrict__ v_pool,
-                  const int* __restrict__ dest, const int keep, const int heads, const int kv_heads, const int size,
-                  const float eps) {
+// in place as well. Rows of halves have `scales`; their queries go to q_to [rows, heads, d], and nothing stays in place. Grid:
+// rows, ceil((heads + 2 kv_heads) / WAVES) blocks of WAVES waves; a wave has a head.
+template <typename Number>
+LUCE_FN void prepare(Number* q, const i64 q_row, const i64 q_head, const float* __restrict__ q_norm, Number* k,
+                     const i64 k_row, const i64 k_head, const float* __restrict__ k_norm, Number* v, const i64 v_row,
+                     const i64 v_head, const float* __restrict__ v_norm, const int norms,
+                     const float2* __restrict__ table, const int half, const int step, const int gap,
+                     KTYPE::Element* __restrict__ k_pool, VTYPE::Element* __restrict__ v_pool,
+                     const int* __restrict__ dest, const int keep, const int heads, const int kv_heads, const int size,
+                     const float eps, const float* __restrict__ scales, float* __restrict__ q_to) {
     const int d = HEAD ? HEAD : size;
     __shared__ float pairs[WAVES][MOST];
     const int lane = luce_lane(), index = (int)blockIdx.y * WAVES + luce_wave();
@@ -43,15 +44,16 @@ extern "C" __global__ void __launch_bounds__(WAVES* LUCE_LANES)
     luce_await();
     if (!live) return;  // whole waves
 
-    float* at = kind == 0   ? q + blockIdx.x * q_row + head * q_head
-                : kind == 1 ? k + blockIdx.x * k_row + head * k_head
-                            : v + blockIdx.x * v_row + head * v_head;
+    Number* at = kind == 0   ? q + blockIdx.x * q_row + head * q_head
+                 : kind == 1 ? k + blockIdx.x * k_row + head * k_head
+                             : v + blockIdx.x * v_row + head * v_head;
+    const float rescale = scales ? scales[blockIdx.x] : 1.0f;
     const i64 row = kind ? (i64)dest[blockIdx.x] * kv_heads * d : 0;
     const int turned = kind == 2 ? 0 : half;
     float2 turn[EACH / 2] = {};
 #pragma unroll
     for (int e = 0; e < EACH; e++)
-        if (lane + e * LUCE_LANES < d) value[e] = at[lane + e * LUCE_LANES];
+        if (lane + e * LUCE_LANES < d) value[e] = luce_f32(at[lane + e * LUCE_LANES]) * rescale;
 #pragma unroll
     for (int e = 0; e < EACH / 2; e++)
         if (lane + e * LUCE_LANES < turned) turn[e] = table[(i64)blockIdx.x * half + lane + e * LUCE_LANES];
@@ -89,8 +91,35 @@ extern "C" __global__ void __launch_bounds__(WAVES* LUCE_LANES)
     for (int e = 0; e < EACH; e++) {
         const int i = lane + e * LUCE_LANES;
         if (e * LUCE_LANES >= d) break;
-        if (i < d && (kind == 0 || keep)) at[i] = value[e];
+        if (q_to) {
+            if (i < d && kind == 0) q_to[((i64)blockIdx.x * heads + head) * d + i] = value[e];
+        } else if constexpr (sizeof(Number) == sizeof(float)) {
+            if (i < d && (kind == 0 || keep)) at[i] = value[e];
+        }
         if (kind == 1) KTYPE::store(k_pool + KTYPE::offset(row), head * d + i, value[e], i < d);
         if (kind == 2) VTYPE::store(v_pool + VTYPE::offset(row), head * d + i, value[e], i < d);
     }
+}
+
+extern "C" __global__ void __launch_bounds__(WAVES* LUCE_LANES)
+    prepare_heads(float* q, const i64 q_row, const i64 q_head, const float* __restrict__ q_norm, float* k, const i64 k_row,
+                  const i64 k_head, const float* __restrict__ k_norm, float* v, const i64 v_row, const i64 v_head,
+                  const float* __restrict__ v_norm, const int norms, const float2* __restrict__ table, const int half,
+                  const int step, const int gap, KTYPE::Element* __restrict__ k_pool,
+                  VTYPE::Element* __restrict__ v_pool, const int* __restrict__ dest, const int keep, const int heads,
+                  const int kv_heads, const int size, const float eps) {
+    prepare(q, q_row, q_head, q_norm, k, k_row, k_head, k_norm, v, v_row, v_head, v_norm, norms, table, half, step, gap,
+            k_pool, v_pool, dest, keep, heads, kv_heads, size, eps, nullptr, nullptr);
+}
+
+extern "C" __global__ void __launch_bounds__(WAVES* LUCE_LANES)
+    prepare_halves(const f16_t* q, const i64 q_row, const i64 q_head, const float* __restrict__ q_norm, const f16_t* k,
+                   const i64 k_row, const i64 k_head, const float* __restrict__ k_norm, const f16_t* v, const i64 v_row,
+                   const i64 v_head, const float* __restrict__ v_norm, const int norms,
+                   const float2* __restrict__ table, const int half, const int step, const int gap,
+                   KTYPE::Element* __restrict__ k_pool, VTYPE::Element* __restrict__ v_pool,
+                   const int* __restrict__ dest, const int keep, const int heads, const int kv_heads, const int size,
+                   const float eps, const float* __restrict__ scales, float* __restrict__ q_to) {
+    prepare(q, q_row, q_head, q_norm, k, k_row, k_head, k_norm, v, v_row, v_head, v_norm, norms, table, half, step, gap,
+            k_pool, v_pool, dest, keep, heads, kv_heads, size, eps, scales, q_to);
 }

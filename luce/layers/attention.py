@@ -9,19 +9,24 @@ from luce.layers.state import KVPool
 from luce.models.spec import Attention
 from luce.ops.attention import gate_heads, gated_attention
 from luce.ops.attention_mma import AttentionInputs, Gate
-from luce.ops.matmul import Rows, fp16_top, matmul, sole_int8_group
+from luce.ops.fp16 import GROUP, Halves
+from luce.ops.half_products import halves, has_halves
+from luce.ops.int8_rows import Int8Rows
+from luce.ops.matmul import FEW_ROWS, Rows, fp16_top, matmul, sole_int8_group
 from luce.ops.norm import head_rms_norm
 from luce.ops.page_ranking import store_queries
 from luce.ops.qkv import (
     Destination,
     HeadNorms,
     copy_rows,
+    prepare_halves,
     prepare_heads,
     prepare_keys,
     prepare_queries,
     temper,
     write_kv,
 )
+from luce.ops.quantise import Quantised
 from luce.ops.weight import Weight
 from luce.runtime.device import Array, Device
 from luce.runtime.step import DeviceStep
@@ -87,11 +92,13 @@ class AttentionLayer:
         device, spec, rows, d = self._device, self._spec, y.shape[0], self._spec.head_dim
         width = d * (2 if spec.query_gate else 1)
         split = spec.heads * width
-        fused = matmul(device, y, self.input_weight)
+        int8_group, top = sole_int8_group(device, rows, self.out), fp16_top(device, rows, self.out)
+        fused, scales = self._project(y, step, top)
         q = fused[:, :split].reshape(rows, spec.heads, width)
         gate = None
         if spec.query_gate:
-            q, gate = q[..., :d], Gate(q[..., d:], "sigmoid")
+            q, values = q[..., :d], q[..., d:]
+            gate = Gate(values if scales is None else Halves(values, scales), "sigmoid")
         elif spec.output_gate:
             values = fused[:, split + 2 * spec.kv_heads * d :].reshape(rows, spec.heads, spec.output_gate)
             gate = Gate(values, "softplus")
@@ -103,7 +110,10 @@ class AttentionLayer:
             v = fused[:, split + kv : split + 2 * kv].reshape(rows, spec.kv_heads, d)
             self._norm_whole(k, self._whole_norms.key)
             to = Destination(self.state.k, self._values, view.dest)
-            prepare_heads(device, q, k, v, self._norms, rotation, to, keep=self._lends is not None)
+            if scales is None:
+                prepare_heads(device, q, k, v, self._norms, rotation, to, keep=self._lends is not None)
+            else:
+                q = prepare_halves(device, q, k, v, scales, self._norms, rotation, to)
             copy_rows(device, to, view.copies)
             if self._lends is not None:
                 step.lent[self._lends] = fused[:, split : split + 2 * kv]
@@ -127,8 +137,27 @@ class AttentionLayer:
         )
         if step.sparse is not None and spec.window is None and not spec.softcap and spec.donor is None:
             return gate_heads(device, step.sparse(inputs), gate)
-        int8_group, top = sole_int8_group(device, rows, self.out), fp16_top(device, rows, self.out)
         return gated_attention(device, inputs, gate, int8_group=int8_group, top=top)
+
+    @property
+    def reads_products(self) -> bool:
+        """Whether products with `input_weight` may be halves."""
+        spec, norms = self._spec, self._whole_norms
+        alone = spec.donor is None and self._lends is None and norms.query is None and norms.key is None
+        return alone and not spec.output_gate and spec.head_dim % GROUP == 0
+
+    def _project(self, y: Rows, step: DeviceStep, top: int | None) -> tuple[Array, Array | None]:
+        """The product of `input_weight`: float32, or fp16 and the scales of its rows, where all behind it reads these.
+
+        `top`: of the rows that `out` multiplies.
+        """
+        device = self._device
+        long = top is not None and step.spans.longest > FEW_ROWS
+        if long and self.reads_products and has_halves(device, y, self.input_weight):
+            assert not isinstance(y, Quantised | Int8Rows)
+            made = halves(device, y, self.input_weight)
+            return made.values, made.rows
+        return matmul(device, y, self.input_weight), None
 
     def write_context(self, y: Rows, step: DeviceStep, rotary: Rotary | None = None) -> None:
         """Write the keys and values of rows that do not attend themselves: y float32 [rows, hidden].

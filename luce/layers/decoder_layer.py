@@ -111,7 +111,8 @@ class DecoderLayer:
 
     def half_weights(self) -> list[Weight]:
         """The weights whose products of many rows the layer reads as halves, where there are such."""
-        parts = [part for part in (self.mixer, self.ffn) if isinstance(part, DeltaNetLayer | GatedMLPLayer)]
+        kinds = AttentionLayer | DeltaNetLayer | GatedMLPLayer
+        parts = [part for part in (self.mixer, self.ffn) if isinstance(part, kinds)]
         weights = [part.input_weight for part in parts if part.reads_products]
         if self.parallel or self.convs is not None:
             return weights

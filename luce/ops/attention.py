@@ -23,7 +23,7 @@ from luce.cpu_kernels.dimensions import LANES, MOST_GROUP, MOST_HEAD
 from luce.ops import attention_mma
 from luce.ops.activation import sigmoid_gate, softplus_gate
 from luce.ops.attention_mma import AttentionInputs, Gate
-from luce.ops.fp16 import Fp16Rows, sigmoid_gate_to_fp16
+from luce.ops.fp16 import Fp16Rows, Halves, sigmoid_gate_to_fp16, sigmoid_halves_to_fp16
 from luce.ops.kvtype import dequantise, pool_type
 from luce.ops.matmul import FEW_ROWS
 from luce.ops.quantise import SECTION, Quantised, empty_quantised
@@ -73,6 +73,8 @@ def gated_attention(
         attention_mma.launch(device, out, inputs, tiles, gate)
         return out
     if top is not None and gate is not None and gate.kind == "sigmoid" and n:
+        if isinstance(gate.values, Halves):
+            return sigmoid_halves_to_fp16(device, _attend(device, inputs), gate.values, top)
         return sigmoid_gate_to_fp16(device, _attend(device, inputs), gate.values, top)
     return gate_heads(device, _attend(device, inputs), gate)
 
@@ -81,6 +83,7 @@ def gate_heads(device: Device, mixed: Array, gate: Gate | None) -> Array:
     """The results of attention times the gate if there is one: float32 [n, heads, d] -> [n, heads * d]."""
     if gate is None:
         return mixed.reshape(len(mixed), -1)
+    assert not isinstance(gate.values, Halves)
     return (sigmoid_gate if gate.kind == "sigmoid" else softplus_gate)(device, mixed, gate.values)
 
 

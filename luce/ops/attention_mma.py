@@ -15,6 +15,7 @@ from typing import Literal
 
 import numpy as np
 
+from luce.ops.fp16 import Halves
 from luce.ops.kvtype import kernel_type
 from luce.ops.matmul import FEW_ROWS
 from luce.ops.quantise import Quantised, as_arguments
@@ -35,8 +36,9 @@ _BUFFER = 1 << 25
 class Gate:
     """A factor of each result of attention."""
 
-    #: float32 [n, heads, d] or [n, heads, 1] (any row and head strides)
-    values: Array
+    #: float32 [n, heads, d] or [n, heads, 1] (any row and head strides); or halves [n, heads, d], where
+    #: `gated_attention` makes fp16 rows and a span is long
+    values: Array | Halves
     #: the function of the values that multiplies the results
     kind: Literal["sigmoid", "softplus"]
 
@@ -181,6 +183,7 @@ def launch(
 def _gating(gate: Gate | None) -> tuple[object, ...]:
     if gate is None:
         return None, np.int64(0), np.int64(0), np.int32(0), np.int32(0)
+    assert not isinstance(gate.values, Halves)
     row, head, _ = gate.values.strides
     kind = np.int32(1 if gate.kind == "sigmoid" else 2)
     return gate.values, np.int64(row // 4), np.int64(head // 4), kind, np.int32(gate.values.shape[2])

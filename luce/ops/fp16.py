@@ -113,6 +113,18 @@ def sigmoid_gate_to_fp16(device: Device, x: Array, gate: Array, top: int = TOP) 
     return rows
 
 
+def sigmoid_halves_to_fp16(device: Device, x: Array, gate: Halves, top: int = TOP) -> Fp16Rows:
+    """`sigmoid_gate_to_fp16` of a gate float16 [n, heads, d] (any row and head strides that are multiples of GROUP, as
+    d is) times its rows' scales."""
+    n, heads, d = x.shape
+    rows = empty_fp16(device, n, heads * d, top)
+    sizes = (np.int32(heads), np.int32(d), np.int32(rows.values.shape[1]))
+    strides = np.int64(gate.values.strides[0] // 2), np.int64(gate.values.strides[1] // 2)
+    args = (x, gate.values, gate.rows, rows.values, rows.scale, *sizes, *strides, np.int32(top))
+    device.launch("fp16", "sigmoid_halves_to_fp16", (n,), _threads(rows), args)
+    return rows
+
+
 def _threads(rows: Fp16Rows) -> tuple[int]:
     # Chosen by the row's length alone: 8 columns a thread, and again.
     return (min(256, max(64, 1 << (rows.values.shape[1] // 8 - 1).bit_length())),)

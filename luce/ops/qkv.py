@@ -107,6 +107,23 @@ def prepare_heads(
         _launch(device, q, (k, v), norms, rotation, to, keep=keep)
 
 
+def prepare_halves(
+    device: Device,
+    q: Array,
+    k: Array,
+    v: Array,
+    scales: Array,
+    norms: HeadNorms,
+    rotation: Rotation | None,
+    to: Destination,
+) -> Array:
+    """prepare_heads of float16 q, k and v of a product on a GPU, n > 0, times their rows' scales, float32 [n]: returns
+    the queries, float32 [n, heads, d], and leaves q, k and v as they are."""
+    made = device.empty(q.shape)
+    _launch(device, q, (k, v), norms, rotation, to, keep=False, halves=(scales, made))
+    return made
+
+
 def prepare_keys(
     device: Device, k: Array, v: Array, norms: HeadNorms, rotation: Rotation | None, to: Destination
 ) -> None:
@@ -196,6 +213,7 @@ def _launch(
     to: Destination | None,
     *,
     keep: bool,
+    halves: tuple[Array, Array] | None = None,
 ) -> None:
     some = kv[0] if q is None and kv is not None else q
     assert some is not None
@@ -209,7 +227,7 @@ def _launch(
     for i, (x, weight) in enumerate(
         zip((q, *(kv or (None, None))), (norms.query, norms.key, norms.value), strict=True)
     ):
-        strides = (0, 0) if x is None else (x.strides[0] // 4, x.strides[1] // 4)
+        strides = (0, 0) if x is None else (x.strides[0] // x.itemsize, x.strides[1] // x.itemsize)
         args += [x, *map(np.int64, strides), weight]
         bits |= (weight is not None) << i
     half = 0 if rotation is None else rotation.table.shape[1]
@@ -222,7 +240,8 @@ def _launch(
     args += [np.int32(keep), np.int32(heads), np.int32(kv_heads), np.int32(d), np.float32(norms.eps)]
     grid = (n, -(-(heads + 2 * kv_heads) // _WAVES))
     defines = {"KTYPE": types[0], "VTYPE": types[-1], "HEAD": d if d in _HEADS else 0}
-    device.launch("qkv", "prepare_heads", grid, (_WAVES * device.lanes,), args, defines=defines)
+    kernel = "prepare_heads" if halves is None else "prepare_halves"
+    device.launch("qkv", kernel, grid, (_WAVES * device.lanes,), [*args, *(halves or ())], defines=defines)
 
 
 def _host(device: Device, x: Array, weight: Array | None, eps: float, rotation: Rotation | None) -> None:

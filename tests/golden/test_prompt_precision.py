@@ -15,6 +15,7 @@ from luce.backend.layersplit import LayerSplitBackend
 from luce.backend.serving_options import ServingOptions
 from luce.errors import DeviceError
 from luce.gguf.reader import open_gguf
+from luce.kvcache.page_table import PageTables
 from luce.models.keys import Source
 from luce.models.registry import read_spec
 from luce.ops import half_products
@@ -22,6 +23,7 @@ from luce.ops.matmul_prefill import BLAS_ROWS
 from luce.runtime.device import Array, Device
 from luce.runtime.gpu import GpuDevice
 from luce.runtime.host import HostDevice
+from luce.runtime.step import Span, Step
 from tests.support.daemons import devices
 from tests.support.emulated import EmulatedDevice
 from tests.support.warm import WARM
@@ -50,6 +52,24 @@ def _logits(
             backend.close()
 
 
+def _logits_of_sequences(device: Device) -> NDArray[np.float32]:
+    """The tokens are those of as many sequences, of which one step has a row each."""
+    with open_gguf(DELTANET) as file:
+        spec = read_spec(Source(str(DELTANET), file.metadata, file.tensors))
+        options = ServingOptions(context=64, chunk=256, slots=BLAS_ROWS)
+        backend = LayerSplitBackend(file, spec, [device], options)
+        try:
+            pages = PageTables.over(backend, 256)
+            for slot in range(BLAS_ROWS):
+                pages.reserve(slot, 1)
+                pages.extend(slot, 0, 1)
+            spans, wanted = [Span(slot, slot, 1, 0) for slot in range(BLAS_ROWS)], np.arange(BLAS_ROWS, dtype=np.int32)
+            step = Step.of_spans(spans, TOKENS, pages.views, wanted, needs_logits=True)
+            return np.array(backend.forward(step).logits)
+        finally:
+            backend.close()
+
+
 @pytest.fixture(scope="module")
 def int8() -> NDArray[np.float32]:
     """The logits on one emulated device, which keeps no copies of weights."""
@@ -67,7 +87,7 @@ def test_logits_are_near_those_of_fp16(int8: NDArray[np.float32]) -> None:
     "path, shapes",
     [
         (DENSE, {(384, 64), (64, 128), (64, 192)}),
-        (DELTANET, {(1544, 256), (512, 256), (256, 512), (256, 256)}),
+        (DELTANET, {(1544, 256), (1536, 256), (512, 256), (256, 512), (256, 256)}),
     ],
 )
 def test_products_of_halves_are_near_those_of_floats(
@@ -88,6 +108,15 @@ def test_products_of_halves_are_near_those_of_floats(
     assert found_shapes == shapes
     first, found = (difference(exact, logits, TOKENS[1:]) for logits in (floats, halves))
     assert 1e-6 < first.nmse_median < found.nmse_median < 2 * first.nmse_median and found.top == 1
+
+
+@pytest.mark.emulated
+def test_many_replies_of_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeltaNet and attention read halves of long sequences alone, and other layers of these too."""
+    floats = _logits_of_sequences(EmulatedDevice())
+    monkeypatch.setattr(half_products, "LEAST_FEATURES", 16)
+    found = difference(floats, _logits_of_sequences(EmulatedDevice()), TOKENS)
+    assert 1e-7 < found.nmse_median < 1e-5 and found.top > 0.98
 
 
 @pytest.mark.emulated

@@ -88,3 +88,8 @@ def test_add_bias(device: Device, n: int, d: int) -> None:
 @on_devices("n, heads, d", host=[], emulated=[(3, 2, 24), (2, 1, 65), (2, 9, 128)], gpu=[(33, 24, 256), (3, 1, 65)])
 def test_gates_as_fp16(device: Device, n: int, heads: int, d: int, activation: Activation) -> None:
     checks.check_fp16_gates(device, n, heads, d, activation)
+
+
+@on_devices("n, heads, d", host=[], emulated=[(3, 2, 24), (2, 9, 128)], gpu=[(300, 24, 256), (3, 1, 64)])
+def test_gate_of_halves_as_fp16(device: Device, n: int, heads: int, d: int) -> None:
+    checks.check_fp16_gate_of_halves(device, n, heads, d)

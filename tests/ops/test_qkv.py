@@ -55,3 +55,13 @@ def test_copies(device: Device, kv_heads: int, d: int, k: str, v: str) -> None:
 @on_devices("d, k", [(64, "auto"), (32, "q8_0")])
 def test_keys_alone(device: Device, d: int, k: str) -> None:
     checks.check_keys_alone(device, d, KVTypes(k, k))
+
+
+@on_devices(
+    "n, heads, kv_heads, d, half, normed",
+    host=[],
+    emulated=[(3, 3, 1, 128, 64, "qk"), (4, 2, 2, 80, 0, ""), (2, 2, 1, 256, 32, "qkv")],
+    gpu=[(100, 24, 4, 256, 32, "qk"), (17, 5, 2, 80, 40, "")],
+)
+def test_prepared_halves(device: Device, n: int, heads: int, kv_heads: int, d: int, half: int, normed: str) -> None:
+    checks.check_halves(device, n, heads, kv_heads, d, half, normed=normed)

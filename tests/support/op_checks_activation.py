@@ -18,7 +18,7 @@ from luce.ops.activation import (
     softplus_gate,
 )
 from luce.ops.activation import gelu as plain_gelu
-from luce.ops.fp16 import TOP, gated_to_fp16, sigmoid_gate_to_fp16
+from luce.ops.fp16 import TOP, Halves, gated_to_fp16, sigmoid_gate_to_fp16, sigmoid_halves_to_fp16
 from luce.runtime.device import Device
 from tests.support.quantised import same_halves
 
@@ -164,3 +164,19 @@ def check_fp16_gates(device: Device, n: int, heads: int, d: int, activation: Act
         floats = sigmoid_gate(device, of_heads, gates)
         for top in (TOP, -3):
             same_halves(device, sigmoid_gate_to_fp16(device, of_heads, gates, top), floats, top)
+
+
+def check_fp16_gate_of_halves(device: Device, n: int, heads: int, d: int) -> None:
+    """x sigmoid(gate) against float64: gates beside other values, whose rows have scales; zeros behind the rows."""
+    rng = np.random.default_rng(d)
+    x = values(n, heads * d).reshape(n, heads, d)
+    wide = rng.standard_normal((n, heads, 2 * d)).astype(np.float16)
+    wide[0, 0, -2:] = -300, 300
+    scales = (2.0 ** (np.arange(n) % 5 - 1)).astype(np.float32)
+    gate = Halves(device.upload(wide)[..., d:], device.upload(scales))
+    made = sigmoid_halves_to_fp16(device, device.upload(x), gate, -2)
+    out, scale = device.download(made.values), device.download(made.scale)[:, None].astype(np.float64)
+    assert made.top == -2 and np.abs(out).max() < 2.0**-2 and not out[:, heads * d :].any()
+    z = wide[..., d:] * scales[:, None, None].astype(np.float64)
+    exact = (x / (1 + np.exp(-z))).reshape(n, -1)
+    assert (np.abs(out[:, : heads * d] * scale - exact) <= 2.0**-10.9 * np.abs(exact) + 2.0**-25 * scale).all()

@@ -534,8 +534,9 @@ def check_halves(device: Device, rows: int, *, key_heads: int, heads: int, d: in
         before = State(*(x[0] if position else np.zeros_like(x[0]) for x in (case.state.memory, case.state.past)))
         exact, state = delta_formula(case, before)
         made, after = queue(device, case, [(0, 0, rows, position)], top=-3, products=halves)
-        out = device.download(made.values)[:, : heads * d] * device.download(made.scale)[:, None].astype(np.float64)
+        scale = device.download(made.scale)[:, None].astype(np.float64)
+        out = device.download(made.values)[:, : heads * d] * scale
         assert made.top == -3 and np.abs(device.download(made.values)).max() < 2.0**-3
-        limit = 2.0**-11 * np.abs(exact) + TOLERANCE * np.sqrt(np.mean(np.square(exact)))
+        limit = 2.0**-11 * np.abs(exact) + 2.0**-25 * scale + TOLERANCE * np.sqrt(np.mean(np.square(exact)))
         assert (np.abs(out - exact) <= limit).all(), position
         agree(State(after.memory[0], after.past[0]), state)

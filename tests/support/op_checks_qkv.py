@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.ops.kvtype import AUTO, KVTypes
-from luce.ops.qkv import Destination, HeadNorms, Rotation, copy_rows, prepare_heads, write_kv
+from luce.ops.qkv import Destination, HeadNorms, Rotation, copy_rows, prepare_halves, prepare_heads, write_kv
 from luce.runtime.device import Array, Device
 from luce.runtime.step import PAGE
 from tests.support.attention_inputs import spread_out
@@ -80,6 +80,31 @@ def check_prepared(
     not_kept = _run(device, parts, weights, angles, adjacent, AUTO, dest, False)
     np.testing.assert_array_equal(not_kept[0], q)
     np.testing.assert_array_equal(not_kept[3][dest], k.astype(device.kv_dtype))
+
+
+def check_halves(device: Device, n: int, heads: int, kv_heads: int, d: int, half: int, *, normed: str) -> None:
+    """Halves whose rows have scales: queries against the formula, and queries and pools of the floats that they are."""
+    rng = np.random.default_rng(n + d + half)
+    values = rng.standard_normal((n, (2 * heads + 2 * kv_heads) * d)).astype(np.float16)
+    scales = (2.0 ** (np.arange(n) % 3 - 1)).astype(np.float32)
+    fused, ends = device.upload(values), np.cumsum([2 * heads * d, kv_heads * d])
+    # Beside each query head is its gate.
+    q = fused[:, : ends[0]].reshape(n, heads, 2 * d)[..., :d]
+    k, v = (fused[:, end : end + kv_heads * d].reshape(n, kv_heads, d) for end in ends)
+    parts = [device.download(x) * scales[:, None, None] for x in (q, k, v)]
+    weights = [rng.standard_normal(d).astype(np.float32) if part in normed else None for part in "qkv"]
+    angles, dest = rng.uniform(0, 6, (n, half)), rng.permutation(2 * PAGE)[:n].astype(np.int32)
+    floats = _run(device, parts, weights, angles, False, AUTO, dest, True)
+    pools = [device.upload(np.zeros_like(pool)) for pool in floats[3:]]
+    norms = HeadNorms(*(None if w is None else device.upload(w) for w in weights), EPS)
+    table = np.stack((np.cos(angles), np.sin(angles)), axis=-1).astype(np.float32)
+    rotation = Rotation(device.upload(table), False) if half else None
+    to = Destination(pools[0], pools[1], device.upload(dest))
+    made = device.download(prepare_halves(device, q, k, v, device.upload(scales), norms, rotation, to))
+    np.testing.assert_allclose(made, _turned(_normed(parts[0], weights[0]), angles, False), rtol=0, atol=1e-5)
+    for own, expected in zip((made, *map(device.download, pools)), (floats[0], *floats[3:]), strict=True):
+        np.testing.assert_array_equal(own, expected)
+    np.testing.assert_array_equal(device.download(fused), values)
 
 
 def check_quantised_pools(device: Device, k: str, v: str, d: int) -> None:
