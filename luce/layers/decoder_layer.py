@@ -17,8 +17,8 @@ from luce.models.spec import Activation
 from luce.ops.activation import add, gated_activation, scale, softcap
 from luce.ops.embedding import embed, take_rows
 from luce.ops.matmul import Rows, int8_group, matmul, product
-from luce.ops.products import Product, to_floats
 from luce.ops.quantise import quantise
+from luce.ops.scaled_products import Product, to_floats
 from luce.ops.weight import Weight
 from luce.runtime.device import Array, Device
 from luce.runtime.step import DeviceStep

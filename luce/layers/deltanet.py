@@ -8,8 +8,8 @@ from luce.ops.embedding import take_rows
 from luce.ops.fp16 import Fp16Rows
 from luce.ops.int8_rows import Int8Rows
 from luce.ops.matmul import Rows, fp16_top, matmul, product, sole_int8_group
-from luce.ops.products import Product
 from luce.ops.quantise import Quantised
+from luce.ops.scaled_products import Product
 from luce.ops.weight import Weight
 from luce.runtime.device import Array, Device
 from luce.runtime.step import DeviceStep, SpanArrays

@@ -10,8 +10,8 @@ from luce.ops.int8_rows import Int8Sums
 from luce.ops.matmul import Rows, fp16_top, int8_group
 from luce.ops.matmul_prefill import multiplies_int8
 from luce.ops.norm import add_rms_norm, layer_norm, quantised_rms_norm, rms_norm, rms_norm_to_fp16, rms_norm_to_int8
-from luce.ops.products import Product, to_floats
 from luce.ops.quantise import quantise
+from luce.ops.scaled_products import Product, to_floats
 from luce.ops.weight import Weight
 from luce.runtime.device import Array, Device
 

@@ -10,7 +10,7 @@ where a docstring says so.
 
 weight              weight matrices on a device
 matmul              products; matmul_int8 and matmul_bf16 for few rows, matmul_prefill with fp16 for many
-products            products with scales still to be applied: sums of int8_rows, halves of half_products
+scaled_products     products with scales still to be applied: sums of int8_rows, halves of half_products
 quantise            rows of activations as int8
 moe                 mixture of experts; moe_int8, moe_rows and moe_prefill for few, more and many rows; moe_prefill_int8
                     for many with int8 weights

@@ -17,8 +17,8 @@ from luce.cpu_kernels.dimensions import LANES, MOST_DELTA_HEAD
 from luce.ops.activation import host_sigmoid, host_softplus
 from luce.ops.fp16 import Fp16Rows, Halves, empty_fp16
 from luce.ops.int8_rows import Int8Sums
-from luce.ops.products import Product
 from luce.ops.quantise import SECTION, Quantised, as_arguments, empty_quantised
+from luce.ops.scaled_products import Product
 from luce.runtime.cpu import CpuDevice
 from luce.runtime.device import Array, Device
 from luce.runtime.step import SpanArrays

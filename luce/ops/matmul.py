@@ -37,8 +37,8 @@ from luce.ops.matmul_int8 import INT8_TYPES, group_for, multiply, multiply_pair,
 from luce.ops.matmul_packed import multiply_packed
 from luce.ops.matmul_prefill import BLAS_ROWS, has_int8_sums, int8_sums, matmul_prefill
 from luce.ops.matmul_rows import multiply_rows, takes_rows
-from luce.ops.products import Product
 from luce.ops.quantise import Quantised, quantise
+from luce.ops.scaled_products import Product
 from luce.ops.weight import Weight, WeightPart
 from luce.runtime.cpu import CpuDevice
 from luce.runtime.device import Array, Device
