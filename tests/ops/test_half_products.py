@@ -138,7 +138,7 @@ def test_gates(device: Device, n: int, cols: int, activation: Activation) -> Non
     rng = np.random.default_rng(cols)
     values = (rng.standard_normal((n, 2 * cols)) * 2.0 ** rng.integers(-12, 5, (n, 2 * cols))).astype(np.float16)
     values[:, 0], values[:, 1], values[0, cols] = -300, 300, 60000
-    rows = (2.0 ** np.arange(n)).astype(np.float32)
+    rows = (2.0 ** (np.arange(n) % 8)).astype(np.float32)
     made = gated_halves_to_fp16(device, Halves(device.upload(values), device.upload(rows)), activation, 5)
     assert made.top == 5 and np.abs(device.download(made.values)).max() < 2.0**5
     out, scale = device.download(made.values).astype(np.float64), device.download(made.scale).astype(np.float64)
