@@ -67,6 +67,7 @@ def _norm(device: Device) -> None:
     op_checks_norm.check_add_rms_norm(device, 2, 1000)
     op_checks_norm.check_quantised_norm(device, 3, 992, adding=True, group=128)
     op_checks_norm.check_add_rms_norm(device, 2, 8203)
+    op_checks_norm.check_fp16_norm(device, 2, 8203, adding=True)
     op_checks_norm.check_head_rms_norm(device, 2, 5, 80)
     op_checks_norm.check_layer_norm(device, 4, 1000, biased=True)
 
