@@ -16,7 +16,7 @@ LONG = "Tell me more. " * 10
 
 
 async def test_the_listing_shows_lengths_and_counters_but_no_text() -> None:
-    async with running() as here:
+    async with running(model={"asynchronous": False}) as here:
         assert (await here.get("/v1/cache"))[1]["data"] == []
         reply = await here.chat(LONG)
         total = reply["usage"]["total_tokens"]

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from luce.runtime.device import Fetched
 from luce.runtime.step import PendingMasks
 
 _numbers = itertools.count(1)
@@ -19,6 +20,9 @@ _numbers = itertools.count(1)
 def made(kind: Any) -> Any:
     """A value of an annotated type; of a dataclass with each field other than its default, also inside."""
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if kind in (PendingMasks, Fetched):
+        # Masks follow a step in a message of their own, and no step for a daemon has tokens of another device.
+        return None
     if dataclasses.is_dataclass(kind):
         hints, fields = typing.get_type_hints(kind), dataclasses.fields(kind)
         return kind(**{f.name: _other(made(hints[f.name]), f.default) for f in fields})  # type: ignore[operator]
@@ -30,9 +34,6 @@ def made(kind: Any) -> Any:
         return {made(parts[0]): made(parts[1])}
     if origin is np.ndarray:
         return np.array([[next(_numbers) % 100, 0]], parts[1].__args__[0])
-    if kind is PendingMasks:
-        # Masks follow a step in a message of their own.
-        return None
     if kind in (int, float, str):
         return kind(next(_numbers))
     assert kind is bool, f"no value is made of {kind} yet"
