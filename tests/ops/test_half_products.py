@@ -19,6 +19,7 @@ from luce.ops.weight import RawTensor, upload_weight
 from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
 from tests.support.devices import on_devices
+from tests.support.op_checks_activation import gated
 from tests.support.op_checks_matmul import product_limit
 from tests.support.quant_blocks import decoded, random_tensor
 
@@ -143,14 +144,7 @@ def test_gates(device: Device, n: int, cols: int, activation: Activation) -> Non
     assert made.top == 5 and np.abs(device.download(made.values)).max() < 2.0**5
     out, scale = device.download(made.values).astype(np.float64), device.download(made.scale).astype(np.float64)
     gate, up = np.split(values.astype(np.float64) * rows[:, None], 2, axis=1)
-    with np.errstate(over="ignore"):
-        if activation == "silu":
-            exact = gate / (1 + np.exp(-gate)) * up
-        elif activation == "gelu":
-            exact = gate / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
-        else:
-            gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
-            exact = (up + 1) * gate / (1 + np.exp(-1.702 * gate))
+    exact = gated(gate, up, activation)
     assert out.shape == (n, -(-cols // 128) * 128) and not out[:, cols:].any()
     # gelu's sum of 1 and a tangent near -1 loses bits of small results.
     slack = 2.0**-24 * np.abs(gate * up) if activation == "gelu" else 0

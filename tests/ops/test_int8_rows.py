@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from unittest import mock
 
 import numpy as np
@@ -19,6 +18,7 @@ from luce.ops.norm import rms_norm_to_int8
 from luce.ops.weight import Weight, upload_weight
 from luce.runtime.device import Device
 from tests.support.devices import on_devices
+from tests.support.op_checks_activation import gated
 from tests.support.quant_blocks import decoded, random_tensor
 
 F32 = np.float32
@@ -103,13 +103,6 @@ def test_products_have_exact_sums(device: Device, n: int, rows: int, cols: int) 
     np.testing.assert_array_equal(device.download(out), expected)
 
 
-_GATES: dict[Activation, Callable[[NDArray[np.float64], NDArray[np.float64]], NDArray[np.float64]]] = {
-    "silu": lambda g, u: g / (1 + np.exp(-g)) * u,
-    "gelu": lambda g, u: g / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (g + 0.044715 * g**3))) * u,
-    "clamped_swiglu": lambda g, u: (np.clip(u, -7, 7) + 1) * np.minimum(g, 7) / (1 + np.exp(-1.702 * np.minimum(g, 7))),
-}
-
-
 def _near(rows: Int8Rows, device: Device, exact: NDArray[np.float64]) -> None:
     """Rows are `exact`, rounded: by half a step, and what float32 adds."""
     n, cols = exact.shape
@@ -135,7 +128,7 @@ def test_gates_of_sums(device: Device, cols: int, activation: Activation) -> Non
     with mock.patch.object(device, "shared_limit", 4096 if cols == 4400 else device.shared_limit):
         made = gated_to_int8(device, Int8Sums(*map(device.upload, (sums, rows, features))), activation)
     assert made.shape == (n, cols)
-    _near(made, device, _GATES[activation](both[:, :cols], both[:, cols:]))
+    _near(made, device, gated(both[:, :cols], both[:, cols:], activation))
 
 
 @on_devices("d", [8, 136, 5128], host=[])

@@ -17,6 +17,7 @@ from luce.ops.weight import upload_experts
 from luce.runtime.device import Device
 from tests.support import op_checks_moe_prefill_int8 as checks
 from tests.support.devices import on_devices
+from tests.support.op_checks_activation import gated
 from tests.support.op_checks_moe import random_ids
 from tests.support.quant_blocks import random_tensor
 
@@ -110,7 +111,7 @@ def test_the_error_of_a_layer(device: Device, n: int, k: int, experts: int, inne
     for row, slot in np.ndindex(n, k):
         expert = ids[row, slot]
         gate, up = gates[expert] @ x[row].astype(np.float64), ups[expert] @ x[row].astype(np.float64)
-        exact[row] += weights[row, slot] * (downs[expert] @ (checks.activated(gate, "silu") * up))
+        exact[row] += weights[row, slot] * (downs[expert] @ (gated(gate, up, "silu")))
     error = ((actual - exact) ** 2).mean() / (exact**2).mean()
     assert 5e-5 < error < 1e-3, error
 

@@ -34,6 +34,15 @@ def gelu(x: NDArray[np.float64]) -> NDArray[np.float64]:
     return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
 
+def gated(gate: NDArray[np.float64], up: NDArray[np.float64], activation: Activation) -> NDArray[np.float64]:
+    """act(gate) * up in float64."""
+    # exp(-x) of a very negative x is infinite and gives the right 0.
+    with np.errstate(over="ignore"):
+        if activation == "clamped_swiglu":
+            return (np.clip(up, -7, 7) + 1) * np.minimum(gate, 7) / (1 + np.exp(-1.702 * np.minimum(gate, 7)))
+        return {"silu": silu, "gelu": gelu}[activation](gate) * up
+
+
 def values(n: int, d: int, seed: int = 0) -> NDArray[np.float32]:
     """From tiny to 80, where exp(-x) is still finite in float32."""
     rng = np.random.default_rng(seed)
@@ -45,10 +54,7 @@ def check_gated_activation(device: Device, n: int, f: int, activation: Activatio
     """A contiguous matrix, and a slice of a wider one."""
     x = values(n, 2 * f)
     gate, up = x[:, :f].astype(np.float64), x[:, f:].astype(np.float64)
-    if activation == "clamped_swiglu":
-        expected = (np.clip(up, -7, 7) + 1) * np.minimum(gate, 7) / (1 + np.exp(-1.702 * np.minimum(gate, 7)))
-    else:
-        expected = {"silu": silu, "gelu": gelu}[activation](gate) * up
+    expected = gated(gate, up, activation)
     wide = device.upload(np.pad(x, ((0, 0), (1, 2)), constant_values=np.nan))
     for on_device in (device.upload(x), wide[:, 1 : 1 + 2 * f]):
         y = device.download(gated_activation(device, on_device[:, :f], on_device[:, f:], activation))

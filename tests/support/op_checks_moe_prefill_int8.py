@@ -13,6 +13,8 @@ from luce.ops.int8_rows import to_int8
 from luce.ops.moe import combine, group_tiles
 from luce.ops.weight import RawTensor, Weight, upload_experts
 from luce.runtime.device import Array, Device
+from tests.support.drafts import bfloat16
+from tests.support.op_checks_activation import gated
 from tests.support.op_checks_moe import Floats, random_ids
 from tests.support.quant_blocks import decoded, random_tensor
 
@@ -40,21 +42,6 @@ def rounded(x: Floats) -> Rounded:
 def floats(bits: NDArray[np.uint16]) -> Floats:
     """The numbers of bfloat16."""
     return (bits.astype(np.uint32) << 16).view(F32)
-
-
-def bfloat16(x: Floats) -> NDArray[np.uint16]:
-    """Finite numbers to nearest, ties to even."""
-    bits = x.view(np.uint32)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-
-
-def activated(gate: NDArray[np.float64], activation: Activation) -> NDArray[np.float64]:
-    """The activation in float64."""
-    if activation == "silu":
-        # exp(-x) of a very negative x is infinite and gives the right 0.
-        with np.errstate(over="ignore"):
-            return gate / (1 + np.exp(-gate))
-    return 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
 
 
 def stored(device: Device, tensors: list[RawTensor], experts: int, *, gated: bool) -> Weight:
@@ -109,7 +96,7 @@ def check_gates(
     for expert in range(experts):
         own = ids == expert
         both = np.broadcast_to(_exact(x8, w8, expert)[:, None], (n, k, 2 * inner))[own].astype(np.float64)
-        expected = activated(both[:, :inner], activation) * both[:, inner:]
+        expected = gated(both[:, :inner], both[:, inner:], activation)
         # Half a step of bfloat16, and what float32 adds: tanh near -1 loses all of a gelu's digits.
         limit = 2.0**-8 * np.abs(expected) + 1e-6 * np.abs(both[:, :inner] * both[:, inner:])
         assert (np.abs(actual[own] - expected) <= limit).all()
