@@ -100,18 +100,19 @@ class CostTable:
     def _run(self, counts: Many[int], *, followed: bool = False) -> None:
         """A step of so many rows of each slot, of whose last step one row is accepted. `followed`: with a row of each
         behind it, queued meanwhile where the backend can, as the engine does without drafts; that step is measured."""
-        begun, drafted = self._clock(), {slot for slot, rows in enumerate(counts) if rows > 1}
+        drafted = {slot for slot, rows in enumerate(counts) if rows > 1}
         pending, follows = bool(self._pending | drafted), False
+        behind = self._step([1] * len(counts), self._position + 1) if followed else None
+        begun = self._clock()
         step = self._step(counts, self._position, self._pending)
 
         def queued() -> None:
             nonlocal follows
             self._drafter.observe(step.spans)
-            follows = followed and self._backend.follow(behind)
+            follows = behind is not None and self._backend.follow(behind)
 
-        behind = self._step([1] * len(counts), self._position + 1)
         self._backend.forward(step, queued)
-        if follows:
+        if behind is not None and follows:
             begun, self._position = self._clock(), self._position + 1
             self._backend.forward(behind, lambda: self._drafter.observe(behind.spans))
         self._pace.record_time(step.rows, len(counts), max(counts), self._clock() - begun, pending=pending)
