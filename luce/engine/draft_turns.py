@@ -78,8 +78,8 @@ class DraftTurns:
         self._plan = None
 
     @property
-    def rest(self) -> bool:
-        """Whether nobody is asked and nothing is looked up by the plan."""
+    def drafts_nothing(self) -> bool:
+        """Whether by the plan the drafter is asked for no sequence, and no text is looked up."""
         return self._plan is not None and not any(turn.asks or turn.looks for turn in self._plan.turns)
 
     def planned(self, running: Many[Sequence]) -> list[Turn] | None:

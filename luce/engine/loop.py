@@ -456,13 +456,13 @@ class Engine:
         for reply in self._delivery.of(self._scheduler.running):
             self._delivery.finish(reply, FinishReason.SHUTDOWN)
 
-    def _step(self, scheduled: ScheduledStep, queued: float | None = None) -> None:
-        """Run a step; `queued`: when the step ended behind which it is queued already, if it is."""
-        begun, masks = time.monotonic() if queued is None else queued, None
+    def _step(self, scheduled: ScheduledStep, since: float | None = None) -> None:
+        """Run a step. `since`: if it was queued ahead, when the step before it ended."""
+        begun, masks = time.monotonic() if since is None else since, None
         try:
             masks = self._masker.begin(scheduled)
             step = scheduled.step if masks is None else replace(scheduled.step, masks=masks)
-            output = self._backend.forward(step, lambda: self._queued(scheduled, observed=queued is not None))
+            output = self._backend.forward(step, lambda: self._queued(scheduled, observed=since is not None))
         except Exception as error:
             self._overlap.drop()
             self._admission.note_step()
@@ -479,7 +479,7 @@ class Engine:
         now = self._step_ended = time.monotonic()
         self._admission.note_step()
         self._steps += 1
-        if queued is None:
+        if since is None:
             self._scheduler.advance(scheduled)
         self._overlap.advance()
         if self._speculator is not None and scheduled.sequences:

@@ -39,7 +39,7 @@ class Overlap:
         parts = self._parts
         if not self._backend.asynchronous or parts.paging is not None:
             return
-        # What has to happen between two steps.
+        # These wait for the end of a step.
         if parts.admission.commands or parts.admission.closing or self._relocation.holds or self._recovery.waiting:
             return
         if parts.speculator is not None and not parts.speculator.drafts_nothing:

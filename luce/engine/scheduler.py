@@ -448,8 +448,9 @@ def _goes_on(one: ScheduledSequence) -> bool:
     sequence = one.sequence
     # No mask, no logits on the host, no forced token, and room for a token behind the next one.
     chosen = sequence.constraint is None and not (sequence.needs_logits or sequence.needs_candidates)
-    stretches = sequence.rows_before_stretching is not None and one.position >= (sequence.original_rows or 0)
-    return chosen and not sequence.ending and not stretches and len(sequence.reply) + 1 < sequence.max_new_tokens
+    original = None if sequence.stretched else sequence.original_rows
+    inside = original is None or one.position < original
+    return chosen and inside and not sequence.ending and len(sequence.reply) + 1 < sequence.max_new_tokens
 
 
 def _first_chain(draft: Draft) -> Draft:

@@ -153,7 +153,7 @@ class Speculator:
     @property
     def drafts_nothing(self) -> bool:
         """Whether nothing is drafted or looked up for the next step, if it has the sequences of the newest one."""
-        return self._turns.rest
+        return self._turns.drafts_nothing
 
     @property
     def pending(self) -> bool:

@@ -1,4 +1,4 @@
-"""Products of many rows in the form in which what multiplies leaves them, for ops that read them so."""
+"""Products of many rows, as floats or with scales that are still to be applied, for ops that read them so."""
 
 from __future__ import annotations
 

@@ -105,11 +105,11 @@ def test_what_rests_is_chosen_while_the_devices_work(monkeypatch: pytest.MonkeyP
 
 def test_a_plan_rests_where_nobody_is_asked_or_looked_up() -> None:
     made, (running, known) = turns(Lookup()), replies(2)
-    assert not made.rest, "nothing is planned"
+    assert not made.drafts_nothing, "nothing is planned"
     for turn, rests in ((Turn(False, False), True), (Turn(True, False), False), (Turn(False, True), False)):
         made.plan(running, known, [Turn(False, False), turn])
-        assert made.rest == rests
+        assert made.drafts_nothing == rests
     made.plan(running, known, [])
-    assert made.rest
+    assert made.drafts_nothing
     made.drop_plan()
-    assert not made.rest
+    assert not made.drafts_nothing
