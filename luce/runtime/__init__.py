@@ -9,7 +9,7 @@ device        the interface: arrays, copies, events, kernel launches
 host          the interface on NumPy
 cpu           the same with compiled kernels (luce.cpu_kernels); cpu_graph captures its steps
 gpu           the interface on CuPy, for CUDA and HIP; with gpu_kernels, gpu_stream, cupy_module, graph (CUDA graphs),
-              staging (file to device), pinned (host memory), blas (cuBLAS, hipBLAS)
+              staging (file to device), pinned (host memory), blas (cublaslt, hipBLAS)
 driver        the vendors' drivers by ctypes; library finds shared libraries
 power         power limits of GPUs
 kernels       kernel sources, their variants and options; compiler compiles and caches them

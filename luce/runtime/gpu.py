@@ -89,10 +89,11 @@ class GpuDevice(Device):
         self._pinned = PinnedPool(self.pin)
         self._warming: dict[KernelBuild, None] | None = None
         self._capturing: DriverGraph | None = None
-        self._blas = blas.load(kind, self.stream, lambda size: self.empty(size, np.uint8))
+        chosen = self.multiprocessors if "WGMMA" in self.products else 0
+        self._blas = blas.load(kind, self.stream, lambda size: self.empty(size, np.uint8), chosen)
         self.blas = self._blas is not None
         # Turing and later have instructions for both.
-        self.int8_gemm = self._blas is not None and self._blas.compute_int8 is not None and "F16" in self.products
+        self.int8_gemm = self._blas is not None and self._blas.int8 and "F16" in self.products
         self.captures_gemm = self._blas is None or self._blas.captured
 
     @property
