@@ -154,22 +154,28 @@ static_assert((SPLITS & (SPLITS - 1)) == 0, "a power of two");
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     attention_few(float* __restrict__ values, float2* __restrict__ state, const int base, const int rows_apart,
                   ARGUMENTS) {
-    luce_await();
     LUCE_DYNAMIC_SHARED(Shared, all);
     Shared& shared = *all;
     int tiles = (rows_apart * (heads / kv_heads) + QUERIES - 1) / QUERIES;
     int span = base + blockIdx.x / tiles, query = blockIdx.x % tiles * QUERIES;
     int4 place = reinterpret_cast<const int4*>(spans)[span];
-    if (place.z > few || query >= place.z * (heads / kv_heads)) return;
+    if (place.z > few || query >= place.z * (heads / kv_heads)) return luce_await();
     Tile tile = make_tile(PASSED, span, place, query);
     int oldest = oldest_page(tile.low, tile.window), newest = tile.high / PAGE;
-    int most = split_pages(tile.high, tile.window);
+    int most = split_pages(tile.high, tile.window), pages = split_pages(tile.low, tile.window), begin, end;
+    const auto find_pages = [&] {
+        const int split = split_in(blockIdx.z, oldest, pages);
+        begin = -1;
+        if (split * pages > newest) return;
+        begin = entry_at(tile, luce_max(split * pages, oldest) * PAGE);
+        end = entry_at(tile, luce_min((split + 1) * pages, newest + 1) * PAGE);
+    };
+    find_pages();
+    luce_await();  // until here: the step's own arrays
+    luce_release();
     // Rows of one tile may have splits of two lengths: these run one after the other.
-    for (int pages = split_pages(tile.low, tile.window); pages <= most; pages++) {
-        int split = split_in(blockIdx.z, oldest, pages);
-        if (split * pages > newest) continue;
-        int begin = entry_at(tile, luce_max(split * pages, oldest) * PAGE);
-        int end = entry_at(tile, luce_min((split + 1) * pages, newest + 1) * PAGE);
+    for (; pages <= most; pages++, find_pages()) {
+        if (begin < 0) continue;
         luce_sync();  // the previous round has read shared memory
         start_pages(tile, shared, begin, end);
         load_queries(tile, shared.q, q, q_row, q_head, scale * LOG2_E);
@@ -210,18 +216,20 @@ extern "C" __global__ void __launch_bounds__(FOLD_THREADS)
                    const int wide, const float* __restrict__ sinks) {
     __shared__ float4 part[FOLD_THREADS];
     int span = base + blockIdx.x / rows_apart, row = blockIdx.x % rows_apart, thread = threadIdx.x;
-    int4 place = reinterpret_cast<const int4*>(spans)[span];
-    luce_release();
-    luce_await();
-    if (row >= place.z || place.z > few) return;
+    // Not later than here, as the compiler would have it.
+    const int* own_span = spans + span * 4;
+    const int start = luce_read_now(own_span + 1), rows = luce_read_now(own_span + 2), at = luce_read_now(own_span + 3);
 #ifdef SEEN
-    int position = place.w + place.z - 1, width = window + place.z - 1;
+    int position = at + rows - 1, width = window + rows - 1;
 #else
-    int position = place.w + row, width = window;
+    int position = at + row, width = window;
 #endif
     int pages = split_pages(position, width);
     int first = oldest_page(position, width) / pages, count = position / PAGE / pages + 1 - first;
     i64 query = ((i64)blockIdx.x * gridDim.y + blockIdx.y) * SPLITS;
+    luce_await();
+    luce_release();  // behind the wait: attention_few lets this kernel start at once
+    if (row >= rows || rows > few) return;
     // A thread has four columns, and of the splits every LAYERS-th; a lane has the weights of OWN splits, and each wave
     // all. All loads start before the first wait.
     const int QUADS = HEAD / 4, LAYERS = FOLD_THREADS / QUADS, OWN = SPLITS / LUCE_LANES;
@@ -273,7 +281,7 @@ extern "C" __global__ void __launch_bounds__(FOLD_THREADS)
     if (thread >= luce_max(QUADS, LUCE_LANES)) return;  // whole waves
     const bool inside = thread < QUADS && quad * 4 < d;
     const int head = blockIdx.y, column = quad * 4;
-    row += place.y;
+    row += start;
 #pragma unroll
     for (int i = 1; i < LAYERS; i++) {
         float4 more = part[i * QUADS + quad];

@@ -60,20 +60,34 @@ LUCE_FN void multiply_values(const Shared& shared, Sums& sums) {
 }
 
 // Starts to fetch the keys of the first of the pages [begin, end), if there is one.
-LUCE_FN void start_pages(const Tile& tile, Shared& shared, int begin, int end) {
+LUCE_FN void start_keys(const Tile& tile, Shared& shared, int begin, int end) {
     if (begin < end) fetch<KTYPE>(shared.k, tile.k_pool, tile, begin);
     luce_copy_close();
 }
 
-// Softmax over the pages [begin, end) of the tile's span, from zero. The copy of the first page's keys has started.
+// The same, and its values: of a short context each split is one page. In larger tiles the compiler spills for that.
+#define VALUES_FIRST (QUERIES == 16)
+LUCE_FN void start_pages(const Tile& tile, Shared& shared, int begin, int end) {
+    start_keys(tile, shared, begin, end);
+    if (!VALUES_FIRST) return;
+    if (begin < end) fetch<VTYPE>(shared.v, tile.v_pool, tile, begin);
+    luce_copy_close();
+}
+
+// Softmax over the pages [begin, end) of the tile's span, from zero. start_pages has started the copies of the first one.
 LUCE_FN void attend(const Tile& tile, Shared& shared, int begin, int end, Sums& sums) {
     int g = luce_lane() / 4, t = luce_lane() % 4, row = wave_row() + g, key = wave_n() * (KEY_TILES * 8) + t * 2;
     clear(sums);
     for (int entry = begin; entry < end; entry++) {
-        luce_copy_wait<0>();
+        if (entry == begin && VALUES_FIRST)
+            luce_copy_wait<1>();
+        else
+            luce_copy_wait<0>();
         luce_sync();  // the keys have arrived, and the previous values have been read
-        fetch<VTYPE>(shared.v, tile.v_pool, tile, entry);
-        luce_copy_close();
+        if (entry != begin || !VALUES_FIRST) {
+            fetch<VTYPE>(shared.v, tile.v_pool, tile, entry);
+            luce_copy_close();
+        }
         float score[ROW_TILES][KEY_TILES][4];
         multiply_keys(shared, score);
         int at = tile.first[entry];
@@ -94,7 +108,7 @@ LUCE_FN void attend(const Tile& tile, Shared& shared, int begin, int end, Sums& 
                 if (t == 0) shared.top[wave_n()][n_row] = top;
             }
         luce_sync();  // the keys have been read, the waves' maxima are written
-        start_pages(tile, shared, entry + 1, end);
+        start_keys(tile, shared, entry + 1, end);
 #pragma unroll
         for (int m = 0; m < ROW_TILES; m++)
 #pragma unroll
