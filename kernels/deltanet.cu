@@ -1,4 +1,5 @@
 // variants: HEAD=64,128
+// variants for cuda: HEAD=128 SPLIT=2,4
 //
 // Gated DeltaNet for short spans, row by row: convolution, gated delta rule and output norm in one kernel. A row's
 // arithmetic is the same in any span of up to STEPS rows, so its bits do not depend on the number of rows in a step.
@@ -7,7 +8,13 @@
 // Columns of the state (one per value element) never mix, so the rows need no barriers between them: a thread has
 // COLUMNS columns, of which PARTS adjacent lanes have 8 key elements each. All loads start before the first wait, as
 // latency is most of the time of a single row; the time of many rows is that of their instructions.
+//
+// SPLIT blocks, a cluster, share the head of a span whose rows may be speculative, as deltanet_step.cu describes. What
+// blocks read in common, the leader writes, behind the cluster's barrier.
+#include "cluster.h"
 #include "deltanet_rows.h"
+
+#if SPLIT == 1 || LUCE_WGMMA
 
 // Spans of up to MOST rows; grid (value heads, spans), THREADS threads. x float32 [rows, `stride`] as Layout says;
 // filter [channels, taps]; norm [HEAD]; past [slots, value heads, taps - 1, VECTORS, HEAD]: each head has the past of
@@ -23,6 +30,12 @@
 // begin with the same state, which neither they nor the inputs before them change. `branches` [spans, 2, 1 + STEPS] has
 // for each span the number of accepted rows and these rows, then the number of rows that it continues and these rows.
 enum { CHAINS, ACCEPT, BRANCHES };
+
+#if SPLIT == 1
+#define BLOCKS_OF_A_HEAD
+#else
+#define BLOCKS_OF_A_HEAD LUCE_CLUSTER(SPLIT)
+#endif
 
 template <int MOST, bool PENDING, int TREE = CHAINS>
 LUCE_FN void steps(const float* __restrict__ x, const float* __restrict__ filter, const float* __restrict__ decay,
@@ -41,13 +54,17 @@ LUCE_FN void steps(const float* __restrict__ x, const float* __restrict__ filter
     const bool tentative = PENDING && TREE != ACCEPT && pending[2 * blockIdx.y + 1];
     if ((span.rows > MOST || TREE == ACCEPT) && !accepted) return luce_await();
     const int rows = MOST == 1 ? 1 : TREE == ACCEPT || (PENDING && span.rows > MOST) ? 0 : way.before + span.rows;
-    const int head = (int)blockIdx.x, heads = (int)gridDim.x;
+    const int head = (int)blockIdx.x / SPLIT, rank = (int)blockIdx.x % SPLIT, heads = (int)gridDim.x / SPLIT;
     const Layout layout = {key_heads, heads};
-    // A thread's columns are `own ^ c`.
+    // A thread's columns are `own ^ c`, among those of its block.
     const int thread = (int)threadIdx.x, part = thread % PARTS, own = thread / GROUP;
+#if SPLIT > 1
+    __shared__ Bulk arrived;
+    if (rank == LEADER && thread == 0) luce_cluster_begin(&arrived, rows * HEAD * sizeof(float));
+#endif
     const i64 slot_head = (i64)span.slot * heads + head;
     x += span.start * stride;
-    memory += slot_head * HEAD * HEAD;
+    memory += slot_head * HEAD * HEAD + rank * VALUES * HEAD;
     past += slot_head * (taps - 1) * VECTORS * HEAD;
     if (PENDING) kept += slot_head * most * KEPT * HEAD, fades += slot_head * most;
 
@@ -77,20 +94,26 @@ LUCE_FN void steps(const float* __restrict__ x, const float* __restrict__ filter
             float key[2][4];
 #pragma unroll
             for (int half = 0; half < 2; half++) get4(key[half], from + KEPT_KEY * HEAD + half * (HEAD / 2) + part * 4);
-            update(s, key, fades[kept_row], from[KEPT_CHANGE * HEAD + own]);
+            update(s, key, fades[kept_row], from[KEPT_CHANGE * HEAD + rank * VALUES + own]);
         }
     }
     constexpr int BATCH = MOST < 2 ? MOST : 2;
     Element<BATCH> elements[OWN];
 #pragma unroll
     for (int n = 0; n < OWN; n++) {
-        elements[n].begin(x, stride, way, filter, norm, layout, head, taps, thread + n * THREADS);
+        elements[n].index = element_at(thread + n * THREADS, rank);
+        if (SPLIT > 1 && elements[n].index < 0) continue;
+        elements[n].begin(x, stride, way, filter, norm, layout, head, taps, elements[n].index);
         elements[n].remember(taps, span.position, [&](int tap) {
             // Rows after the first one that the slot has stored.
             const int row = accepted + tap - (TAPS - 1);
             return row < 0 ? past + (row + taps - 1) * VECTORS * HEAD : kept + (path ? path[row] : row) * KEPT * HEAD;
         });
     }
+#if SPLIT > 1
+    luce_cluster_arrive_behind_reads();
+    luce_cluster_wait<SPLIT>();
+#endif
     if (TREE != BRANCHES) luce_await();  // until here: reads of spans, and of data that kernels of earlier steps wrote
     if (PENDING && accepted) {
         if (tentative || !rows) write();
@@ -98,7 +121,8 @@ LUCE_FN void steps(const float* __restrict__ x, const float* __restrict__ filter
         luce_sync();
     }
 #pragma unroll
-    for (int n = 0; n < OWN; n++) elements[n].fetch(0, rows);
+    for (int n = 0; n < OWN; n++)
+        if (SPLIT == 1 || elements[n].index >= 0) elements[n].fetch(0, rows);
     if (thread < rows) {
         const float* row = x + way.at(thread) * stride;
         const float raw[FACTORS] = {row[layout.alpha(head)], head_decay, row[layout.beta(head)], head_bias};
@@ -107,22 +131,36 @@ LUCE_FN void steps(const float* __restrict__ x, const float* __restrict__ filter
 #pragma unroll
     for (int n = 0; n < OWN; n++) {
         Element<BATCH>& e = elements[n];
+        if (SPLIT > 1 && e.index < 0) continue;
+        const bool writes = rank == LEADER || e.kind == VALUE;
         // Other blocks may still read the state before the tree, which must not change.
-        if (TREE != BRANCHES && tentative) e.leave(past, taps);
-        const bool keep = tentative && e.kind < VECTORS;
+        if (TREE != BRANCHES && tentative && writes) e.leave(past, taps);
+        const bool keep = tentative && writes && e.kind < VECTORS;
         convolve(r, rows, e, keep ? kept + way.kept(way.before) * KEPT * HEAD + e.index : nullptr, way.before);
-        if (!tentative) e.leave(past, taps);
+        if (!tentative && writes) e.leave(past, taps);
     }
     luce_sync();
     scale(r, rows, thread, [&](int row, float fade) {
-        if (tentative && row >= way.before) fades[way.kept(row)] = fade;
+        if (tentative && rank == LEADER && row >= way.before) fades[way.kept(row)] = fade;
     });
     luce_sync();
+    const int column = rank * VALUES + own;
     float* changes = tentative ? kept + (way.kept(way.before) * KEPT + KEPT_CHANGE) * HEAD : nullptr;
-    advance(r, rows, s, thread, changes, way.before);
+    advance(r, rows, s, thread, column, [&](int row, float o, float u) {
+#if SPLIT == 1
+        r.answer[row][column] = o;
+#else
+        luce_cluster_send<SPLIT>(&r.answer[row][column], o, &arrived);
+#endif
+        if (changes && row >= way.before) changes[(row - way.before) * KEPT * HEAD + column] = u;
+    });
     luce_release();
     if (!tentative && rows) write();
+    if (rank != LEADER) return;
     luce_sync();
+#if SPLIT > 1
+    luce_cluster_receive<SPLIT>(&arrived);
+#endif
 
     for (int row = way.before + thread / LUCE_LANES; row < rows; row += WAVES)
         put_answer(r, row, span.start + row - way.before, head, heads, eps, out, bytes);
@@ -130,6 +168,7 @@ LUCE_FN void steps(const float* __restrict__ x, const float* __restrict__ filter
         quantise_nothing(head * HEAD, HEAD, row, bytes, thread, THREADS);
 }
 
+#if SPLIT == 1
 // For steps whose spans all have one row: the same arithmetic with fewer registers and less shared memory.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     delta_step(const float* __restrict__ x, const float* __restrict__ filter, const float* __restrict__ decay,
@@ -153,9 +192,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                      key_heads, taps, most, eps, n, {to_int8, padded, wide});
 }
 
+#endif
+
 // Without a limit of registers: 16 speculative rows of one sequence 15.7 us instead of 17.3 (H200), eight sequences of
 // two 29.0 instead of 32.7, four of four 21.8 and 20.3.
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, SPLIT == 4 ? 2 : 1) BLOCKS_OF_A_HEAD
     delta_verify(const float* __restrict__ x, const float* __restrict__ filter, const float* __restrict__ decay,
                  const float* __restrict__ dt_bias, const float* __restrict__ norm, float* __restrict__ past,
                  float* __restrict__ memory, float* __restrict__ kept, float* __restrict__ fades,
@@ -166,6 +207,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                      key_heads, taps, most, eps, n, {to_int8, padded, wide});
 }
 
+#if SPLIT == 1
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     delta_accept(const float* __restrict__ x, const float* __restrict__ filter, const float* __restrict__ decay,
                  const float* __restrict__ dt_bias, const float* __restrict__ norm, float* __restrict__ past,
@@ -187,3 +229,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     steps<STEPS, true, BRANCHES>(x, filter, decay, dt_bias, norm, past, memory, kept, fades, spans, pending, branches, out,
                                  stride, key_heads, taps, most, eps, n, {to_int8, padded, wide});
 }
+#endif
+
+#endif

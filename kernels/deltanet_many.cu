@@ -124,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS)
 #pragma unroll
                 for (int half = 0; half < 2; half++) get4(s[c][half], place(c, half));
         }
-        advance(r, 1, s, thread, nullptr, 0);
+        advance(r, 1, s, thread, own, [&](int row, float o, float) { r.answer[row][own] = o; });
         // A thread overwrites what it has read itself.
 #pragma unroll
         for (int c = 0; c < COLUMNS; c++)

@@ -1,14 +1,17 @@
-// A row of gated DeltaNet by the block of a value head: for deltanet.cu, and for deltanet_many.cu, whose blocks stay for
-// many heads.
+// A row of gated DeltaNet by the block of a value head: for deltanet.cu, for deltanet_step.cu, where SPLIT blocks share a
+// head's columns, and for deltanet_many.cu, whose blocks stay for many heads.
 //
 // A thread has COLUMNS columns of the state, of which PARTS adjacent lanes have 8 key elements each.
 #pragma once
 #include "deltanet.h"
 #include "quantise.h"
 
-#define COLUMNS 4
+#if !defined(SPLIT)
+#define SPLIT 1
+#endif
+#define COLUMNS (4 / SPLIT)
 #define PARTS (HEAD / 8)
-#define THREADS (HEAD / COLUMNS * PARTS)
+#define THREADS (HEAD / 4 * PARTS)
 #define WAVES (THREADS / LUCE_LANES)
 // Lanes that have the same column for their first one. A thread's column c is the first one of the lanes c groups away
 // (in the sense of xor), so no lane has to select the sums that it passes on.
@@ -16,10 +19,29 @@
 static_assert(THREADS % LUCE_LANES == 0, "whole waves");
 
 // Sums of columns over PARTS lanes; each lane gets that of its first column, the lanes of a group the same bits.
-LUCE_FN float column_sum(const float (&value)[COLUMNS]) {
+LUCE_FN float column_sum(const float (&value)[4]) {
     const float first = value[0] + luce_shfl_xor(value[2], 2 * GROUP);
     const float second = value[1] + luce_shfl_xor(value[3], 2 * GROUP);
     return luce_lane_sum<GROUP>(first + luce_shfl_xor(second, GROUP));
+}
+// The same order of sums for fewer columns of a thread.
+LUCE_FN float column_sum(const float (&value)[2]) {
+    return luce_lane_sum<GROUP>(value[0] + luce_shfl_xor(value[1], GROUP));
+}
+LUCE_FN float column_sum(const float (&value)[1]) { return luce_lane_sum<GROUP>(value[0]); }
+
+// What a thread's first column has along a key, and along a query.
+LUCE_FN void ask(const float (&s)[COLUMNS][2][4], const float (&key)[2][4], const float (&query)[2][4], float& seen,
+                 float& asked) {
+    float along_key[COLUMNS] = {}, along_query[COLUMNS] = {};
+#pragma unroll
+    for (int e = 0; e < 8; e++)
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++) {
+            along_key[c] = fmaf(s[c][e / 4][e % 4], key[e / 4][e % 4], along_key[c]);
+            along_query[c] = fmaf(s[c][e / 4][e % 4], query[e / 4][e % 4], along_query[c]);
+        }
+    seen = column_sum(along_key), asked = column_sum(along_query);
 }
 
 // s <- fade s + key change; each lane passes the change of its first column.
@@ -101,6 +123,20 @@ template <int BATCH> struct Element {
 #define OWN ((VECTORS + 1) * HEAD / THREADS)
 static_assert(OWN * THREADS == (VECTORS + 1) * HEAD, "all threads have as many elements");
 
+// Columns of a block, and which one of a head's blocks has the gates and makes the output.
+#define VALUES (HEAD / SPLIT)
+#define LEADER (SPLIT - 1)
+
+// Element i of those of a block, among VECTORS + 1 vectors: all of query and key, its own values, in the leader the gates.
+// -1 behind the last one.
+LUCE_FN int element_at(int i, int rank) {
+    if (SPLIT == 1 || i < VALUE * HEAD) return i;
+    i -= VALUE * HEAD;
+    if (i < VALUES) return VALUE * HEAD + rank * VALUES + i;
+    i -= VALUES;
+    return rank == LEADER && i < HEAD ? VECTORS * HEAD + i : -1;
+}
+
 // The data of the rows that a block computes: queries and keys before they become unit vectors, values, gates times the
 // norm's weight; the factors of the recurrence; the outputs of the state, and the factors that make them those of unit
 // queries.
@@ -141,63 +177,63 @@ LUCE_FN void convolve(Rows<MOST>& r, int rows, Element<BATCH>& own, float* kept,
     }
 }
 
+// Of a row's query and key, by a wave: the sums of squares, and of products of both.
+struct Sums {
+    float queries, keys, overlap;
+};
+template <int MOST> LUCE_FN Sums vector_sums(const Rows<MOST>& r, int row, int lane) {
+    float queries = 0.0f, keys = 0.0f, overlap = 0.0f;
+#pragma unroll
+    for (int e = 0; e < ELEMENTS; e++) {
+        const int i = e * LUCE_LANES + lane;
+        const float query = r.vectors[row][QUERY * HEAD + i], key = r.vectors[row][KEY * HEAD + i];
+        queries = fmaf(query, query, queries);
+        keys = fmaf(key, key, keys);
+        overlap = fmaf(query, key, overlap);
+    }
+    return {luce_lane_sum(queries), luce_lane_sum(keys), luce_lane_sum(overlap)};
+}
+
 // Computes scales, and factors in the places of the raw values. One thread calls keep(row, fade) for each row.
 enum { ALPHA, DECAY, BETA, BIAS };
 template <int MOST, typename Keep> LUCE_FN void scale(Rows<MOST>& r, int rows, int thread, const Keep& keep) {
     const int lane = thread % LUCE_LANES;
     for (int row = thread / LUCE_LANES; row < rows; row += WAVES) {
-        float raw[FACTORS], queries = 0.0f, keys = 0.0f, overlap = 0.0f;
+        float raw[FACTORS];
         get4(raw, r.factor[row]);
-#pragma unroll
-        for (int e = 0; e < ELEMENTS; e++) {
-            const int i = e * LUCE_LANES + lane;
-            const float query = r.vectors[row][QUERY * HEAD + i], key = r.vectors[row][KEY * HEAD + i];
-            queries = fmaf(query, query, queries);
-            keys = fmaf(key, key, keys);
-            overlap = fmaf(query, key, overlap);
-        }
-        queries = luce_lane_sum(queries), keys = luce_lane_sum(keys), overlap = luce_lane_sum(overlap);
-        const float fade = expf(log_fade(raw[ALPHA], raw[DECAY], raw[BIAS])), unit = unit_scale(KEY, keys);
-        const float factor[FACTORS] = {fade, fade * unit, sigmoid(raw[BETA]) * unit, overlap};
+        const Sums sums = vector_sums(r, row, lane);
+        const float fade = expf(log_fade(raw[ALPHA], raw[DECAY], raw[BIAS])), unit = unit_scale(KEY, sums.keys);
+        const float factor[FACTORS] = {fade, fade * unit, sigmoid(raw[BETA]) * unit, sums.overlap};
         luce_sync_lanes();  // all have read
         if (lane == 0) {
             put4(r.factor[row], factor);
-            r.scale[row] = unit_scale(QUERY, queries);
+            r.scale[row] = unit_scale(QUERY, sums.queries);
             keep(row, fade);
         }
     }
 }
 
-// Takes the state's columns through `rows` rows. `changes`, if not null, gets the changes that rows from `first` on add
-// along their keys.
+// Takes the state's columns through `rows` rows; `column` is the thread's first one. One lane for each column calls
+// put(row, output of the state, what the row adds along its key).
 //
 // With k and q before they become unit vectors: S' = fade S + k u^T, and the output of S' follows from that of S,
 // q^T S' = fade q^T S + (q^T k) u^T. So a row waits for one sum over lanes, not for two.
-template <int MOST>
-LUCE_FN void advance(Rows<MOST>& r, int rows, float (&s)[COLUMNS][2][4], int thread, float* changes, int first) {
-    const int part = thread % PARTS, own = thread / GROUP;
+template <int MOST, typename Put>
+LUCE_FN void advance(const Rows<MOST>& r, int rows, float (&s)[COLUMNS][2][4], int thread, int column, const Put& put) {
+    const int part = thread % PARTS;
     for (int row = 0; row < rows; row++) {
-        float key[2][4], query[2][4], seen[COLUMNS] = {}, asked[COLUMNS] = {}, factor[FACTORS];
+        float key[2][4], query[2][4], seen, asked, factor[FACTORS];
         get4(factor, r.factor[row]);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             get4(key[half], &r.vectors[row][KEY * HEAD + half * (HEAD / 2) + part * 4]);
             get4(query[half], &r.vectors[row][QUERY * HEAD + half * (HEAD / 2) + part * 4]);
         }
-#pragma unroll
-        for (int e = 0; e < 8; e++)
-#pragma unroll
-            for (int c = 0; c < COLUMNS; c++) {
-                seen[c] = fmaf(s[c][e / 4][e % 4], key[e / 4][e % 4], seen[c]);
-                asked[c] = fmaf(s[c][e / 4][e % 4], query[e / 4][e % 4], asked[c]);
-            }
-        const float u = factor[CHANGE] * fmaf(-factor[SEEN], column_sum(seen), r.vectors[row][VALUE * HEAD + own]);
-        const float o = fmaf(factor[OVERLAP], u, factor[FADE] * column_sum(asked));
+        ask(s, key, query, seen, asked);
+        const float u = factor[CHANGE] * fmaf(-factor[SEEN], seen, r.vectors[row][VALUE * HEAD + column]);
+        const float o = fmaf(factor[OVERLAP], u, factor[FADE] * asked);
         update(s, key, factor[FADE], u);
-        if (thread % GROUP == 0) {
-            r.answer[row][own] = o;
-            if (changes && row >= first) changes[(row - first) * KEPT * HEAD + own] = u;
-        }
+        if (thread % GROUP == 0) put(row, o, u);
     }
 }
 

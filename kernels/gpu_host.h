@@ -68,6 +68,11 @@ void luce_host_copy_land(u64 group);
 void luce_host_store16(void* to, const void* from);
 void luce_host_store_close();
 void luce_host_store_wait(int groups);
+void luce_host_cluster_begin(u32 bytes);
+void luce_host_cluster_arrive(bool behind_reads);
+void luce_host_cluster_wait(u32 blocks);
+void luce_host_cluster_send(void* to, u32 bits);
+void luce_host_cluster_receive(u32 blocks);
 
 float fabsf(float);
 float fmaf(float, float, float);

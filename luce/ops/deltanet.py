@@ -32,6 +32,8 @@ RECURRENT_ROWS = 16
 _STEP_COLUMNS, _STEP_ELEMENTS = 4, 8
 # Of deltanet_many.cu: states in a block's shared memory, and threads of a multiprocessor.
 _MANY_STATES, _MANY_THREADS = 3, 512
+# The head that blocks share in deltanet_step.cu and in delta_verify.
+_SPLIT_HEAD = 128
 _CONV_THREADS, _CONV_ROWS = 128, 16
 _PREPARE_THREADS = 256
 _CHUNK_THREADS, _CHUNK_COLUMNS = 256, 32
@@ -133,11 +135,11 @@ def gated_delta_net(
     if spans.longest <= RECURRENT_ROWS or spans.count > 1 or spans.pending is not None:
         assert not isinstance(x, Int8Sums | Halves)
         plain = spans.longest == 1 and spans.pending is None
-        # With fewer heads all blocks of delta_step run at once.
         blocks = _resident(device, d) if plain else 0
         to = out if rows is None else rows
-        if 0 < 2 * blocks < heads * spans.count:
-            _launch_many(device, x, weights, state, spans, to, blocks)
+        # With fewer heads all blocks of delta_step run at once.
+        if 0 < 2 * blocks < heads * spans.count or (plain and _split(device, d, heads * spans.count) > 1):
+            _launch_single(device, x, weights, state, spans, to, blocks)
         else:
             _launch_recurrent(device, x, weights, state, spans, to)
     if spans.longest > RECURRENT_ROWS:
@@ -174,6 +176,8 @@ def _launch_recurrent(
             device.launch("deltanet", kernel, grid, block, (*steps, spans.branches, *to), defines=defines)
     else:
         kernel = "delta_verify" if pending is not None else "delta_step" if spans.longest == 1 else "delta_steps"
+        if pending is not None and (split := _split(device, d, heads * spans.count)) > 1:
+            grid, defines = (split * heads, spans.count), {"HEAD": d, "SPLIT": split}
         device.launch("deltanet", kernel, grid, block, (*steps, *to), defines=defines)
 
 
@@ -189,7 +193,7 @@ def _resident(device: Device, d: int) -> int:
     return blocks * device.multiprocessors if served else 0
 
 
-def _launch_many(
+def _launch_single(
     device: Device,
     x: Array,
     weights: DeltaWeights,
@@ -198,15 +202,27 @@ def _launch_many(
     out: Array | Quantised | None,
     blocks: int,
 ) -> None:
-    """Many spans of one row each, by so many blocks."""
+    """Spans of one row each: few by clusters, many by so many blocks that stay."""
     rows = out if isinstance(out, Quantised) else None
     heads, d = state.memory.shape[1], state.memory.shape[2]
     own = (weights.conv, weights.decay, weights.dt_bias, weights.norm, state.past, state.memory, spans.table)
-    counts = np.int32(spans.count), np.int32(weights.key_heads), np.int32(heads), np.int32(weights.conv.shape[1])
-    sizes = (np.int64(x.strides[0] // 4), *counts, np.float32(weights.eps), np.int32(len(x)))
-    args = (x, *own, None if rows is not None else out, *sizes, *as_arguments(rows))
-    block, shared = (_step_threads(d),), 4 * _MANY_STATES * d * d
-    device.launch("deltanet_many", "delta_many", (blocks,), block, args, defines={"HEAD": d}, shared=shared)
+    inputs = (x, *own, None if rows is not None else out, np.int64(x.strides[0] // 4))
+    counts = np.int32(weights.key_heads), np.int32(heads), np.int32(weights.conv.shape[1])
+    sizes = (*counts, np.float32(weights.eps), np.int32(len(x)), *as_arguments(rows))
+    threads, defines = _step_threads(d), {"HEAD": d}
+    if (split := _split(device, d, heads * spans.count)) > 1:
+        # Two more waves, for what a row has one of.
+        grid, block, defines = (split * heads, spans.count), (threads + 2 * device.lanes,), {"HEAD": d, "SPLIT": split}
+        device.launch("deltanet_step", "delta_step", grid, block, (*inputs, *sizes), defines=defines)
+        return
+    args, shared = (*inputs, np.int32(spans.count), *sizes), 4 * _MANY_STATES * d * d
+    device.launch("deltanet_many", "delta_many", (blocks,), (threads,), args, defines=defines, shared=shared)
+
+
+def _split(device: Device, d: int, heads: int) -> int:
+    """The blocks that share a head (SPLIT of deltanet_rows.h), where those of so many heads run at once; else 1."""
+    clusters = "WGMMA" in device.products and d == _SPLIT_HEAD
+    return next((split for split in (4, 2) if clusters and split * heads <= device.multiprocessors), 1)
 
 
 def _launch_chunks(

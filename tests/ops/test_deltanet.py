@@ -84,6 +84,19 @@ def test_many_spans(
 
 
 @on_devices(
+    "split, count, heads, taps",
+    host=[],
+    emulated=[(2, 1, 2, 4), (4, 2, 1, 4), (4, 1, 1, 2)],
+    emulated_devices=("emulated, wgmma",),
+    gpu=[(2, 1, 48, 4), (4, 1, 32, 4), (2, 3, 16, 3), (4, 9, 3, 2)],
+)
+def test_blocks_that_share_a_head(
+    device: Device, monkeypatch: pytest.MonkeyPatch, split: int, count: int, heads: int, taps: int
+) -> None:
+    checks.check_shared_heads(device, monkeypatch, split, count, heads=heads, taps=taps)
+
+
+@on_devices(
     "draft, accepted, then, heads, d, taps",
     host=[
         (*drafted, then, 4, 32, 4)

@@ -9,6 +9,7 @@ runs it in emulator.cpp at once. It raises DeviceError with kernel, block, threa
   access where a copy in the background may still be in flight;
 - barriers and lane operations that not all threads reach, shuffles from lanes that do not exist;
 - a thread that ends while a copy in the background may still read its block's shared memory;
+- blocks of a cluster that send before they have met, or another number of bytes than their leader expects;
 - a thread that ends without luce_await, and before luce_await a write to an array or a read of data that a kernel has
   written since the last copy from the host.
 
@@ -40,6 +41,13 @@ from tests.support.emulated_build import KERNELS, compile_source, emulator
 SHARED_LIMIT = 227 * 1024
 _MAX_GRID = (2**31 - 1, 65535, 65535)
 _POISON = np.uint32(0x7FF17FF5)
+#: what a thread did wrong, of the faults that name nothing else
+_ENDINGS = {
+    13: "the thread ended without luce_await",
+    14: "the thread ended before a wait for what this copies from shared memory",
+    15: "the thread sends to its cluster's leader before luce_cluster_arrive and luce_cluster_wait",
+    16: "blocks of a cluster sent other bytes than their leader expects, or it did not wait for them",
+}
 #: one emulator exists in the process
 _RUNNING = threading.Lock()
 
@@ -392,10 +400,8 @@ class _Library:
                 what = "shuffle or vote in a wave that lacks threads: the block is not a whole number of waves"
             case 12:
                 what = f"{access} before luce_await ({_nearest(report.address, arrays)})"
-            case 13:
-                what = "the thread ended without luce_await"
-            case _:
-                what = "the thread ended before a wait for what this copies from shared memory"
+            case fault:
+                what = _ENDINGS[fault]
         return f"{where}: {at}: {what}"
 
     def _elsewhere(self, site: int | None) -> str:

@@ -58,6 +58,8 @@ enum Fault : u32 {
     EARLY,           // before luce_await: a write to global memory, or a read of what a kernel of the step wrote
     UNAWAITED,       // a thread ended without luce_await
     UNREAD,          // a thread ended while a copy of it might still read shared memory
+    UNMET,           // a thread sent something to its cluster's leader without luce_cluster_wait, or did not arrive
+    UNRECEIVED,      // blocks of a cluster sent another number of bytes than their leader expects, or it did not wait
 };
 
 enum Access : u32 { READ, WRITE, ATOMIC };
@@ -102,6 +104,11 @@ struct Store {  // of 16 bytes that are on their way from shared memory
     void* site;
 };
 
+struct Sent {  // a word on its way to the shared memory of a cluster's leader
+    u8* to;
+    u32 bits;
+};
+
 struct Fiber {
 #if defined(LUCE_UCONTEXT)
     ucontext_t context;
@@ -118,6 +125,8 @@ struct Fiber {
     std::vector<Store> stores;  // the same for copies from shared memory
     u64 store_group;
     bool awaited;
+    bool arrived, arrived_behind_reads, met;  // at the cluster's barrier
+    u32 joined;  // blocks before this one whose accesses are ordered before what comes, as they sent what it waited for
     Wait wait;
     LaneOp op;
 };
@@ -150,6 +159,8 @@ u32 epoch, lanes_epoch[1024 / 32];
 int lane_bits;
 u8* image[2];
 std::vector<Space> spaces;
+std::vector<Sent> sent;
+u64 expected, received;  // bytes of a cluster's leader
 Space shared_space[2];
 Region* last_region;
 #if defined(LUCE_UCONTEXT)
@@ -301,7 +312,8 @@ bool same_thread(Stamp a, Stamp b) { return ((a ^ b) >> THREAD & THREAD_MASK) ==
 // Whether every access that `past` stands for is ordered before one by the current thread.
 inline bool ordered(Stamp past, Stamp own) {
     u64 many = past & MANY_MASK;
-    if (!same_block(past, own) || many == 3) return false;
+    // Of several blocks the stamp has the first one's number.
+    if (many == 3 || !same_block(past, own)) return (past >> BLOCK) + current->joined >= own >> BLOCK;
     if ((past ^ own) >> EPOCH) return true;
     if (many == 2 || !same_wave(past, own)) return false;
     return ((past ^ own) >> LANES_EPOCH & LANES_EPOCH_MASK) || (many == 0 && same_thread(past, own));
@@ -476,6 +488,27 @@ void store(u64 end) {
     stores.erase(stores.begin(), stores.begin() + count);
 }
 
+// --- clusters: blocks run one after another, the leader last, so that what they send waits for it
+
+// What has been sent so far reaches the leader's shared memory, where it was written before the last barrier.
+void receive(u32 blocks, void* site) {
+    current->joined = blocks - 1;
+    for (const Sent& word : sent) {
+        const Stamp own = own_stamp(WRITE) - (u64{1} << EPOCH);
+        for (const Space& space : shared_space)
+            if (word.to >= space.base && word.to < space.end)
+                for (u64 i = 0; i < sizeof(word.bits); i++) {
+                    Cell& cell = space.cells[word.to + i - space.base];
+                    for (const Stamp other : {cell.reader, cell.writer})
+                        if (same_block(other, own)) return fail_access(RACE_SHARED, WRITE, word.to + i, 1, site, other);
+                    cell.writer = own;
+                }
+        memcpy(word.to, &word.bits, sizeof(word.bits));
+        received += sizeof(word.bits);
+    }
+    sent.clear();
+}
+
 Cell* map_cells(u64 count) {
     return static_cast<Cell*>(map(count * sizeof(Cell)));
 }
@@ -553,6 +586,8 @@ void run_block() {
                 fibers[t].index = {x, y, z};
                 fibers[t].site = nullptr;
                 fibers[t].awaited = false;
+                fibers[t].arrived = fibers[t].arrived_behind_reads = fibers[t].met = false;
+                fibers[t].joined = 0;
                 fibers[t].copies.clear();
                 fibers[t].group = 0;
                 fibers[t].stores.clear();
@@ -571,7 +606,11 @@ void run_block() {
             ended += fibers[t].wait == ENDED;
             same &= fibers[t].site == fibers[0].site;
         }
-        if (ended == threads) return;
+        if (ended == threads) {
+            if (received != expected) fail(UNRECEIVED, 0, reinterpret_cast<void*>(launch.call));
+            expected = received = 0;
+            return;
+        }
         if (ended || !same) return diverged(DIVERGED, 0, threads);
         for (t = 0; t < threads; t++) fibers[t].wait = READY;
         epoch++;
@@ -645,6 +684,22 @@ void luce_host_store_close() { current->store_group++; }
 void luce_host_store_wait(int groups) {
     if (current->store_group > static_cast<u64>(groups)) store(current->store_group - groups);
 }
+void luce_host_cluster_begin(u32 bytes) { expected = bytes; }
+void luce_host_cluster_arrive(bool behind_reads) {
+    current->arrived = true;
+    current->arrived_behind_reads = behind_reads;
+}
+void luce_host_cluster_wait(u32 blocks) {
+    current->met = current->arrived;
+    if (current->arrived_behind_reads) current->joined = blocks - 1;
+}
+void luce_host_cluster_send(void* to, u32 bits) {
+    sent.push_back({static_cast<u8*>(to), bits});
+    if (current->met) return;
+    fail(UNMET, current_thread, __builtin_return_address(0));
+    to_scheduler();
+}
+void luce_host_cluster_receive(u32 blocks) { receive(blocks, __builtin_return_address(0)); }
 void luce_host_sync_lanes() { meet_lanes(SYNC_LANES, 0, 0, __builtin_return_address(0)); }
 void luce_host_sync() {
     current->wait = AT_SYNC;
@@ -683,6 +738,8 @@ int luce_host_run(const Launch* what, Report* result) {
     shared_space[0] = {launch.shared, launch.shared_end, map_cells(launch.shared_end - launch.shared + 1), 0};
     shared_space[1] = {luce_dynamic, luce_dynamic + launch.dynamic, map_cells(launch.dynamic + 1), 0};
     map_spaces();
+    sent.clear();
+    expected = received = 0;
     block_number = 0;
     for (u32 z = 0; z < gridDim.z && !failed; z++)
         for (u32 y = 0; y < gridDim.y && !failed; y++)
@@ -691,6 +748,7 @@ int luce_host_run(const Launch* what, Report* result) {
                 block_number++;
                 run_block();
             }
+    if (!failed && !sent.empty()) fail(UNRECEIVED, 0, reinterpret_cast<void*>(launch.call));
     for (u32 t = 0; t < threads && failed; t++)  // of threads that a fault left in the middle
         if (fibers[t].stack) free_stacks.push_back(fibers[t].stack), fibers[t].stack = nullptr;
     for (const Space& space : spaces)

@@ -305,6 +305,45 @@ def check_many_spans(
     np.testing.assert_array_equal(after.past, state.past)
 
 
+def check_shared_heads(
+    device: Device, monkeypatch: pytest.MonkeyPatch, split: int, count: int, *, heads: int, taps: int = 4
+) -> None:
+    """So many blocks for each head of 128: the formula for single rows, and the bits of one block for each head, also
+    as int8 rows, and for rows that are accepted and drafted."""
+    launched: list[tuple[str, object]] = []
+    launch = device.launch
+
+    def recording(source: str, *rest: Any, **named: Any) -> None:
+        if source != "quantise":
+            launched.append((source, named["defines"].get("SPLIT", 1)))
+        launch(source, *rest, **named)
+
+    monkeypatch.setattr(device, "launch", recording)
+    sizes: dict[str, Any] = {"key_heads": 1, "heads": heads, "d": 128, "taps": taps}
+    case = make_case(4 * count, **sizes, slots=count + 1)
+    single = spread_spans(count + 1, (1,) * count)
+    drafts = [(i, 4 * i, 4, 9 * (i % 2), 0, 1) for i in range(count)]
+    later = [(i, 4 * i, 4 if i else 0, 12, 3 - i, 1) for i in range(count)]
+    results = []
+    for blocks in (split, 1):
+        # With fewer multiprocessors the other kernels of single rows would be chosen.
+        monkeypatch.setattr(device, "multiprocessors", blocks * heads * count if blocks > 1 else heads * count)
+        launched.clear()
+        if blocks > 1:
+            check_formula(device, (1,) * count, **sizes)
+        steps = [run(device, case.rows(slice(0, count)), single), run(device, case, drafts)]
+        steps.append(run(device, case, later, steps[-1][1]))
+        results.append([(np.where(np.isnan(out), 0, out), *vars(state).values()) for out, state in steps])
+        for group in (32, 128) if count <= 16 else ():
+            rows, _ = queue(device, case.rows(slice(0, count)), single, int8_group=group)
+            same_output(device, rows, queue(device, case.rows(slice(0, count)), single)[0], group)
+        assert {source for source, _ in launched} == ({"deltanet_step", "deltanet"} if blocks > 1 else {"deltanet"})
+        assert {number for _, number in launched} == {blocks}
+    for shared, alone in zip(*results, strict=True):
+        for got, expected in zip(shared, alone, strict=True):
+            np.testing.assert_array_equal(got, expected)
+
+
 def check_single_steps(device: Device, rows: int, *, key_heads: int, heads: int, d: int, taps: int = 4) -> None:
     """Up to RECURRENT_ROWS rows at once have the bits of steps of one row."""
     assert rows <= RECURRENT_ROWS

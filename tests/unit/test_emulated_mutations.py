@@ -1,8 +1,8 @@
 """A test of the tests: a kernel is broken in one place, and the checks of its op on the emulated device must fail.
 
-Every barrier is dropped once, and every wait for copies in the background, every LUCE_LANES becomes 32 once, every loop
-over a norm's row goes one element too far, and a reduction swaps two lanes. The edited sources are copies; launches
-find them through the device's `kernels`.
+Every barrier is dropped once, and every wait for copies in the background or for blocks of a cluster, every LUCE_LANES
+becomes 32 once, every loop over a norm's row goes one element too far, and a reduction swaps two lanes. The edited
+sources are copies; launches find them through the device's `kernels`.
 """
 
 from __future__ import annotations
@@ -96,6 +96,21 @@ def _deltanet(device: Device) -> None:
     op_checks_deltanet.check_single_steps(device, 3, key_heads=1, heads=2, d=64)
     op_checks_deltanet.check_rollback(device, 5, 3, 2, heads=2, d=64)
     op_checks_deltanet.check_tree(device, (0, 1, 0, 3, 3, 0), (0, 3, 5), heads=2, d=64)
+    if _shares_heads(device):
+        op_checks_deltanet.check_rollback(device, 5, 3, 2, heads=1, d=128)
+
+
+def _shares_heads(device: Device) -> bool:
+    """Whether blocks share the device's heads of 128 now."""
+    if device.lanes == 32:
+        device.products |= {"WGMMA"}
+        device.multiprocessors = 4
+    return device.lanes == 32
+
+
+def _deltanet_step(device: Device) -> None:
+    if _shares_heads(device):
+        op_checks_deltanet.check_formula(device, (1,), key_heads=1, heads=1, d=128)
 
 
 def _deltanet_mma(device: Device) -> None:
@@ -231,6 +246,7 @@ CHECKS: dict[str, Callable[[Device], None]] = {
     "deltanet_mma.cu": _deltanet_mma,
     "deltanet_output.cu": _deltanet_output,
     "deltanet_rows.h": _deltanet,
+    "deltanet_step.cu": _deltanet_step,
     "deltanet_wgmma.cu": _deltanet_wgmma,
     "qkv.cu": _qkv,
     "matmul_tile.cu": _matmul_tile,
@@ -268,6 +284,7 @@ HARMLESS = (
     ("moe.cu", "LUCE_LANES>(logits"),
     ("attention_mma.cu", "LUCE_LANES"),  # never launched with 64
     ("deltanet_many.cu", "LUCE_LANES"),
+    ("deltanet_step.cu", "LUCE_LANES"),
     ("deltanet_wgmma.cu", "LUCE_LANES"),
     ("block_sparse.cu", "LUCE_LANES)\nstatic_assert"),  # never compiled for 64
     ("block_sparse.cu", "LUCE_LANES) top"),  # scores are only read twice
@@ -289,7 +306,7 @@ def _mutations() -> Iterator[ParameterSet]:
     for name in sorted(CHECKS):
         text = (KERNELS / name).read_text(encoding="utf-8")
         code = re.sub(r"//[^\n]*", lambda comment: " " * len(comment[0]), text)
-        waits = r"luce_sync(_lanes)?\(\);|luce_(?:copy_wait|bulk_wait_read)<.*?>\(\);"
+        waits = r"luce_sync(_lanes)?\(\);|luce_(?:copy_wait|bulk_wait_read|cluster_wait|cluster_receive)<.*?>\(.*?\);"
         edits = [(waits, ";", 32), (r"\bLUCE_LANES\b", "32", 64)]
         if name == "norm.cu":
             edits.append((r"\bi < d;", "i <= d;", 32))
