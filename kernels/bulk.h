@@ -4,10 +4,10 @@
 // A wave's first lane asks for copies and waits for what it stored; a Bulk in shared memory tells the wave that a load has
 // arrived.
 //
-//   luce_bulk_begin(bulk)                 before its first load; then, behind the last one of these calls,
+//   luce_bulk_begin(bulk, pieces = 1)     before its first load, of so many copies; then, behind the last one of these calls,
 //   luce_bulk_ready()                     before the first load, and a barrier before the first wait
-//   luce_bulk_load(to, from, bytes, bulk) to shared memory; `bytes` may be 0. Every load of a Bulk is waited for before the
-//                                         next one
+//   luce_bulk_load(to, from, bytes, bulk) a piece to shared memory; `bytes` may be 0. Every load of a Bulk is waited for before
+//                                         the next one
 //   luce_bulk_wait(bulk, turn)            all lanes: until its load number `turn` % 2 has arrived
 //   luce_bulk_prefetch(from, bytes)       to the second-level cache alone; nothing waits for it
 //   luce_bulk_share()                     lanes that wrote what is to be stored, before a luce_sync_lanes
@@ -23,8 +23,8 @@ typedef u64 Bulk;
 
 #if defined(LUCE_HOST)
 
-// The number of loads in the lower half, the group of the last one's copies in the upper half; the first lane's alone.
-LUCE_FN void luce_bulk_begin(Bulk* bulk) { *bulk = 0; }
+// The first lane's alone: the number of pieces so far, that of a load, and in the upper half the group of the last one's copies.
+LUCE_FN void luce_bulk_begin(Bulk* bulk, u32 pieces = 1) { *bulk = pieces << 24; }
 LUCE_FN void luce_bulk_ready() {}
 LUCE_FN void luce_bulk_load(void* to, const void* from, u32 bytes, Bulk* bulk) {
     for (u32 i = 0; i < bytes; i += 16) luce_host_copy16((u8*)to + i, (const u8*)from + i, true);
@@ -32,8 +32,8 @@ LUCE_FN void luce_bulk_load(void* to, const void* from, u32 bytes, Bulk* bulk) {
 }
 LUCE_FN void luce_bulk_wait(Bulk* bulk, int turn) {
     // A wait for the other phase returns at once, and whoever touches the place of the copy races with it.
-    const u64 loads = *bulk;
-    if (luce_lane() == 0 && (loads - 1) % 2 == turn % 2) luce_host_copy_land(loads >> 32);
+    const u64 all = *bulk, pieces = all >> 24 & 255, loads = (all & 0xffffff) / pieces;
+    if (luce_lane() == 0 && (loads - 1) % 2 == turn % 2) luce_host_copy_land(all >> 32);
     luce_sync_lanes();
 }
 LUCE_FN void luce_bulk_prefetch(const void*, u32) {}
@@ -47,8 +47,8 @@ template <int N> LUCE_FN void luce_bulk_wait_read() { luce_host_store_wait(N); }
 #else
 
 LUCE_FN u32 luce_bulk_at(const void* shared) { return (u32)__cvta_generic_to_shared(shared); }
-LUCE_FN void luce_bulk_begin(Bulk* bulk) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(luce_bulk_at(bulk)) : "memory");
+LUCE_FN void luce_bulk_begin(Bulk* bulk, u32 pieces = 1) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(luce_bulk_at(bulk)), "r"(pieces) : "memory");
 }
 LUCE_FN void luce_bulk_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 LUCE_FN void luce_bulk_load(void* to, const void* from, u32 bytes, Bulk* bulk) {

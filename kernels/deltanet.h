@@ -12,8 +12,8 @@
 #define ELEMENTS (HEAD / LUCE_LANES)
 static_assert(HEAD % LUCE_LANES == 0, "all lanes have a part of a vector");
 // Neighbouring elements of a vector that a lane has.
-template <typename T> struct alignas(sizeof(T) * ELEMENTS) Neighbours {
-    T at[ELEMENTS];
+template <typename T, int COUNT = ELEMENTS> struct alignas(sizeof(T) * COUNT) Neighbours {
+    T at[COUNT];
 };
 
 // A span is four int32: slot, first row, rows, position of its first row.

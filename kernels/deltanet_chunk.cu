@@ -6,8 +6,8 @@
 //   T  = (I + A)^-1 with A_ij = beta_i (k_i . k_j) D_ij for j < i,    M_ij = (q_i . k_j) D_ij for j <= i
 //   V' = T (beta (V - e^G (K S))),   O = e^G (Q S) + M V',   S <- e^G_last S + (e^(G_last - G) K)^T V'
 // delta_prepare computes everything that does not need the state S for all chunks at once. Columns of S never mix, so a
-// block of delta_chunks takes COLUMNS of a head from the first chunk to the last. deltanet_wgmma.cu and deltanet_mma.cu take
-// its place where tensor cores and shared memory allow it.
+// block of delta_chunks takes COLUMNS of a head from the first chunk to the last. deltanet_mma.cu takes its place where tensor
+// cores and shared memory allow it, and deltanet_prepare.cu and deltanet_wgmma.cu the place of both on sm_90a.
 #include "deltanet.h"
 #include "deltanet_halves.h"
 #include "products.h"
@@ -53,17 +53,30 @@ template <> struct Input<true> {
     __device__ __forceinline__ float at(int e) const { return luce_f32(values.at[e]) * scale; }
 };
 
-template <bool FP16>
+// Where the convolution's results go: rows of c, or where there are `vectors`, images of keys and queries, and V's pieces.
+struct Results {
+    float* c;
+    u8* vectors;
+    float* values;
+};
+
+template <bool FP16, bool IMAGES>
 LUCE_FN void convolve(const Products<FP16>& inputs, const float* __restrict__ filter, float* __restrict__ past,
-                      const i32* __restrict__ spans, float* __restrict__ c, i64 stride, int key_heads, int heads, int taps) {
+                      const i32* __restrict__ spans, const Results& to, i64 stride, int key_heads, int heads, int taps) {
     using Row = Input<FP16>;
     const Span span = span_at(spans, blockIdx.z);
     const int vector = (int)blockIdx.x * (CONV_THREADS / LUCE_LANES) + luce_wave(), first = (int)blockIdx.y * TILE;
-    if (span.rows <= STEPS || first >= span.rows || vector >= 2 * key_heads + heads) return;  // whole waves
+    // A chunk's images have zeros behind the span's rows.
+    const int end = IMAGES ? (span.rows + CHUNK - 1) / CHUNK * CHUNK : span.rows;
+    if (span.rows <= STEPS || first >= end || vector >= 2 * key_heads + heads) return;  // whole waves
     const int kind = luce_min(vector / key_heads, (int)VALUE), head = vector - kind * key_heads;
     const Layout layout = {key_heads, heads};
     const int channel = vector * HEAD, channels = layout.channels();
-    c += (i64)span.start * channels + channel;
+    float* const c = IMAGES ? nullptr : to.c + (i64)span.start * channels + channel;
+    const Images images = {key_heads, heads};
+    const int image = Images::first(span.start, (int)blockIdx.z) + first / CHUNK;
+    u8* const vectors = to.vectors + images.vectors(image, head) + (kind == QUERY ? Images::VECTOR_BYTES : 0);
+    float* const values = to.values + images.values(image, head, 0);
     // The place of this vector in a head's past; key heads' vectors are in the past of all heads that read them.
     past += (i64)span.slot * heads * (taps - 1) * VECTORS * HEAD + kind * HEAD;
     const int past_stride = (taps - 1) * VECTORS * HEAD;
@@ -74,7 +87,7 @@ LUCE_FN void convolve(const Products<FP16>& inputs, const float* __restrict__ fi
         // The last tap multiplies the row itself.
         const int from = tap - (TAPS - taps), row = first - (TAPS - 1) + tap;
         Row before = {};
-        const bool there = from >= 0 && tap < TAPS - 1 && row >= 0;
+        const bool there = from >= 0 && tap < TAPS - 1 && row >= 0 && row < span.rows;
         if (there) before.load(inputs, span.start + row, stride, channel);
 #pragma unroll
         for (int e = 0; e < ELEMENTS; e++) {
@@ -109,16 +122,26 @@ LUCE_FN void convolve(const Products<FP16>& inputs, const float* __restrict__ fi
                 for (int tap = 0; tap < TAPS - 1; tap++) window[e][tap] = window[e][tap + 1];
             }
             const float scale = kind == VALUE ? 1.0f : unit_scale(kind, luce_lane_sum(squares));
-            float* to = c + (i64)row * channels + Row::place(0);
-            if (row >= span.rows) continue;
-            if constexpr (FP16) {
-                Neighbours<float> unit;
+            if (row >= span.rows && !IMAGES) continue;
+            // A lane's elements: WIDE neighbours, or one at a time.
+            constexpr int WIDE = FP16 ? ELEMENTS : 1;
 #pragma unroll
-                for (int e = 0; e < ELEMENTS; e++) unit.at[e] = value[e] * scale;
-                *reinterpret_cast<Neighbours<float>*>(to) = unit;
-            } else {
+            for (int e = 0; e < ELEMENTS; e += WIDE) {
+                Neighbours<float, WIDE> unit;
 #pragma unroll
-                for (int e = 0; e < ELEMENTS; e++) to[e * LUCE_LANES] = value[e] * scale;
+                for (int i = 0; i < WIDE; i++) unit.at[i] = row < span.rows ? value[e + i] * scale : 0.0f;
+                const int column = Row::place(e);
+                if constexpr (IMAGES) {
+                    const int own = row % CHUNK, half = column / 64;
+                    if (kind == VALUE) {
+                        const int at = half * (CHUNK * 64) + own * 64 + Images::value_place(own, column % 64);
+                        *reinterpret_cast<Neighbours<float, WIDE>*>(values + at) = unit;
+                    } else {
+                        put_parts(vectors + half * SQUARE, HALVES * SQUARE, own, column % 64, unit.at);
+                    }
+                } else {
+                    *reinterpret_cast<Neighbours<float, WIDE>*>(c + (i64)row * channels + column) = unit;
+                }
             }
         }
     }
@@ -131,18 +154,27 @@ LUCE_FN void convolve(const Products<FP16>& inputs, const float* __restrict__ fi
                     inputs.at(span.start + span.rows - (taps - 1) + tap, stride, channel + Row::place(e));
 }
 
-// c [rows, channels] = silu(convolution), queries and keys as unit vectors. A wave has a vector of TILE rows; grid
-// (vectors / waves, tiles of the longest span, spans), CONV_THREADS threads. x, filter and past as in deltanet.cu; x may be
+// c [rows, channels] = silu(convolution), queries and keys as unit vectors; or, where there are `vectors`, these and `values`
+// as deltanet_halves.h has them. A wave has a vector of TILE rows; grid (vectors / waves, tiles of the longest span's chunks,
+// spans), CONV_THREADS threads. x, filter and past as in deltanet.cu; x may be
 // Products with scales, here and below.
 extern "C" __global__ void __launch_bounds__(CONV_THREADS, 5)
     delta_vectors(const float* __restrict__ x, const float* __restrict__ scales, const float* __restrict__ sum_features,
                   const float* __restrict__ filter, float* __restrict__ past, const i32* __restrict__ spans,
-                  float* __restrict__ c, i64 stride, int key_heads, int heads, int taps) {
+                  float* __restrict__ c, u8* __restrict__ vectors, float* __restrict__ values, i64 stride, int key_heads,
+                  int heads, int taps) {
     luce_await();
-    if (are_halves(scales, sum_features))
-        convolve(Products<true>{x, scales}, filter, past, spans, c, stride, key_heads, heads, taps);
+    const Results to = {c, vectors, values};
+    const Products<true> halves = {x, scales};
+    const Products<false> floats = {x, scales, sum_features};
+    if (vectors && are_halves(scales, sum_features))
+        convolve<true, true>(halves, filter, past, spans, to, stride, key_heads, heads, taps);
+    else if (vectors)
+        convolve<false, true>(floats, filter, past, spans, to, stride, key_heads, heads, taps);
+    else if (are_halves(scales, sum_features))
+        convolve<true, false>(halves, filter, past, spans, to, stride, key_heads, heads, taps);
     else
-        convolve(Products<false>{x, scales, sum_features}, filter, past, spans, c, stride, key_heads, heads, taps);
+        convolve<false, false>(floats, filter, past, spans, to, stride, key_heads, heads, taps);
 }
 
 // --- squares of CHUNK x CHUNK elements from global memory by registers to shared memory, beside the arithmetic
@@ -267,14 +299,12 @@ template <int M, int N, int TILES, bool DOWN = false> struct Product {
 #define BLOCK 16
 
 // T, M and gates [rows, value heads, 4] (beta_i, e^G_i, e^(G_last - G_i), e^G_last) of each chunk and value head; solve
-// and mix [rows, value heads, CHUNK], or images (deltanet_halves.h) where these are not null: of keys and queries to
-// `vectors`, of T and M to `squares`. Grid (chunks of the longest span, key heads, spans), PREPARE_THREADS threads.
+// and mix [rows, value heads, CHUNK]. Grid (chunks of the longest span, key heads, spans), PREPARE_THREADS threads.
 extern "C" __global__ void __launch_bounds__(PREPARE_THREADS)
     delta_prepare(const float* __restrict__ c, const float* __restrict__ x, const float* __restrict__ scales,
                   const float* __restrict__ sum_features, const float* __restrict__ decay,
                   const float* __restrict__ dt_bias, const i32* __restrict__ spans, float* __restrict__ gates,
-                  float* __restrict__ solve, float* __restrict__ mix, u8* __restrict__ vectors,
-                  u8* __restrict__ squares, i64 stride, int heads) {
+                  float* __restrict__ solve, float* __restrict__ mix, i64 stride, int heads) {
     luce_await();
     // Keys and queries, then T and A.
     __shared__ __align__(16) float tile[2][CHUNK * DOWN_PITCH];
@@ -287,8 +317,6 @@ extern "C" __global__ void __launch_bounds__(PREPARE_THREADS)
     const int key_head = (int)blockIdx.y;
     const Layout layout = {(int)gridDim.y, heads};
     const int channels = layout.channels();
-    const Images images = {layout.key_heads, heads};
-    const int image = Images::first(span.start, (int)blockIdx.z) + (int)blockIdx.x;
 
     Product<CHUNK, CHUNK, 4> kk = {}, qk = {};
 #pragma unroll
@@ -301,12 +329,6 @@ extern "C" __global__ void __launch_bounds__(PREPARE_THREADS)
         queries.put(tile[1]);
         kk.add<PITCH, PITCH>(tile[0], tile[0]);
         qk.add<PITCH, PITCH>(tile[1], tile[0]);
-        if (!vectors) continue;
-        for (int i = thread; i < 2 * CHUNK * CHUNK / 8; i += PREPARE_THREADS) {
-            const int kind = i / (CHUNK * CHUNK / 8), row = i / (CHUNK / 8) % CHUNK, column = i % (CHUNK / 8) * 8;
-            u8* to = vectors + images.vectors(image, key_head) + kind * Images::VECTOR_BYTES + half * SQUARE;
-            put_eight(to, HALVES * SQUARE, row, column, tile[kind] + row * PITCH + column);
-        }
     }
 
     // The gates of as many of the key head's value heads as there are threads for.
@@ -347,7 +369,7 @@ extern "C" __global__ void __launch_bounds__(PREPARE_THREADS)
             }
         }
 
-        float *t = tile[0], *a = tile[1], left = 0.0f;
+        float *t = tile[0], *a = tile[1];
 #pragma unroll
         for (int e = 0; e < 16; e++) {
             const int row = kk.row(e), column = kk.column(e);
@@ -357,14 +379,7 @@ extern "C" __global__ void __launch_bounds__(PREPARE_THREADS)
                 between = expf(sum + (error[group][row] - error[group][column]));
             }
             a[row * PITCH + column] = column < row ? rate[group][row] * kk[e] * between : 0.0f;
-            const float mixed = qk[e] * between;
-            if (!squares) {
-                if (row < rows) mix[((start + row) * heads + head) * CHUNK + column] = mixed;
-            } else if (e % 2) {  // with tensor cores, elements are neighbours in pairs
-                u8* to = squares + images.squares(image, head) + Images::SQUARE_BYTES;
-                put_pair(to, SQUARE, row, column - 1, left, mixed);
-            }
-            left = mixed;
+            if (row < rows) mix[((start + row) * heads + head) * CHUNK + column] = qk[e] * between;
         }
         luce_sync();  // the last head's T has been copied
         // Forward substitution by BLOCK rows of T: -A T of the rows above by all threads, then a thread per column. No
@@ -400,13 +415,6 @@ extern "C" __global__ void __launch_bounds__(PREPARE_THREADS)
                 }
             }
             luce_sync();
-        }
-        if (squares) {
-            for (int i = thread; i < CHUNK * CHUNK / 8; i += PREPARE_THREADS) {
-                const int row = i / (CHUNK / 8), from = i % (CHUNK / 8) * 8;
-                put_eight(squares + images.squares(image, head), SQUARE, row, from, t + row * DOWN_PITCH + from);
-            }
-            continue;
         }
         for (int i = thread; i < rows * CHUNK; i += PREPARE_THREADS)
             solve[((start + i / CHUNK) * heads + head) * CHUNK + i % CHUNK] = t[i / CHUNK * DOWN_PITCH + i % CHUNK];

@@ -24,7 +24,8 @@
 //
 // or, to compute beside them, luce_wgmma_close() behind the products of a group, luce_wgmma_wait<N>() until at most the N
 // newest groups run, and luce_wgmma_hold(c) before the first use of their results; also before the fence, where c gets the
-// zeros that later groups begin with. Forms with words take an offset in bytes, a multiple of 16, from b on.
+// zeros that later groups begin with. Forms with words take an offset in bytes, a multiple of 16, from b on, and then whether
+// c is added to or begins anew: the compiler lets nobody set zeros while other products run.
 //
 // Threads that wrote to shared memory call luce_wgmma_share before the barrier.
 //
@@ -64,7 +65,8 @@ template <typename T> LUCE_FN void luce_wgmma(float (*c)[4], const void* a, cons
         luce_wgmma_column<T>(c, luce_wgmma_element<T>(a, g, k), luce_wgmma_element<T>(a, g + 8, k), b, k, false);
 }
 template <typename T>
-LUCE_FN void luce_wgmma_words(float (*c)[4], const u32 (&a)[4], const u8* b, bool rows) {
+LUCE_FN void luce_wgmma_words(float (*c)[4], const u32 (&a)[4], const u8* b, bool add, bool rows) {
+    for (int i = 0; i < 32 && !add; i++) c[i / 4][i % 4] = 0.0f;
     for (int k = 0; k < 16; k++) {
         const int word = k / 8 * 2, lane = luce_lane() / 4 * 4 + k % 8 / 2, shift = k % 2 * 16;
         const float upper = luce_f32(T{(u16)(luce_shfl(a[word], lane) >> shift)});
@@ -72,12 +74,13 @@ LUCE_FN void luce_wgmma_words(float (*c)[4], const u32 (&a)[4], const u8* b, boo
         luce_wgmma_column<T>(c, upper, lower, b, k, rows);
     }
 }
-template <typename T> LUCE_FN void luce_wgmma(float (*c)[4], const u32 (&a)[4], const u8* b, int bytes = 0) {
-    luce_wgmma_words<T>(c, a, b + bytes, true);
+template <typename T>
+LUCE_FN void luce_wgmma(float (*c)[4], const u32 (&a)[4], const u8* b, int bytes = 0, bool add = true) {
+    luce_wgmma_words<T>(c, a, b + bytes, add, true);
 }
 template <typename T>
-LUCE_FN void luce_wgmma_transposed(float (*c)[4], const u32 (&a)[4], const u8* b, int bytes = 0) {
-    luce_wgmma_words<T>(c, a, b + bytes, false);
+LUCE_FN void luce_wgmma_transposed(float (*c)[4], const u32 (&a)[4], const u8* b, int bytes = 0, bool add = true) {
+    luce_wgmma_words<T>(c, a, b + bytes, add, false);
 }
 
 #else
@@ -118,14 +121,17 @@ LUCE_FN u64 luce_wgmma_matrix(const void* at) {
     LUCE_WGMMA_ROW(c[0]), LUCE_WGMMA_ROW(c[1]), LUCE_WGMMA_ROW(c[2]), LUCE_WGMMA_ROW(c[3]), LUCE_WGMMA_ROW(c[4]), \
         LUCE_WGMMA_ROW(c[5]), LUCE_WGMMA_ROW(c[6]), LUCE_WGMMA_ROW(c[7])
 template <typename T> LUCE_FN void luce_wgmma(float (*c)[4], const void* a, const void* b);
-template <typename T> LUCE_FN void luce_wgmma(float (*c)[4], const u32 (&a)[4], const u8* b, int bytes = 0);
-template <typename T> LUCE_FN void luce_wgmma_transposed(float (*c)[4], const u32 (&a)[4], const u8* b, int bytes = 0);
+template <typename T>
+LUCE_FN void luce_wgmma(float (*c)[4], const u32 (&a)[4], const u8* b, int bytes = 0, bool add = true);
+template <typename T>
+LUCE_FN void luce_wgmma_transposed(float (*c)[4], const u32 (&a)[4], const u8* b, int bytes = 0, bool add = true);
 #define LUCE_WGMMA_WORDS(function, T, name, rows)                                                                   \
-    template <> LUCE_FN void function<T>(float (*c)[4], const u32 (&a)[4], const u8* b, int bytes) {                \
+    template <> LUCE_FN void function<T>(float (*c)[4], const u32 (&a)[4], const u8* b, int bytes, bool add) {      \
         asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." name       \
                      "." name " " LUCE_WGMMA_C ", {%32, %33, %34, %35}, %36, p, 1, 1, " rows ";}"                   \
                      : LUCE_WGMMA_ALL(c)                                                                            \
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(luce_wgmma_matrix(b) + bytes / 16), "r"(1)); \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(luce_wgmma_matrix(b) + bytes / 16),          \
+                       "r"((int)add));                                                                              \
     }
 #define LUCE_WGMMA_TYPE(T, name)                                                                                    \
     template <> LUCE_FN void luce_wgmma<T>(float (*c)[4], const void* a, const void* b) {                           \

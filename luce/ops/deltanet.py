@@ -35,14 +35,17 @@ _MANY_STATES, _MANY_THREADS = 3, 512
 # The head that blocks share in deltanet_step.cu and in delta_verify.
 _SPLIT_HEAD = 128
 _CONV_THREADS, _CONV_ROWS = 128, 16
-_PREPARE_THREADS = 256
+# Of delta_prepare and deltanet_prepare.cu, which has several value heads at once.
+_PREPARE_THREADS, _PREPARE_HEADS = 256, 4
 _CHUNK_THREADS, _CHUNK_COLUMNS = 256, 32
 _OUTPUT_THREADS, _OUTPUT_ROWS, _FP16_THREADS = 128, 4, 256
 
 # The constants of deltanet_mma.cu: its threads, the state's columns that they have, chunks in shared memory, and what
 # rows there are longer by. Then those of deltanet_wgmma.cu.
 _MMA_THREADS, _MMA_COLUMNS, _MMA_CHUNKS, _MMA_PADDING = 128, 64, 2, 8
-_GROUPED_THREADS, _GROUPED_COLUMNS, _GROUPED_CHUNKS = 256, 64, 2
+_GROUPED_THREADS, _GROUPED_COLUMNS, _GROUPED_CHUNKS = 160, 64, 2
+# Bytes that images in shared memory begin at multiples of.
+_ALIGNMENT = 1024
 
 # Of compiled code, for steps without such rows.
 _NO_PENDING, _NO_BRANCHES = np.empty((0, 2), np.int32), np.empty((0, 2, 1), np.int32)
@@ -230,44 +233,52 @@ def _launch_chunks(
 ) -> None:
     """The spans of more than RECURRENT_ROWS rows, CHUNK rows at a time; before the norm and the gate."""
     (n, *_), heads, d = x.shape, state.memory.shape[1], state.memory.shape[2]
-    count, longest, table = spans.count, spans.longest, spans.table
+    count, chunks, table = spans.count, -(-spans.longest // CHUNK), spans.table
     *inputs, stride = _inputs_and_stride(x)
     key_heads, value_heads = np.int32(weights.key_heads), np.int32(heads)
     defines = {"HEAD": d}
     vectors = 2 * weights.key_heads + heads
-    c = device.empty((n, vectors * d))
-    taps = np.int32(weights.conv.shape[1])
-    args = (*inputs, weights.conv, state.past, table, c, stride, key_heads, value_heads, taps)
-    grid = (-(-vectors // (_CONV_THREADS // device.lanes)), -(-longest // _CONV_ROWS), count)
-    device.launch("deltanet_chunk", "delta_vectors", grid, (_CONV_THREADS,), args, defines=defines)
-
-    scalars = device.empty((n, heads, 4))
-    shared = _GROUPED_CHUNKS * 4 * CHUNK * (2 * d + 2 * CHUNK + _GROUPED_COLUMNS + 4)
+    matrices = 8 * CHUNK * d, 8 * CHUNK * CHUNK + 16 * CHUNK  # bytes, of a key head and of a value head
+    shared = _GROUPED_CHUNKS * (sum(matrices) + 4 * CHUNK * _GROUPED_COLUMNS) + _ALIGNMENT
     grouped = "WGMMA" in device.products and shared <= device.shared_limit
-    matrices: tuple[Array | None, ...]
+    c: tuple[Array | None, Array | None, Array | None]
     if grouped:
         # A span's chunks have images of their own (Images in kernels/deltanet_halves.h).
         images = n // CHUNK + count
-        vectors_images = device.empty((images, weights.key_heads, 4, CHUNK * d), np.uint16)
-        matrices = None, None, vectors_images, device.empty((images, heads, 4, CHUNK * CHUNK), np.uint16)
+        keys = device.empty((images, weights.key_heads, matrices[0] // 2), np.uint16)
+        squares = device.empty((images, heads, matrices[1] // 2), np.uint16)
+        c = None, keys, device.empty((images, heads, CHUNK * d))
     else:
-        matrices = device.empty((n, heads, CHUNK)), device.empty((n, heads, CHUNK)), None, None
-    prepare = (c, *inputs, weights.decay, weights.dt_bias, table, scalars, *matrices, stride, value_heads)
-    grid = (-(-longest // CHUNK), weights.key_heads, count)
-    device.launch("deltanet_chunk", "delta_prepare", grid, (_PREPARE_THREADS,), prepare, defines=defines)
+        c = device.empty((n, vectors * d)), None, None
+    taps = np.int32(weights.conv.shape[1])
+    args = (*inputs, weights.conv, state.past, table, *c, stride, key_heads, value_heads, taps)
+    grid = (-(-vectors // (_CONV_THREADS // device.lanes)), chunks * (CHUNK // _CONV_ROWS), count)
+    device.launch("deltanet_chunk", "delta_vectors", grid, (_CONV_THREADS,), args, defines=defines)
 
-    chunks = (c, state.memory, table, scalars, *(matrices[2:] if grouped else matrices[:2]), out, key_heads)
+    rates = (*inputs, weights.decay, weights.dt_bias, table)
     if grouped:
+        prepare = (*rates, keys, squares, stride, key_heads, value_heads)
+        groups = -(-(heads // weights.key_heads) // _PREPARE_HEADS)
+        grid, block = (chunks, weights.key_heads * groups, count), (_PREPARE_THREADS,)
+        own = max(matrices[0], 4 * _PREPARE_HEADS * CHUNK * (CHUNK + 4)) + 12 * _PREPARE_HEADS * CHUNK + _ALIGNMENT
+        device.launch("deltanet_prepare", "delta_prepare_wgmma", grid, block, prepare, defines=defines, shared=own)
+        recurrence = (state.memory, table, keys, squares, c[2], out, key_heads)
         grid, block = (d // _GROUPED_COLUMNS, heads, count), (_GROUPED_THREADS,)
-        device.launch("deltanet_wgmma", "delta_chunks_wgmma", grid, block, chunks, defines=defines, shared=shared)
+        device.launch("deltanet_wgmma", "delta_chunks_wgmma", grid, block, recurrence, defines=defines, shared=shared)
         return
+    scalars, solve, mix = (device.empty((n, heads, size)) for size in (4, CHUNK, CHUNK))
+    grid, block = (chunks, weights.key_heads, count), (_PREPARE_THREADS,)
+    args = (c[0], *rates, scalars, solve, mix, stride, value_heads)
+    device.launch("deltanet_chunk", "delta_prepare", grid, block, args, defines=defines)
+
+    args = (c[0], state.memory, table, scalars, solve, mix, out, key_heads)
     shared = _MMA_CHUNKS * 4 * CHUNK * (2 * (d + _MMA_PADDING) + 2 * (CHUNK + _MMA_PADDING) + 4)
     if "BF16" in device.products and shared <= device.shared_limit:
         grid, block = (d // _MMA_COLUMNS, heads, count), (_MMA_THREADS,)
-        device.launch("deltanet_mma", "delta_chunks_mma", grid, block, chunks, defines=defines, shared=shared)
+        device.launch("deltanet_mma", "delta_chunks_mma", grid, block, args, defines=defines, shared=shared)
         return
     grid = (d // _CHUNK_COLUMNS, heads, count)
-    device.launch("deltanet_chunk", "delta_chunks", grid, (_CHUNK_THREADS,), chunks, defines=defines)
+    device.launch("deltanet_chunk", "delta_chunks", grid, (_CHUNK_THREADS,), args, defines=defines)
 
 
 def _launch_output(
