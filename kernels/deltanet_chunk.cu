@@ -73,13 +73,19 @@ LUCE_FN void convolve(const Products<FP16>& inputs, const float* __restrict__ fi
     const Layout layout = {key_heads, heads};
     const int channel = vector * HEAD, channels = layout.channels();
     float* const c = IMAGES ? nullptr : to.c + (i64)span.start * channels + channel;
-    const Images images = {key_heads, heads};
-    const int image = Images::first(span.start, (int)blockIdx.z) + first / CHUNK;
-    u8* const vectors = to.vectors + images.vectors(image, head) + (kind == QUERY ? Images::VECTOR_BYTES : 0);
-    float* const values = to.values + images.values(image, head, 0);
+    u8* piece = nullptr;
+    if (IMAGES) {
+        const Images images = {key_heads, heads};
+        const int image = Images::first(span.start, (int)blockIdx.z) + first / CHUNK;
+        if (kind == VALUE)
+            piece = reinterpret_cast<u8*>(to.values + images.values(image, head, 0));
+        else
+            piece = to.vectors + images.vectors(image, head) + (kind == QUERY ? Images::VECTOR_BYTES : 0);
+    }
     // The place of this vector in a head's past; key heads' vectors are in the past of all heads that read them.
-    past += (i64)span.slot * heads * (taps - 1) * VECTORS * HEAD + kind * HEAD;
-    const int past_stride = (taps - 1) * VECTORS * HEAD;
+    const auto past_at = [&](int reader, int tap, int i) -> float& {
+        return past[(((i64)span.slot * heads + reader) * (taps - 1) + tap) * VECTORS * HEAD + kind * HEAD + i];
+    };
 
     float weight[ELEMENTS][TAPS], window[ELEMENTS][TAPS];
 #pragma unroll
@@ -95,7 +101,7 @@ LUCE_FN void convolve(const Products<FP16>& inputs, const float* __restrict__ fi
             weight[e][tap] = from < 0 ? 0.0f : filter[(i64)(channel + i) * taps + from];
             window[e][tap] = there ? before.at(e) : 0.0f;
             if (from >= 0 && tap < TAPS - 1 && row < 0 && span.position)
-                window[e][tap] = past[(i64)head * past_stride + from * VECTORS * HEAD + i];
+                window[e][tap] = past_at(head, from, i);
         }
     }
 #pragma unroll 1
@@ -135,9 +141,9 @@ LUCE_FN void convolve(const Products<FP16>& inputs, const float* __restrict__ fi
                     const int own = row % CHUNK, half = column / 64;
                     if (kind == VALUE) {
                         const int at = half * (CHUNK * 64) + own * 64 + Images::value_place(own, column % 64);
-                        *reinterpret_cast<Neighbours<float, WIDE>*>(values + at) = unit;
+                        *reinterpret_cast<Neighbours<float, WIDE>*>(reinterpret_cast<float*>(piece) + at) = unit;
                     } else {
-                        put_parts(vectors + half * SQUARE, HALVES * SQUARE, own, column % 64, unit.at);
+                        put_parts(piece + half * SQUARE, HALVES * SQUARE, own, column % 64, unit.at);
                     }
                 } else {
                     *reinterpret_cast<Neighbours<float, WIDE>*>(c + (i64)row * channels + column) = unit;
@@ -150,7 +156,7 @@ LUCE_FN void convolve(const Products<FP16>& inputs, const float* __restrict__ fi
     for (int reader = head; reader < heads; reader += kind == VALUE ? heads : key_heads)
         for (int tap = 0; tap < taps - 1; tap++)
             for (int e = 0; e < ELEMENTS; e++)
-                past[(i64)reader * past_stride + tap * VECTORS * HEAD + Row::place(e)] =
+                past_at(reader, tap, Row::place(e)) =
                     inputs.at(span.start + span.rows - (taps - 1) + tap, stride, channel + Row::place(e));
 }
 
