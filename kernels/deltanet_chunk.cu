@@ -143,7 +143,7 @@ LUCE_FN void convolve(const Products<FP16>& inputs, const float* __restrict__ fi
                         const int at = half * (CHUNK * 64) + own * 64 + Images::value_place(own, column % 64);
                         *reinterpret_cast<Neighbours<float, WIDE>*>(reinterpret_cast<float*>(piece) + at) = unit;
                     } else {
-                        put_parts(piece + half * SQUARE, HALVES * SQUARE, own, column % 64, unit.at);
+                        put_parts(piece + half * SQUARE + in_square(own, column % 64), HALVES * SQUARE, unit.at);
                     }
                 } else {
                     *reinterpret_cast<Neighbours<float, WIDE>*>(c + (i64)row * channels + column) = unit;

@@ -9,17 +9,16 @@
 #define SQUARE (64 * 128)
 #define IMAGE_SCALE 0x1p12f
 
-// Bytes from a square's start to its elements (row, column) and on.
-LUCE_FN int in_square(int row, int column) { return row * 128 + ((column / 8 ^ row % 8) * 8 + column % 8) * 2; }
+// Bytes from a square's start to its elements (row, column) and on. Those to column + 8 i, for columns below 8, are ^ 16 i.
+LUCE_FN u32 in_square(u32 row, u32 column) { return row * 128 + ((column / 8 ^ row % 8) * 8 + column % 8) * 2; }
 
 template <typename T, int COUNT> struct alignas(COUNT * sizeof(T)) Parts {
     T at[COUNT];
 };
 
-// Sets COUNT elements of a row from a column on, a multiple of COUNT, of an image whose lower parts begin `lower` bytes behind
-// the upper.
-template <int COUNT> LUCE_FN void put_parts(u8* image, int lower, int row, int column, const float (&v)[COUNT]) {
-    u8* to = image + in_square(row, column);
+// Sets COUNT elements of a row of an image, from a column on that is a multiple of COUNT; lower parts begin `lower` bytes behind
+// the upper ones.
+template <int COUNT> LUCE_FN void put_parts(u8* to, int lower, const float (&v)[COUNT]) {
     if constexpr (COUNT == 1) {
         u32 high, low;
         split_pair(high, low, v[0] * IMAGE_SCALE, 0.0f);

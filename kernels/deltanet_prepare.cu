@@ -17,6 +17,9 @@
 #define HEADS (THREADS / CHUNK)
 #define PITCH (CHUNK + 4)
 #define BLOCK 16
+// Pairs of a row and a later block; those of block n are this one and on.
+#define FAR (BLOCK * FIRST_FAR(CHUNK / BLOCK))
+#define FIRST_FAR(n) ((n) * ((n) - 1) / 2)
 
 // G as a sum of two floats: after rows of strong decay it reaches hundreds, where the steps between floats are as large as the
 // differences between later rows that D needs.
@@ -42,17 +45,19 @@ struct Shared {
     };
     Sum total[HEADS][CHUNK];
     float rate[HEADS][CHUNK];
+    // D_ij = near_i far_j where i's block of BLOCK rows is behind j's: e^(G_i - G_b) and e^(G_b - G_j), b the block's first row.
+    float near[HEADS][CHUNK], far[HEADS][FAR];
     u64 arrived;
 };
 
-// sum += left right of SIZE summed elements, ROWS x COLS sums of a lane; both have PITCH.
-template <int SIZE, int ROWS, int COLS>
-LUCE_FN void add_product(float (&sum)[ROWS][COLS], const float* left, const float* right) {
+// sum += left right of the summed elements from `first` up to `end`, ROWS x COLS sums of a lane, rows STEP apart.
+template <int STEP = 1, int ROWS, int COLS>
+LUCE_FN void add_product(float (&sum)[ROWS][COLS], const float* left, const float* right, int first, int end) {
 #pragma unroll 2
-    for (int k = 0; k < SIZE; k += 4) {
+    for (int k = first; k < end; k += 4) {
         float a[ROWS][4];
 #pragma unroll
-        for (int r = 0; r < ROWS; r++) get4(a[r], left + r * PITCH + k);
+        for (int r = 0; r < ROWS; r++) get4(a[r], left + r * STEP * PITCH + k);
 #pragma unroll
         for (int i = 0; i < 4; i++)
 #pragma unroll
@@ -67,13 +72,14 @@ LUCE_FN void add_product(float (&sum)[ROWS][COLS], const float* left, const floa
     }
 }
 
-template <int ROWS, int COLS> LUCE_FN void put_product(float* to, const float (&sum)[ROWS][COLS], float sign) {
+template <int STEP = 1, int ROWS, int COLS>
+LUCE_FN void put_product(float* to, const float (&sum)[ROWS][COLS], float sign) {
 #pragma unroll
     for (int r = 0; r < ROWS; r++)
 #pragma unroll
         for (int c = 0; c < COLS; c += 4) {
             const float four[4] = {sign * sum[r][c], sign * sum[r][c + 1], sign * sum[r][c + 2], sign * sum[r][c + 3]};
-            put4(to + r * PITCH + c, four);
+            put4(to + r * STEP * PITCH + c, four);
         }
 }
 
@@ -160,65 +166,77 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
             luce_wgmma<f16_t>(product, own + at, keys + lower + at);
             luce_wgmma<f16_t>(product, own + at, keys + at);
         }
-        luce_wgmma_wait();
-        luce_wgmma_hold(product);
-#pragma unroll
-        for (int i = 0; i < CHUNK / 8; i++)
-#pragma unroll
-            for (int e = 0; e < 4; e++) product[i][e] *= 1.0f / (IMAGE_SCALE * IMAGE_SCALE);
+        luce_wgmma_close();
     }
-
-    luce_sync();  // the images have been read
-    const int own = thread / CHUNK, in_square_thread = thread % CHUNK;
-    float* const square = shared->squares[own];
+    const int own = thread / CHUNK, own_row = thread % CHUNK;
     if (own < count) {
-        const int row = in_square_thread;
-        const Sum sum = shared->total[own][row], last = shared->total[own][CHUNK - 1];
-        const float gates[4] = {shared->rate[own][row], expf(sum.high + sum.low), fade_between(last, sum),
+        const Sum* const total = shared->total[own];
+        const Sum sum = total[own_row], last = total[CHUNK - 1];
+        const float gates[4] = {shared->rate[own][own_row], expf(sum.high + sum.low), fade_between(last, sum),
                                 expf(last.high + last.low)};
         u8* to = squares + images.squares(image, head_of(own)) + 2 * Images::SQUARE_BYTES;
-        put4(reinterpret_cast<float*>(to) + row * 4, gates);
-    }
-    // A to shared memory and M to its image.
-    const int row0 = wave % 4 * 16 + lane / 4, t = lane % 4 * 2;
-    u8* const mix = squares + images.squares(image, head_of(0)) + Images::SQUARE_BYTES;
-    const int step = key_heads * Images::HEAD_BYTES;
+        put4(reinterpret_cast<float*>(to) + own_row * 4, gates);
+        const int own_block = own_row / BLOCK;
+        shared->near[own][own_row] = fade_between(sum, total[own_block * BLOCK]);
 #pragma unroll
-    for (int i = 0; i < CHUNK / 8; i++) {
-        const int column = i * 8 + t;
-        const bool below = i * 8 < wave % 4 * 16 + 16;  // the diagonal, or in part
+        for (int block = 1; block < CHUNK / BLOCK; block++)
+            if (block > own_block)
+                shared->far[own][FIRST_FAR(block) * BLOCK + own_row] = fade_between(total[block * BLOCK], sum);
+    }
+    luce_wgmma_wait<0>();
+    luce_wgmma_hold(product);
+    luce_sync();  // the images have been read
+    // A to shared memory and M to its image.
+    constexpr float back = 1.0f / (IMAGE_SCALE * IMAGE_SCALE);
+    const int block = wave % 4, row0 = block * BLOCK + lane / 4, t = lane % 4 * 2;
 #pragma unroll 1
-        for (int other = 0; other < count; other++) {
-            const Sum* const total = shared->total[other];
-            float between[2][2] = {};
-            if (below) {
+    for (int other = 0; other < count; other++) {
+        const float* const far = shared->far[other] + FIRST_FAR(block) * BLOCK + t;
+        const Sum* const total = shared->total[other];
+        float near[2], rate[2];
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            near[r] = back * shared->near[other][row0 + r * 8];
+            rate[r] = mixes ? 1.0f : shared->rate[other][row0 + r * 8];
+        }
+        float* const a = shared->squares[other] + row0 * PITCH + t;
+        u8* const mix = squares + images.squares(image, head_of(other)) + Images::SQUARE_BYTES;
+        const u32 at = in_square(row0, t);
+#pragma unroll
+        for (int i = 0; i < CHUNK / 8; i++) {
+            float pair[2][2] = {};
+            if (i < block * 2) {
+#pragma unroll
+                for (int r = 0; r < 2; r++)
+#pragma unroll
+                    for (int e = 0; e < 2; e++) pair[r][e] = near[r] * far[i * 8 + e];
+            } else if (i < block * 2 + 2) {
 #pragma unroll
                 for (int r = 0; r < 2; r++)
 #pragma unroll
                     for (int e = 0; e < 2; e++) {
-                        const float fade = fade_between(total[row0 + r * 8], total[column + e]);
-                        between[r][e] = column + e <= row0 + r * 8 ? fade : 0.0f;
+                        const int row = row0 + r * 8, column = i * 8 + t + e;
+                        const float fade = fade_between(total[row], total[column]);
+                        pair[r][e] = column < row + (int)mixes ? back * fade : 0.0f;
                     }
             }
 #pragma unroll
             for (int r = 0; r < 2; r++) {
-                const int row = row0 + r * 8;
-                float pair[2] = {product[i][2 * r] * between[r][0], product[i][2 * r + 1] * between[r][1]};
-                if (mixes) {
-                    put_parts(mix + other * step, SQUARE, row, column, pair);
-                    continue;
-                }
 #pragma unroll
-                for (int e = 0; e < 2; e++) pair[e] = column + e < row ? shared->rate[other][row] * pair[e] : 0.0f;
-                *reinterpret_cast<float2*>(shared->squares[other] + row * PITCH + column) = {pair[0], pair[1]};
+                for (int e = 0; e < 2; e++) pair[r][e] *= rate[r] * product[i][2 * r + e];
+                if (mixes)
+                    put_parts(mix + (at ^ i * 16) + r * 1024, SQUARE, pair[r]);
+                else
+                    *reinterpret_cast<float2*>(a + r * 8 * PITCH + i * 8) = {pair[r][0], pair[r][1]};
             }
         }
     }
     luce_sync();
+    float* const square = shared->squares[own];
     // No entry of T exceeds 1: up to beta, it is k_i P k_j with P a product of contractions I - beta k k^T.
     if (own < count) {
         // A wave has two blocks of the diagonal, and a thread a column of one.
-        const int column = in_square_thread % BLOCK, block = in_square_thread / BLOCK * BLOCK;
+        const int column = own_row % BLOCK, block = own_row / BLOCK * BLOCK;
         float* const diagonal = square + block * (PITCH + 1);
         float solved[BLOCK];
 #pragma unroll
@@ -242,28 +260,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
         float *const corner = upper + BLOCK * PITCH, *const lower = corner + BLOCK;
         const int at_row = lane / 2 * PITCH, at_column = lane % 2 * 8;
         float sum[1][8] = {};
-        add_product<BLOCK>(sum, corner + at_row, upper + at_column);
+        add_product(sum, corner + at_row, upper + at_column, 0, BLOCK);
         luce_sync_lanes();
         put_product(corner + at_row + at_column, sum, 1.0f);
         luce_sync_lanes();
         float next[1][8] = {};
-        add_product<BLOCK>(next, lower + at_row, corner + at_column);
+        add_product(next, lower + at_row, corner + at_column, 0, BLOCK);
         luce_sync_lanes();
         put_product(corner + at_row + at_column, next, -1.0f);
     }
     luce_sync();
-    // The 32 x 32 below them; A P^-1 takes the place above the diagonal.
-    const int at_row = in_square_thread / 8 * 4 * PITCH, at_column = in_square_thread % 8 * 4;
+    // The 32 x 32 below them; A P^-1 takes the place above the diagonal. Of each triangle a wave leaves out 16 x 16 zeros.
+    const bool second = own_row >= LUCE_LANES;
     float* const corner = square + 2 * BLOCK * PITCH;
     if (own < count) {
+        const int at_row = own_row % 8 * PITCH, at_column = own_row / 8 * 4;
         float sum[4][4] = {};
-        add_product<2 * BLOCK>(sum, corner + at_row, square + at_column);
-        put_product(square + 2 * BLOCK + at_row + at_column, sum, 1.0f);
+        add_product<8>(sum, corner + at_row, square + at_column, second ? BLOCK : 0, 2 * BLOCK);
+        put_product<8>(square + 2 * BLOCK + at_row + at_column, sum, 1.0f);
     }
     luce_sync();
     if (own < count) {
+        const int at_row = own_row / 8 * 4 * PITCH, at_column = own_row % 8 * 4;
         float sum[4][4] = {};
-        add_product<2 * BLOCK>(sum, corner + 2 * BLOCK + at_row, square + 2 * BLOCK + at_column);
+        add_product(sum, corner + 2 * BLOCK + at_row, square + 2 * BLOCK + at_column, 0, second ? 2 * BLOCK : BLOCK);
         put_product(corner + at_row + at_column, sum, -1.0f);
     }
     luce_sync();
@@ -274,7 +294,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
         const float* from = shared->squares[other] + row * PITCH + column;
 #pragma unroll
         for (int e = 0; e < 8; e++) v[e] = column + e <= row ? from[e] : 0.0f;
-        put_parts(squares + images.squares(image, head_of(other)), SQUARE, row, column, v);
+        put_parts(squares + images.squares(image, head_of(other)) + in_square(row, column), SQUARE, v);
     }
 #endif
 }

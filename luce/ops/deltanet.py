@@ -260,7 +260,7 @@ def _launch_chunks(
         prepare = (*rates, keys, squares, stride, key_heads, value_heads)
         groups = -(-(heads // weights.key_heads) // _PREPARE_HEADS)
         grid, block = (chunks, weights.key_heads * groups, count), (_PREPARE_THREADS,)
-        own = max(matrices[0], 4 * _PREPARE_HEADS * CHUNK * (CHUNK + 4)) + 12 * _PREPARE_HEADS * CHUNK + _ALIGNMENT
+        own = max(matrices[0], 4 * _PREPARE_HEADS * CHUNK * (CHUNK + 4)) + 4 * _PREPARE_HEADS * (4 * CHUNK + 96) + 16
         device.launch("deltanet_prepare", "delta_prepare_wgmma", grid, block, prepare, defines=defines, shared=own)
         recurrence = (state.memory, table, keys, squares, c[2], out, key_heads)
         grid, block = (d // _GROUPED_COLUMNS, heads, count), (_GROUPED_THREADS,)
