@@ -53,6 +53,22 @@ template <> struct Input<true> {
     __device__ __forceinline__ float at(int e) const { return luce_f32(values.at[e]) * scale; }
 };
 
+// Sums of COUNT values over a wave; a lane gets that of value lane / (LUCE_LANES / COUNT), to the bits of luce_lane_sum.
+template <int COUNT> LUCE_FN float spread_sums(float (&v)[COUNT]) {
+    int mask = LUCE_LANES / 2;
+#pragma unroll
+    for (int count = COUNT / 2; count > 0; count /= 2, mask /= 2) {
+        const bool upper = luce_lane() & mask;
+#pragma unroll
+        for (int i = 0; i < count; i++) {
+            const float other = luce_shfl_xor(upper ? v[i] : v[i + count], mask);
+            v[i] = (upper ? v[i + count] : v[i]) + other;
+        }
+    }
+    for (; mask > 0; mask /= 2) v[0] += luce_shfl_xor(v[0], mask);
+    return v[0];
+}
+
 // Where the convolution's results go: rows of c, or where there are `vectors`, images of keys and queries, and V's pieces.
 struct Results {
     float* c;
@@ -65,7 +81,9 @@ LUCE_FN void convolve(const Products<FP16>& inputs, const float* __restrict__ fi
                       const i32* __restrict__ spans, const Results& to, i64 stride, int key_heads, int heads, int taps) {
     using Row = Input<FP16>;
     const Span span = span_at(spans, blockIdx.z);
-    const int vector = (int)blockIdx.x * (CONV_THREADS / LUCE_LANES) + luce_wave(), first = (int)blockIdx.y * TILE;
+    // The same for all lanes, as the compiler sees by the shuffle.
+    const int wave = luce_shfl(luce_wave(), 0);
+    const int vector = (int)blockIdx.x * (CONV_THREADS / LUCE_LANES) + wave, first = (int)(blockIdx.y * TILE);
     // A chunk's images have zeros behind the span's rows.
     const int end = IMAGES ? (span.rows + CHUNK - 1) / CHUNK * CHUNK : span.rows;
     if (span.rows <= STEPS || first >= end || vector >= 2 * key_heads + heads) return;  // whole waves
@@ -105,51 +123,73 @@ LUCE_FN void convolve(const Products<FP16>& inputs, const float* __restrict__ fi
         }
     }
 #pragma unroll 1
-    for (int tile = 0; tile < TILE; tile += Row::BATCH) {
+    for (u32 tile = 0; tile < TILE; tile += Row::BATCH) {
         Row input[Row::BATCH] = {};
 #pragma unroll
         for (int b = 0; b < Row::BATCH; b++) {
             const int row = first + tile + b;
             if (row < span.rows) input[b].load(inputs, span.start + row, stride, channel);
         }
+        float value[Row::BATCH][ELEMENTS], squares[Row::BATCH] = {};
 #pragma unroll
-        for (int b = 0; b < Row::BATCH; b++) {
-            const int row = first + tile + b;
-            float value[ELEMENTS], squares = 0.0f;
+        for (int b = 0; b < Row::BATCH; b++)
 #pragma unroll
             for (int e = 0; e < ELEMENTS; e++) {
                 window[e][TAPS - 1] = input[b].at(e);
                 float sum = 0.0f;
 #pragma unroll
                 for (int tap = 0; tap < TAPS; tap++) sum = fmaf(window[e][tap], weight[e][tap], sum);
-                value[e] = FP16 ? silu_of_halves(sum) : silu(sum);
-                squares = fmaf(value[e], value[e], squares);
+                value[b][e] = FP16 ? silu_of_halves(sum) : silu(sum);
+                squares[b] = fmaf(value[b][e], value[b][e], squares[b]);
 #pragma unroll
                 for (int tap = 0; tap < TAPS - 1; tap++) window[e][tap] = window[e][tap + 1];
             }
-            const float scale = kind == VALUE ? 1.0f : unit_scale(kind, luce_lane_sum(squares));
-            if (row >= span.rows && !IMAGES) continue;
-            // A lane's elements: WIDE neighbours, or one at a time.
-            constexpr int WIDE = FP16 ? ELEMENTS : 1;
+        if (kind != VALUE) {
+            // Unit vectors; a lane computes the factor of one row.
+            const float factor = unit_scale(kind, spread_sums(squares));
 #pragma unroll
-            for (int e = 0; e < ELEMENTS; e += WIDE) {
-                Neighbours<float, WIDE> unit;
+            for (int b = 0; b < Row::BATCH; b++) {
+                const float own = luce_shfl(factor, b * (LUCE_LANES / Row::BATCH));
 #pragma unroll
-                for (int i = 0; i < WIDE; i++) unit.at[i] = row < span.rows ? value[e + i] * scale : 0.0f;
-                const int column = Row::place(e);
-                if constexpr (IMAGES) {
-                    const int own = row % CHUNK, half = column / 64;
-                    if (kind == VALUE) {
-                        const int at = half * (CHUNK * 64) + own * 64 + Images::value_place(own, column % 64);
-                        *reinterpret_cast<Neighbours<float, WIDE>*>(reinterpret_cast<float*>(piece) + at) = unit;
-                    } else {
-                        put_parts(piece + half * SQUARE + in_square(own, column % 64), HALVES * SQUARE, unit.at);
-                    }
-                } else {
-                    *reinterpret_cast<Neighbours<float, WIDE>*>(c + (i64)row * channels + column) = unit;
-                }
+                for (int e = 0; e < ELEMENTS; e++) value[b][e] *= own;
             }
         }
+        const int left = span.rows - first - (int)tile;
+        if (IMAGES && left < Row::BATCH) {
+#pragma unroll
+            for (int b = 0; b < Row::BATCH; b++)
+#pragma unroll
+                for (int e = 0; e < ELEMENTS; e++) value[b][e] = b < left ? value[b][e] : 0.0f;
+        }
+        // A lane's elements go as WIDE neighbours, or one at a time.
+        constexpr int WIDE = FP16 ? ELEMENTS : 1;
+        const auto put = [&](const auto& write) {
+#pragma unroll
+            for (int b = 0; b < Row::BATCH; b++)
+#pragma unroll
+                for (int e = 0; e < ELEMENTS; e += WIDE) {
+                    Neighbours<float, WIDE> unit;
+#pragma unroll
+                    for (int i = 0; i < WIDE; i++) unit.at[i] = value[b][e + i];
+                    write(tile + b, (u32)Row::place(e), unit);
+                }
+        };
+        const u32 in_chunk = first % CHUNK;
+        if (!IMAGES)
+            put([&](u32 row, u32 column, const auto& unit) {
+                if (first + (int)row < span.rows)
+                    *reinterpret_cast<Neighbours<float, WIDE>*>(c + (i64)(first + row) * channels + column) = unit;
+            });
+        else if (kind == VALUE)
+            put([&](u32 row, u32 column, const auto& unit) {
+                float* to = reinterpret_cast<float*>(piece) + (column / 64 * CHUNK + in_chunk + row) * 64;
+                *reinterpret_cast<Neighbours<float, WIDE>*>(to + Images::value_place(in_chunk + row, column % 64)) = unit;
+            });
+        else
+            put([&](u32 row, u32 column, const auto& unit) {
+                u8* to = piece + column / 64 * SQUARE + in_square(in_chunk + row, column % 64);
+                put_parts(to, HALVES * SQUARE, unit.at);
+            });
     }
     // The lane that read the past writes the new one, from x itself: the span's last tile may run at any time.
     if (first) return;

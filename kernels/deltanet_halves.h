@@ -58,5 +58,5 @@ struct Images {
         return (((i64)chunk * heads + head) * HALVES + half) * (CHUNK_ROWS * 64);
     }
     // Where column x of a row of V lies: lanes that read two neighbouring rows' columns meet in no bank.
-    static __device__ __forceinline__ int value_place(int row, int column) { return column ^ row / 2 % 4 * 8; }
+    static __device__ __forceinline__ u32 value_place(u32 row, u32 column) { return column ^ row / 2 % 4 * 8; }
 };
