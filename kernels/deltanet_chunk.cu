@@ -24,7 +24,9 @@ static_assert(HEAD % CHUNK == 0 && HEAD % COLUMNS == 0, "a head is whole squares
 
 #define CONV_THREADS 128
 // Rows of a wave; at least TAPS - 1, so that only a span's first tile reaches back into the state.
+#ifndef TILE
 #define TILE 16
+#endif
 
 // The elements of a row that a lane reads, as they are loaded, and how many rows' are loaded at once, to hide the latency. Of
 // halves the lane has neighbours: a fourth of the loads.
@@ -191,6 +193,7 @@ LUCE_FN void convolve(const Products<FP16>& inputs, const float* __restrict__ fi
                 put_parts(to, HALVES * SQUARE, unit.at);
             });
     }
+    luce_release();
     // The lane that read the past writes the new one, from x itself: the span's last tile may run at any time.
     if (first) return;
     for (int reader = head; reader < heads; reader += kind == VALUE ? heads : key_heads)

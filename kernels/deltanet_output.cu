@@ -53,6 +53,10 @@ extern "C" __global__ void __launch_bounds__(OUTPUT_THREADS)
 }
 
 #define FP16_THREADS 256
+// Of a wave, whose inputs are loaded at once.
+#ifndef HEADS_AT_ONCE
+#define HEADS_AT_ONCE 3
+#endif
 
 // One row. A lane has neighbours of a head where they are halves, by wide loads; rows of floats may begin anywhere.
 template <bool FP16>
@@ -64,32 +68,42 @@ LUCE_FN void write_row(Fp16Row& to, const Products<FP16>& inputs, const float* _
 #pragma unroll
     for (int e = 0; e < ELEMENTS; e++) factor[e] = norm[first + e * step];
     if (FP16) scale = inputs.rows[r];
+    constexpr int WAVES = FP16_THREADS / LUCE_LANES;
     do {
-#pragma unroll 3
-        for (int head = luce_wave(); head < layout.heads; head += FP16_THREADS / LUCE_LANES) {
-            const int column = head * HEAD + first;
-            float value[ELEMENTS], z[ELEMENTS];
-            if constexpr (FP16) {
-                const Neighbours<float> own = *reinterpret_cast<const Neighbours<float>*>(out + column);
-                const auto gates =
-                    *reinterpret_cast<const Neighbours<f16_t>*>(inputs.half(r, stride, layout.gate(head) + first));
+        for (int own = luce_wave(); own < layout.heads; own += HEADS_AT_ONCE * WAVES) {
+            float value[HEADS_AT_ONCE][ELEMENTS] = {}, z[HEADS_AT_ONCE][ELEMENTS] = {};
 #pragma unroll
-                for (int e = 0; e < ELEMENTS; e++) value[e] = own.at[e], z[e] = luce_f32(gates.at[e]) * scale;
-            } else {
+            for (int n = 0; n < HEADS_AT_ONCE; n++) {
+                const int head = own + n * WAVES, column = head * HEAD + first;
+                if (head >= layout.heads) break;
+                if constexpr (FP16) {
+                    const auto own_value = *reinterpret_cast<const Neighbours<float>*>(out + column);
+                    const auto gates =
+                        *reinterpret_cast<const Neighbours<f16_t>*>(inputs.half(r, stride, layout.gate(head) + first));
 #pragma unroll
-                for (int e = 0; e < ELEMENTS; e++) {
-                    value[e] = out[column + e * LUCE_LANES];
-                    z[e] = inputs.at(r, stride, layout.gate(head) + first + e * LUCE_LANES);
+                    for (int e = 0; e < ELEMENTS; e++)
+                        value[n][e] = own_value.at[e], z[n][e] = luce_f32(gates.at[e]) * scale;
+                } else {
+#pragma unroll
+                    for (int e = 0; e < ELEMENTS; e++) {
+                        value[n][e] = out[column + e * LUCE_LANES];
+                        z[n][e] = inputs.at(r, stride, layout.gate(head) + first + e * LUCE_LANES);
+                    }
                 }
             }
-            gated_norm<FP16>(value, factor, z, eps);
-            if constexpr (FP16 && ELEMENTS == 4) {
-                to.put(column, value);
-            } else {
 #pragma unroll
-                for (int e = 0; e < ELEMENTS; e++) {
-                    const float result[1] = {value[e]};
-                    to.put(column + e * step, result);
+            for (int n = 0; n < HEADS_AT_ONCE; n++) {
+                const int head = own + n * WAVES, column = head * HEAD + first;
+                if (head >= layout.heads) break;
+                gated_norm<FP16>(value[n], factor, z[n], eps);
+                if constexpr (FP16 && ELEMENTS == 4) {
+                    to.put(column, value[n]);
+                } else {
+#pragma unroll
+                    for (int e = 0; e < ELEMENTS; e++) {
+                        const float result[1] = {value[n][e]};
+                        to.put(column + e * step, result);
+                    }
                 }
             }
         }

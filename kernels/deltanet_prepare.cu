@@ -286,6 +286,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
         add_product(sum, corner + 2 * BLOCK + at_row, square + 2 * BLOCK + at_column, 0, second ? 2 * BLOCK : BLOCK);
         put_product(corner + at_row + at_column, sum, -1.0f);
     }
+    luce_release();
     luce_sync();
 #pragma unroll 1
     for (int i = thread; i < count * (CHUNK * CHUNK / 8); i += THREADS) {

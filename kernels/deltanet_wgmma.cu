@@ -124,6 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             luce_sync_waves();  // this chunk is there, and the one before it has been read
             bring(chunk + 1);
         }
+        luce_release();
         return;
     }
 
@@ -267,6 +268,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         luce_wgmma_hold(s);
         split_state();
     }
+    luce_release();
     luce_wgmma_wait<0>();
     luce_wgmma_hold(o);
     put_output(first, span.rows - (first - CHUNK));

@@ -198,6 +198,7 @@ def test_quantised_output(device: Device, lengths: Lengths, key_heads: int, head
     "rows, key_heads, heads, d",
     host=[],
     emulated=[(17, 1, 3, 64), (20, 1, 1, 128)],
+    emulated_devices=CHUNKED,
     gpu=[(17, 1, 3, 64), (300, 16, 48, 128)],
 )
 def test_output_as_fp16(device: Device, rows: int, key_heads: int, heads: int, d: int) -> None:
@@ -219,6 +220,7 @@ def test_little_shared_memory(device: Device, d: int) -> None:
     "rows, key_heads, heads, d, taps",
     host=[],
     emulated=[(17, 2, 8, 64, 4), (67, 1, 8, 128, 3)],
+    emulated_devices=CHUNKED,
     gpu=[(17, 2, 8, 64, 3), (300, 16, 48, 128, 4)],
 )
 def test_inputs_as_halves(device: Device, rows: int, key_heads: int, heads: int, d: int, taps: int) -> None:

@@ -245,6 +245,7 @@ CHECKS: dict[str, Callable[[Device], None]] = {
     "deltanet_many.cu": _deltanet_many,
     "deltanet_mma.cu": _deltanet_mma,
     "deltanet_output.cu": _deltanet_output,
+    "deltanet_prepare.cu": _deltanet_wgmma,
     "deltanet_rows.h": _deltanet,
     "deltanet_step.cu": _deltanet_step,
     "deltanet_wgmma.cu": _deltanet_wgmma,
@@ -285,6 +286,7 @@ HARMLESS = (
     ("attention_mma.cu", "LUCE_LANES"),  # never launched with 64
     ("deltanet_many.cu", "LUCE_LANES"),
     ("deltanet_step.cu", "LUCE_LANES"),
+    ("deltanet_prepare.cu", "LUCE_LANES"),
     ("deltanet_wgmma.cu", "LUCE_LANES"),
     ("block_sparse.cu", "LUCE_LANES)\nstatic_assert"),  # never compiled for 64
     ("block_sparse.cu", "LUCE_LANES) top"),  # scores are only read twice
