@@ -85,18 +85,17 @@ LUCE_FN void convolve(const Products<FP16>& inputs, const float* __restrict__ fi
     const Span span = span_at(spans, blockIdx.z);
     // The same for all lanes, as the compiler sees by the shuffle.
     const int wave = luce_shfl(luce_wave(), 0);
-    const int vector = (int)blockIdx.x * (CONV_THREADS / LUCE_LANES) + wave, first = (int)(blockIdx.y * TILE);
-    // A chunk's images have zeros behind the span's rows.
+    const int vector = (int)blockIdx.x * (CONV_THREADS / LUCE_LANES) + wave, first = (int)blockIdx.y * TILE;
+    // A chunk's images have whole tiles: rows behind the span's have an effect on none, but are numbers.
     const int end = IMAGES ? (span.rows + CHUNK - 1) / CHUNK * CHUNK : span.rows;
     if (span.rows <= STEPS || first >= end || vector >= 2 * key_heads + heads) return;  // whole waves
     const int kind = luce_min(vector / key_heads, (int)VALUE), head = vector - kind * key_heads;
-    const Layout layout = {key_heads, heads};
-    const int channel = vector * HEAD, channels = layout.channels();
+    const int channel = vector * HEAD, channels = Layout{key_heads, heads}.channels();
     float* const c = IMAGES ? nullptr : to.c + (i64)span.start * channels + channel;
     u8* piece = nullptr;
     if (IMAGES) {
         const Images images = {key_heads, heads};
-        const int image = Images::first(span.start, (int)blockIdx.z) + first / CHUNK;
+        const int image = Images::first(span.start, (int)blockIdx.z) + (int)(blockIdx.y / (CHUNK / TILE));
         if (kind == VALUE)
             piece = reinterpret_cast<u8*>(to.values + images.values(image, head, 0));
         else
@@ -156,13 +155,6 @@ LUCE_FN void convolve(const Products<FP16>& inputs, const float* __restrict__ fi
                 for (int e = 0; e < ELEMENTS; e++) value[b][e] *= own;
             }
         }
-        const int left = span.rows - first - (int)tile;
-        if (IMAGES && left < Row::BATCH) {
-#pragma unroll
-            for (int b = 0; b < Row::BATCH; b++)
-#pragma unroll
-                for (int e = 0; e < ELEMENTS; e++) value[b][e] = b < left ? value[b][e] : 0.0f;
-        }
         // A lane's elements go as WIDE neighbours, or one at a time.
         constexpr int WIDE = FP16 ? ELEMENTS : 1;
         const auto put = [&](const auto& write) {
@@ -176,7 +168,7 @@ LUCE_FN void convolve(const Products<FP16>& inputs, const float* __restrict__ fi
                     write(tile + b, (u32)Row::place(e), unit);
                 }
         };
-        const u32 in_chunk = first % CHUNK;
+        const u32 in_chunk = blockIdx.y % (CHUNK / TILE) * TILE;
         if (!IMAGES)
             put([&](u32 row, u32 column, const auto& unit) {
                 if (first + (int)row < span.rows)

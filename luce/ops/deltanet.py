@@ -44,8 +44,6 @@ _OUTPUT_THREADS, _OUTPUT_ROWS, _FP16_THREADS = 128, 4, 256
 # rows there are longer by. Then those of deltanet_wgmma.cu.
 _MMA_THREADS, _MMA_COLUMNS, _MMA_CHUNKS, _MMA_PADDING = 128, 64, 2, 8
 _GROUPED_THREADS, _GROUPED_COLUMNS, _GROUPED_CHUNKS = 160, 64, 2
-# Bytes that images in shared memory begin at multiples of.
-_ALIGNMENT = 1024
 
 # Of compiled code, for steps without such rows.
 _NO_PENDING, _NO_BRANCHES = np.empty((0, 2), np.int32), np.empty((0, 2, 1), np.int32)
@@ -239,7 +237,7 @@ def _launch_chunks(
     defines = {"HEAD": d}
     vectors = 2 * weights.key_heads + heads
     matrices = 8 * CHUNK * d, 8 * CHUNK * CHUNK + 16 * CHUNK  # bytes, of a key head and of a value head
-    shared = _GROUPED_CHUNKS * (sum(matrices) + 4 * CHUNK * _GROUPED_COLUMNS) + _ALIGNMENT
+    shared = _GROUPED_CHUNKS * (sum(matrices) + 4 * CHUNK * _GROUPED_COLUMNS) + 16
     grouped = "WGMMA" in device.products and shared <= device.shared_limit
     c: tuple[Array | None, Array | None, Array | None]
     if grouped:

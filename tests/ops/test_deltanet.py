@@ -179,6 +179,11 @@ def test_tiny_rates(device: Device, rows: int) -> None:
     checks.check_tiny_rates(device, rows)
 
 
+@on_devices("rows", [16, 150], emulated_devices=CHUNKED)
+def test_same_keys(device: Device, rows: int) -> None:
+    checks.check_same_keys(device, rows)
+
+
 @on_devices()
 def test_no_rows(device: Device) -> None:
     checks.check_no_rows(device)

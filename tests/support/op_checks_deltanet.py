@@ -505,6 +505,22 @@ def check_tiny_rates(device: Device, rows: int) -> None:
     agree(State(after.memory[0], after.past[0]), state)
 
 
+def check_same_keys(device: Device, rows: int) -> None:
+    """A state that gets much larger than what any row adds: all rows have one key, small rates and no decay."""
+    d = 64
+    case = make_case(rows, key_heads=1, heads=2, d=d, decay="none")
+    case.conv[:, :3] = 0
+    case.m[:, d : 2 * d] = 0
+    case.m[:, d], case.conv[d] = 20, 1
+    case.m[:, 2 * d :] = case.m[0, 2 * d :]
+    case.beta[:] = -4  # 1/55
+    case.state.memory[:] = 0
+    out, after = run(device, case, [(0, 0, rows, 1)])
+    expected, state = delta_formula(case, State(case.state.memory[0], case.state.past[0]))
+    assert relative_error(out, expected) < TOLERANCE
+    agree(State(after.memory[0], after.past[0]), state)
+
+
 def check_agreement(
     device: Device, host: Device, lengths: Sequence[int], *, key_heads: int, heads: int, d: int
 ) -> None:
