@@ -157,33 +157,26 @@ LUCE_FN void convolve(const Products<FP16>& inputs, const float* __restrict__ fi
         }
         // A lane's elements go as WIDE neighbours, or one at a time.
         constexpr int WIDE = FP16 ? ELEMENTS : 1;
-        const auto put = [&](const auto& write) {
-#pragma unroll
-            for (int b = 0; b < Row::BATCH; b++)
-#pragma unroll
-                for (int e = 0; e < ELEMENTS; e += WIDE) {
-                    Neighbours<float, WIDE> unit;
-#pragma unroll
-                    for (int i = 0; i < WIDE; i++) unit.at[i] = value[b][e + i];
-                    write(tile + b, (u32)Row::place(e), unit);
-                }
-        };
         const u32 in_chunk = blockIdx.y % (CHUNK / TILE) * TILE;
-        if (!IMAGES)
-            put([&](u32 row, u32 column, const auto& unit) {
-                if (first + (int)row < span.rows)
-                    *reinterpret_cast<Neighbours<float, WIDE>*>(c + (i64)(first + row) * channels + column) = unit;
-            });
-        else if (kind == VALUE)
-            put([&](u32 row, u32 column, const auto& unit) {
-                float* to = reinterpret_cast<float*>(piece) + (column / 64 * CHUNK + in_chunk + row) * 64;
-                *reinterpret_cast<Neighbours<float, WIDE>*>(to + Images::value_place(in_chunk + row, column % 64)) = unit;
-            });
-        else
-            put([&](u32 row, u32 column, const auto& unit) {
-                u8* to = piece + column / 64 * SQUARE + in_square(in_chunk + row, column % 64);
-                put_parts(to, HALVES * SQUARE, unit.at);
-            });
+#pragma unroll
+        for (int b = 0; b < Row::BATCH; b++)
+#pragma unroll
+            for (int e = 0; e < ELEMENTS; e += WIDE) {
+                Neighbours<float, WIDE> unit;
+#pragma unroll
+                for (int i = 0; i < WIDE; i++) unit.at[i] = value[b][e + i];
+                const u32 row = tile + b, column = Row::place(e);
+                if (!IMAGES) {
+                    if (first + (int)row < span.rows)
+                        *reinterpret_cast<Neighbours<float, WIDE>*>(c + (i64)(first + row) * channels + column) = unit;
+                } else if (kind == VALUE) {
+                    float* to = reinterpret_cast<float*>(piece) + (column / 64 * CHUNK + in_chunk + row) * 64;
+                    *reinterpret_cast<Neighbours<float, WIDE>*>(to + Images::value_place(in_chunk + row, column % 64)) = unit;
+                } else {
+                    u8* to = piece + column / 64 * SQUARE + in_square(in_chunk + row, column % 64);
+                    put_parts(to, HALVES * SQUARE, unit.at);
+                }
+            }
     }
     luce_release();
     // The lane that read the past writes the new one, from x itself: the span's last tile may run at any time.
