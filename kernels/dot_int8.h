@@ -45,6 +45,9 @@ struct Rows8 {
     int padded, first;
 };
 
+// Bytes of a row that a block quantises into its shared memory, as if it were the only one.
+LUCE_FN int alone_bytes(int cols) { return luce_ceil_div(cols, SECTION) * section_bytes(1, INTEGER_SCALES); }
+
 // A row of a weight, the end of its memory, and the rows of x that it is multiplied with, which a tile shares.
 struct Operands {
     const u8* row;

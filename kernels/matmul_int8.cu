@@ -5,12 +5,23 @@
 // Products of a quantised weight matrix with up to ROWS quantised rows of x: decoding and verification.
 #include "product_int8.h"
 
-// out[r, first + j] = sum over k of x[r, k] * weight[j, k], for r < n <= ROWS and j < rows.
-// x: ROWS quantised rows. out float32, rows out_stride apart.
+// out[r, first + j] = sum over k of x[r, k] * weight[j, k], for r < n <= ROWS and j < rows; with `adds`, where ROWS is 1,
+// out += that. x: ROWS quantised rows. out float32, rows out_stride apart.
 // Grid: ceil(rows / FEATURES) blocks of 32 * CHAINS threads.
 extern "C" __global__ void __launch_bounds__(BOUNDS)
     matmul_int8(const u8* __restrict__ weight, const u8* __restrict__ x, float* __restrict__ out,
-              const int n, const int rows, const int cols, const int out_stride, const int first) {
+              const int n, const int rows, const int cols, const int out_stride, const int first, const int adds) {
     LUCE_DYNAMIC_SHARED(u8, shared);
-    product_int8((int)blockIdx.x, weight, x, out, n, rows, cols, out_stride, first, shared);
+    product_int8((int)blockIdx.x, weight, x, out, n, rows, cols, out_stride, first, adds, shared);
 }
+
+#if ROWS == 1
+// norm_product_int8. Grid: ceil(rows / NORM_FEATURES) blocks of NORM_THREADS threads. Dynamic shared memory: alone_bytes, and
+// that of block_sums.
+extern "C" __global__ void __launch_bounds__(NORM_BOUNDS)
+    norm_matmul_int8(const u8* __restrict__ weight, const float* x, const float* __restrict__ factors, const float eps,
+                   float* __restrict__ out, const int rows, const int cols, const int first) {
+    LUCE_DYNAMIC_SHARED(u8, shared);
+    norm_product_int8((int)blockIdx.x, weight, x, factors, eps, out, rows, cols, first, shared);
+}
+#endif

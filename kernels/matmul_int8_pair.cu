@@ -4,7 +4,7 @@
 // Products of two weight matrices of different types with the same quantised rows of x, in one launch: the blocks of
 // the second use multiprocessors that the first leaves idle.
 #include "mma.h"
-#include "quantise.h"
+#include "norm_alone.h"
 
 #define QTYPE FIRST
 namespace first_of_pair {
@@ -36,13 +36,30 @@ namespace second_of_pair {
 extern "C" __global__ void __launch_bounds__(BOUNDS)
     matmul_int8_pair(const u8* __restrict__ weight, const u8* __restrict__ second, const u8* __restrict__ x,
                    float* __restrict__ out, const int n, const int rows, const int second_rows, const int cols,
-                   const int out_stride, const int first, const int second_first) {
+                   const int out_stride, const int first, const int second_first, const int adds) {
     LUCE_DYNAMIC_SHARED(u8, shared);
     const int block = (int)blockIdx.x, blocks = luce_ceil_div(rows, 16);
     if (block < blocks) {
-        first_of_pair::product_int8(block, weight, x, out, n, rows, cols, out_stride, first, shared);
+        first_of_pair::product_int8(block, weight, x, out, n, rows, cols, out_stride, first, adds, shared);
     } else {
         second_of_pair::product_int8(block - blocks, second, x, out, n, second_rows, cols, out_stride, second_first,
-                                     shared);
+                                     adds, shared);
     }
 }
+
+#if ROWS == 1
+// The same of the norm of one row, with arguments as of norm_matmul_int8. Grid: ceil(rows / NORM_FEATURES) blocks of both.
+extern "C" __global__ void __launch_bounds__(NORM_BOUNDS)
+    norm_matmul_int8_pair(const u8* __restrict__ weight, const u8* __restrict__ second, const float* x,
+                        const float* __restrict__ factors, const float eps, float* __restrict__ out, const int rows,
+                        const int second_rows, const int cols, const int first, const int second_first) {
+    LUCE_DYNAMIC_SHARED(u8, shared);
+    const int block = (int)blockIdx.x, blocks = luce_ceil_div(rows, NORM_FEATURES);
+    if (block < blocks) {
+        first_of_pair::norm_product_int8(block, weight, x, factors, eps, out, rows, cols, first, shared);
+    } else {
+        second_of_pair::norm_product_int8(block - blocks, second, x, factors, eps, out, second_rows, cols, second_first,
+                                          shared);
+    }
+}
+#endif

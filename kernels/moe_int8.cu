@@ -44,9 +44,6 @@ extern "C" __global__ void __launch_bounds__(64)
     out[(i64)(row * slots + slot) * half + feature0 + feature] = (gelu_gate ? gelu(own) : silu(own)) * other;
 }
 
-// Rows of x that a block quantises into shared memory: one after the other, each as if it were the only one.
-LUCE_FN int alone_bytes(int cols) { return luce_ceil_div(cols, SECTION) * section_bytes(1, INTEGER_SCALES); }
-
 // Loads of a thread in flight there; types with more scales have no registers for two.
 #define ALONE_LOADS (INTEGER_SCALES ? 2 : 1)
 
@@ -76,10 +73,10 @@ LUCE_FN void quantise_alone(const float* x, u8* to, int count, int cols) {
 }
 
 // out[r, j] = sum over the slots s < k, ascending, of weights[r, s] * (down of its expert times pair (r, s))[j], and
-// with one slot more, plus the shared expert's result, times sigmoid(shared_gate[r]) if `gated`. downs [experts, rows,
-// cols] and shared_down [rows, cols] in blocks of QTYPE; inner: a quantised row per pair, or, if `quantises`, values
-// float32 [pairs, cols], all slots of a row at a time; weights [n, k]; shared_gate elements gate_stride apart; out
-// float32 [n, rows]. The kernels before are quantise, unless `quantises`, expert_gated_int8, and then those that wrote
+// with one slot more, plus the shared expert's result, times sigmoid(shared_gate[r]) if `gated`; with `adds`, out += that.
+// downs [experts, rows, cols] and shared_down [rows, cols] in blocks of QTYPE; inner: a quantised row per pair, or, if
+// `quantises`, values float32 [pairs, cols], all slots of a row at a time; weights [n, k]; shared_gate elements gate_stride
+// apart; out float32 [n, rows]. The kernels before are quantise, unless `quantises`, expert_gated_int8, and then those that wrote
 // ids, weights and shared_gate.
 // Grid: (ceil(rows / 16), n) blocks of 32 * CHAINS threads for each of `at_once` slots at a time.
 // Dynamic shared memory: `sums_bytes`, a multiple of 16, for block_sums; if `quantises`, alone_bytes per slot; 18 words
@@ -89,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(640)
                    const float* __restrict__ weights, const float* __restrict__ shared_gate,
                    const u8* __restrict__ inner, const float* values, float* __restrict__ out, const int experts,
                    const int k, const int slots, const int at_once, const int rows, const int cols, const int gated,
-                   const int gate_stride, const int sums_bytes, const int quantises) {
+                   const int gate_stride, const int sums_bytes, const int quantises, const int adds) {
     LUCE_DYNAMIC_SHARED(u8, shared);
     u8* const quantised = shared + sums_bytes;
     float* const results = reinterpret_cast<float*>(quantised + (quantises ? slots * alone_bytes(cols) : 0));
@@ -107,6 +104,9 @@ extern "C" __global__ void __launch_bounds__(640)
         shares[slot] = chosen ? share : gated ? 1.0f + expf(-share) : 1.0f;
     }
     luce_sync();
+    const int own = luce_thread();
+    float* const to = out + (i64)row * rows + feature0 + own;
+    float before = 0.0f;
     for (int slot0 = 0; slot0 < slots; slot0 += at_once) {
         const auto operands = [&](int feature) {
             const int slot = luce_min(slot0 + feature / 16, slots - 1);
@@ -120,6 +120,7 @@ extern "C" __global__ void __launch_bounds__(640)
             return Operands{matrix + own * row_bytes(cols), matrix + all, x};
         };
         const auto prepare = [&] {
+            if (adds && own < 16 && feature0 + own < rows) before = *to;
             if (quantises) quantise_alone(values + (i64)row * slots * cols, quantised, slots, cols);
         };
         const float* partial = block_sums<1, 2>(operands, at_once, cols, shared, prepare);
@@ -129,11 +130,10 @@ extern "C" __global__ void __launch_bounds__(640)
         }
         luce_sync();  // the next slots' units overwrite the partial sums
     }
-    const int own = luce_thread();
     if (own < 16 && feature0 + own < rows) {
         float sum = 0.0f;
         for (int slot = 0; slot < k; slot++) sum = fmaf(shares[slot], results[slot * 16 + own], sum);
         if (slots > k) sum += results[k * 16 + own] / shares[k];
-        out[(i64)row * rows + feature0 + own] = sum;
+        *to = adds ? before + sum : sum;
     }
 }

@@ -1,16 +1,19 @@
 // The RMS norm of one row by each block that reads it, with the bits of norm.cu: a launch for one row is almost all latency.
 //
-// A thread takes the places of up to TURNS threads of norm.cu's block in turn, whole waves at a time, and the waves' sums are
-// added in the same order. d is a multiple of 32, at most ALONE_COLUMNS * TURNS * the block's threads and at most 8192; both
-// the row and its weight float32 [d] lie at multiples of 16 bytes.
+// Threads take the places of norm.cu's, in turns if they are fewer, whole waves at a time, and the waves' sums are added in the
+// same order. d is a multiple of 32; the row and its weight, float32 [d], lie at multiples of 16 bytes.
 #pragma once
 #include "quantise.h"
 
 // Columns that a thread of norm.cu holds (HELD there), by accesses of four.
 #define ALONE_COLUMNS 8
 
-// The weight of a norm. Construct it before luce_await, so that its loads are under way while earlier kernels run.
-template <int TURNS> struct NormAlone {
+// The weight of a norm, in a block of THREADS threads; d is at most MOST, which is at most 8192. Construct it before
+// luce_await, so that its loads are under way while earlier kernels run.
+template <int MOST, int THREADS> struct NormAlone {
+    static constexpr int WAVES = (MOST + ALONE_COLUMNS * 64 - 1) / (ALONE_COLUMNS * 64) * 64 / LUCE_LANES;
+    static constexpr int TURNS = (WAVES * LUCE_LANES + THREADS - 1) / THREADS;
+
     float4 factors[TURNS][ALONE_COLUMNS / 4];
     int d, threads;  // of norm.cu's block
 
@@ -23,13 +26,15 @@ template <int TURNS> struct NormAlone {
         }
     }
 
-    // Of norm.cu's block, in a turn of this thread; a whole wave has one there or none.
-    __device__ __forceinline__ int place(int turn) const { return turn * luce_threads() + luce_thread(); }
+    // In norm.cu's block, of a turn of this thread; a whole wave has one there or none.
+    __device__ __forceinline__ int place(int turn) const { return turn * THREADS + luce_thread(); }
+    __device__ __forceinline__ bool live(int turn) const { return place(turn) < threads; }
     __device__ __forceinline__ int column(int turn, int n) const { return (place(turn) + n * threads) * 4; }
 
     __device__ __forceinline__ float4 load(const float* from, int turn, int n) const {
-        const bool live = place(turn) < threads && column(turn, n) < d;
-        return live ? *reinterpret_cast<const float4*>(from + column(turn, n)) : float4{0.0f, 0.0f, 0.0f, 0.0f};
+        float4 four = {0.0f, 0.0f, 0.0f, 0.0f};
+        if (live(turn) && column(turn, n) < d) four = *reinterpret_cast<const float4*>(from + column(turn, n));
+        return four;
     }
 
     // Every thread of the block calls it, behind luce_await. x is not `const __restrict__` in the kernel, or it might be read
@@ -55,15 +60,18 @@ template <int TURNS> struct NormAlone {
                 for (int e = 0; e < 4; e++) sum = fmaf(held[turn][n][e], held[turn][n][e], sum);
             }
             sum = luce_lane_sum(sum);
-            if (luce_lane() == 0 && place(turn) < threads) partial[place(turn) / LUCE_LANES] = sum;
+            if (luce_lane() == 0 && live(turn)) partial[place(turn) / LUCE_LANES] = sum;
         }
         luce_sync();
         float sum = partial[0];
-        for (int wave = 1; wave < threads / LUCE_LANES; wave++) sum += partial[wave];
+#pragma unroll
+        for (int wave = 1; wave < WAVES; wave++) {
+            if (wave < threads / LUCE_LANES) sum += partial[wave];
+        }
         const float scale = 1.0f / sqrtf(sum / (float)d + eps);
 #pragma unroll
         for (int turn = 0; turn < TURNS; turn++) {
-            if (place(turn) >= threads) continue;
+            if (!live(turn)) continue;
 #pragma unroll
             for (int n = 0; n < ALONE_COLUMNS / 4; n++) {
                 const float4 factor = factors[turn][n];
@@ -77,8 +85,8 @@ template <int TURNS> struct NormAlone {
 };
 
 // The norm of x as the only quantised row at `to` in shared memory (quantise.h), complete for all threads of the block.
-template <int TURNS>
-LUCE_FN void norm_alone(const NormAlone<TURNS>& norm, const float* x, float eps, u8* to, bool wide) {
+template <int MOST, int THREADS>
+LUCE_FN void norm_alone(const NormAlone<MOST, THREADS>& norm, const float* x, float eps, u8* to, bool wide) {
     const Bytes bytes = {to, 1, wide};
     norm(x, eps, [&](const float(&values)[4], int column) {
         quantise_columns(values, in_section(column, norm.d), column, 0, bytes);
@@ -87,7 +95,8 @@ LUCE_FN void norm_alone(const NormAlone<TURNS>& norm, const float* x, float eps,
 }
 
 // The same as floats [d].
-template <int TURNS> LUCE_FN void norm_alone(const NormAlone<TURNS>& norm, const float* x, float eps, float* to) {
+template <int MOST, int THREADS>
+LUCE_FN void norm_alone(const NormAlone<MOST, THREADS>& norm, const float* x, float eps, float* to) {
     norm(x, eps, [&](const float(&values)[4], int column) {
         if (column < norm.d) *reinterpret_cast<float4*>(to + column) = float4{values[0], values[1], values[2], values[3]};
     });

@@ -1,6 +1,7 @@
 // One block of a product of few quantised rows: for matmul_int8.cu, and for matmul_int8_pair.cu, which includes this
 // once for each of two types. Tensor cores multiply many rows where targets have them, with the same bits.
 #include "mma.h"
+#include "norm_alone.h"
 #define BY_TILES (LUCE_MMA_S8 && ROWS >= 8 && CHAINS >= 4)
 #if BY_TILES
 #include "mma_int8.h"
@@ -27,23 +28,67 @@
 #endif
 
 // out[r, first + j] = sum over k of x[r, k] * weight[j, k], for r < n <= ROWS and the FEATURES features j from
-// FEATURES * block on that are below `rows`; x: ROWS quantised rows.
+// FEATURES * block on that are below `rows`; x: ROWS quantised rows. With `adds`, where ROWS is 1, out += that.
 LUCE_FN void product_int8(int block, const u8* __restrict__ weight, const u8* __restrict__ x, float* __restrict__ out,
-                        int n, int rows, int cols, int out_stride, int first, u8* shared) {
+                        int n, int rows, int cols, int out_stride, int first, bool adds, u8* shared) {
     const int feature0 = block * FEATURES;
     const u8* end = weight + rows * row_bytes(cols);
     const auto row = [&](int feature) { return weight + luce_min(feature0 + feature, rows - 1) * row_bytes(cols); };
+    float* const to = out + first + feature0;
+    // What is added to. Behind the sums it is one more wait for memory, but types with more scales have no register for it.
+    const bool early = ROWS == 1 && INTEGER_SCALES;
+    float before = 0.0f;
 #if BY_TILES
     const float* partial = tile_sums([&](int feature) { return TileRow{row(feature), end}; }, x, cols, shared);
 #else
     const auto operands = [&](int feature) { return Operands{row(feature), end, {x, ROWS, 0}}; };
-    const float* partial = block_sums<ROWS, 2>(operands, 1, cols, shared);
+    const auto prepare = [&] {
+        const int feature = (int)threadIdx.x;
+        if (early && adds && feature < luce_min(FEATURES, rows - feature0)) before = to[feature];
+    };
+    const float* partial = block_sums<ROWS, 2>(operands, 1, cols, shared, prepare);
 #endif
     const int stride = PARTIAL_STRIDE(FEATURES);
 #pragma unroll 1
     for (int i = (int)threadIdx.x; i < FEATURES * n; i += (int)blockDim.x) {
         const int feature = i % FEATURES, r = i / FEATURES;
-        const float sum = chain_sum(partial + r * stride + feature, ROWS * stride);
-        if (feature0 + feature < rows) out[(i64)r * out_stride + first + feature0 + feature] = sum;
+        float sum = chain_sum(partial + r * stride + feature, ROWS * stride);
+        if (feature0 + feature >= rows) continue;
+        if (ROWS == 1 && adds) sum += early ? before : to[feature];
+        to[(i64)r * out_stride + feature] = sum;
     }
 }
+
+#if ROWS == 1
+// Of a product that norms its row: tiles of a block, and units of a chain in flight or in use. No chain has more than two, so
+// all of a block's weights are under way before luce_await.
+#ifndef NORM_TILES
+#define NORM_TILES 3
+#endif
+#ifndef NORM_STAGES
+#define NORM_STAGES 3
+#endif
+#define NORM_FEATURES (16 * NORM_TILES)
+#define NORM_THREADS ((32 * CHAINS * NORM_TILES + LUCE_LANES - 1) / LUCE_LANES * LUCE_LANES)
+#if LUCE_MMA_S8
+#define NORM_BOUNDS NORM_THREADS, (INTEGER_SCALES ? 1024 : 768) / NORM_THREADS
+#else
+#define NORM_BOUNDS NORM_THREADS
+#endif
+
+// out[first + j] = sum over k of y[k] * weight[j, k] with y the norm of x float32 [cols], as rms_norm of norm.cu quantises
+// it; factors float32 [cols], and cols is at most 512 * CHAINS. In shared memory that row lies in front of the units.
+LUCE_FN void norm_product_int8(int block, const u8* __restrict__ weight, const float* x, const float* __restrict__ factors,
+                             float eps, float* __restrict__ out, int rows, int cols, int first, u8* shared) {
+    const int feature0 = block * NORM_FEATURES, feature = (int)threadIdx.x;
+    const NormAlone<512 * CHAINS, NORM_THREADS> norm(factors, cols);
+    const u8* end = weight + rows * row_bytes(cols);
+    const auto operands = [&](int of) {
+        return Operands{weight + luce_min(feature0 + of, rows - 1) * row_bytes(cols), end, {shared, 1, 0}};
+    };
+    const auto prepare = [&] { norm_alone(norm, x, eps, shared, INTEGER_SCALES); };
+    const float* partial = block_sums<1, NORM_STAGES>(operands, NORM_TILES, cols, shared + alone_bytes(cols), prepare);
+    if (feature < luce_min(NORM_FEATURES, rows - feature0))
+        out[first + feature0 + feature] = chain_sum(partial + feature, PARTIAL_STRIDE(NORM_FEATURES));
+}
+#endif

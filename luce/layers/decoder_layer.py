@@ -16,7 +16,10 @@ from luce.layers.short_conv import ShortConvLayer
 from luce.models.spec import Activation
 from luce.ops.activation import add, gated_activation, scale, softcap
 from luce.ops.embedding import embed, take_rows
-from luce.ops.matmul import Rows, int8_group, matmul, product
+from luce.ops.fp16 import Fp16Rows
+from luce.ops.int8_rows import Int8Rows
+from luce.ops.matmul import Rows, add_product, adds_row, int8_group, matmul, product
+from luce.ops.norm import Unnormed
 from luce.ops.quantise import quantise
 from luce.ops.scaled_products import Product, to_floats
 from luce.ops.weight import Weight
@@ -40,19 +43,27 @@ class Residual:
     #: float32 [rows, (copies - 1) hidden] in models that keep copies of the stream beside x
     beside: Array | None = None
 
-    def norm(self, norm: Norm, reader: Weight, *, fp16: bool = False) -> Rows:
+    def norm(self, norm: Norm, reader: Weight, *, alone: bool = False) -> Rows:
         """The norm of x + delta, which leaves the sum in x, as Norm.of_sum makes it for `reader`."""
-        y = norm.of_sum(self.device, self.x, self.delta, reader, fp16=fp16)
+        y = norm.of_sum(self.device, self.x, self.delta, reader, alone=alone)
         self.delta = None
         return y
 
-    def read(self, norm: Norm | None, reader: Weight, *, fp16: bool = False) -> Rows:
+    def read(self, norm: Norm | None, reader: Weight, *, alone: bool = False) -> Rows:
         """`norm`, or without one x + delta itself."""
         if norm is not None:
-            return self.norm(norm, reader, fp16=fp16)
+            return self.norm(norm, reader, alone=alone)
         x = self.settle()
         group = int8_group(self.device, x.shape[0], reader)
         return quantise(self.device, x, group) if group else x
+
+    def add_product(self, y: Rows, weight: Weight) -> None:
+        """x + y W^T: at once where the product does so, else `delta`. Nothing is pending."""
+        if adds_row(self.device, y.shape[0], weight):
+            assert not isinstance(y, Fp16Rows | Int8Rows | Unnormed)
+            add_product(self.device, y, weight, self.x)
+        else:
+            self.delta = product(self.device, y, weight)
 
     def settle(self) -> Array:
         """x, after the pending addition."""
@@ -92,20 +103,22 @@ class DecoderLayer:
             inner = self._convolved(self.convs[1], stream, self.ffn_norm, step, self.ffn)
             stream.delta = self._behind(stream.device, inner, self.ffn_post_norm)
             return
-        fp16 = self.mixer.only_multiplies and not self.parallel
-        y = stream.read(self.mixer_norm, self.mixer.input_weight, fp16=fp16)
+        alone = self.mixer.only_multiplies and not self.parallel
+        y = stream.read(self.mixer_norm, self.mixer.input_weight, alone=alone)
         if self.parallel:
             mixed = self.mixer(y, step)
             add(stream.device, mixed, self.ffn(y))
             stream.delta = self._behind(stream.device, mixed, None)
             return
         if self._added_alone(self.mixer_post_norm) and isinstance(self.mixer, AttentionLayer | DeltaNetLayer):
-            stream.delta = product(stream.device, self.mixer.mix(y, step), self.mixer.out)
+            stream.add_product(self.mixer.mix(y, step), self.mixer.out)
         else:
             stream.delta = self._behind(stream.device, self.mixer(y, step), self.mixer_post_norm)
-        y = stream.read(self.ffn_norm, self.ffn.input_weight, fp16=self.ffn.only_multiplies)
+        y = stream.read(self.ffn_norm, self.ffn.input_weight, alone=self.ffn.only_multiplies)
         if self._added_alone(self.ffn_post_norm) and isinstance(self.ffn, GatedMLPLayer):
-            stream.delta = product(stream.device, self.ffn.inner(y), self.ffn.down)
+            stream.add_product(self.ffn.inner(y), self.ffn.down)
+        elif self._added_alone(self.ffn_post_norm) and isinstance(self.ffn, MoELayer) and self.ffn.adds(y.shape[0]):
+            self.ffn(y, to=stream.x)
         else:
             stream.delta = self._behind(stream.device, self.ffn(y), self.ffn_post_norm)
 

@@ -8,6 +8,7 @@ from luce.ops.embedding import take_rows
 from luce.ops.fp16 import Fp16Rows
 from luce.ops.int8_rows import Int8Rows
 from luce.ops.matmul import Rows, fp16_top, matmul, product, sole_int8_group
+from luce.ops.norm import Unnormed
 from luce.ops.quantise import Quantised
 from luce.ops.scaled_products import Product
 from luce.ops.weight import Weight
@@ -60,7 +61,7 @@ class DeltaNetLayer:
         x = matmul(device, y, self.input_weight)
         if self._places is not None:
             mixed = self._mix(x, step.spans)
-            assert not isinstance(mixed, Quantised | Fp16Rows | Int8Rows)
+            assert not isinstance(mixed, Quantised | Fp16Rows | Int8Rows | Unnormed)
             rows, heads = len(x), self._places.shape[1]
             each = take_rows(device, mixed.reshape(rows * heads, -1), self._places[:rows].reshape(-1))
             return each.reshape(rows, -1)

@@ -76,8 +76,16 @@ class MoELayer:
         """Whether up to `invariant_rows` rows are multiplied with the shared MLP as with one more expert."""
         return self._joined is not None
 
-    def __call__(self, y: Array | Quantised, routed_by: Array | None = None) -> Array:
-        """y float32 [rows, hidden] -> float32 [rows, hidden]; the router reads `routed_by`, or y if that is None."""
+    def adds(self, rows: int) -> bool:
+        """Whether the result of so many rows can be added to an array."""
+        alone = self._shared is None or self._joined is not None
+        return self._int8 is not None and alone and int8_group(self._device, rows, self.input_weight) > 0
+
+    def __call__(self, y: Array | Quantised, routed_by: Array | None = None, to: Array | None = None) -> Array:
+        """y float32 [rows, hidden] -> float32 [rows, hidden]; the router reads `routed_by`, or y if that is None.
+
+        With `to`, float32 [rows, hidden] contiguous, where `adds` is true: to += that, and `to`.
+        """
         device, spec = self._device, self._spec
         int8 = self._int8 if y.shape[0] <= self.invariant_rows else None
         experts = self._experts
@@ -105,7 +113,7 @@ class MoELayer:
             chosen = routing.ids, routing.weights, int8, spec.activation, joined, gate
             if group := int8_group(device, y.shape[0], self.input_weight):
                 x = y if isinstance(y, Quantised) else quantise(device, y, group)
-                out = expert_mlp(device, x, *chosen)
+                out = expert_mlp(device, x, *chosen, to)
             else:
                 out = expert_mlp_rows(device, y.x if isinstance(y, Quantised) else y, *chosen)
             shared = None if self._shared is None or joined is not None else self._shared(y)

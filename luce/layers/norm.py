@@ -7,9 +7,17 @@ from dataclasses import dataclass
 from luce.ops.activation import add
 from luce.ops.fp16 import Halves
 from luce.ops.int8_rows import Int8Sums
-from luce.ops.matmul import Rows, fp16_top, int8_group
+from luce.ops.matmul import Rows, fp16_top, int8_group, norms_row
 from luce.ops.matmul_prefill import multiplies_int8
-from luce.ops.norm import add_rms_norm, layer_norm, quantised_rms_norm, rms_norm, rms_norm_to_fp16, rms_norm_to_int8
+from luce.ops.norm import (
+    Unnormed,
+    add_rms_norm,
+    layer_norm,
+    quantised_rms_norm,
+    rms_norm,
+    rms_norm_to_fp16,
+    rms_norm_to_int8,
+)
 from luce.ops.quantise import quantise
 from luce.ops.scaled_products import Product, to_floats
 from luce.ops.weight import Weight
@@ -32,15 +40,17 @@ class Norm:
             return layer_norm(device, x, self.weight, self.bias, self.eps)
         return rms_norm(device, x, self.weight, self.eps)
 
-    def of_sum(self, device: Device, x: Array, delta: Product | None, reader: Weight, *, fp16: bool = False) -> Rows:
+    def of_sum(self, device: Device, x: Array, delta: Product | None, reader: Weight, *, alone: bool = False) -> Rows:
         """The norm of x + delta, which leaves the sum in x; quantised if products with `reader` read int8.
 
-        `fp16`: nothing but products with `reader` reads the norm, so that it may be fp16 or int8 alone.
+        `alone`: nothing but products with `reader` reads the norm, so that it may be fp16 or int8 alone, or Unnormed.
         """
-        if fp16 and not self.centred and multiplies_int8(device, x.shape[0], reader):
+        if alone and not self.centred and delta is None and norms_row(device, x.shape[0], reader):
+            return Unnormed(x, self.weight, self.eps)
+        if alone and not self.centred and multiplies_int8(device, x.shape[0], reader):
             own = to_floats(device, delta) if isinstance(delta, Halves) else delta
             return rms_norm_to_int8(device, x, own, self.weight, self.eps)
-        top = fp16_top(device, x.shape[0], reader) if fp16 and not self.centred else None
+        top = fp16_top(device, x.shape[0], reader) if alone and not self.centred else None
         if top is not None:
             own = to_floats(device, delta) if isinstance(delta, Int8Sums) else delta
             return rms_norm_to_fp16(device, x, own, self.weight, self.eps, top)

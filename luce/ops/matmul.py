@@ -14,7 +14,8 @@ This module and expert_matmul (moe.py) choose the way of each product:
 | more              | any                      | x and weights as fp16, F32 weights as float32 (matmul_prefill.py)  |
 
 What makes x may make it as int8 or as fp16 at once (int8_group, fp16_top, and multiplies_int8 of
-matmul_prefill.py).
+matmul_prefill.py). A product of one row may take it without its norm (`norms_row`), and add its result to the stream
+(`adds_row`): then the norm is no launch, which takes longer than its work.
 
 For up to FEW_ROWS rows (decoding, verification) a kernel reads each quant block of the weights once for all rows. The
 order of the sums is the same for every such number of rows, so a row has the same bits in all of them.
@@ -33,10 +34,11 @@ from luce.ops.fp16 import TOP, Fp16Rows
 from luce.ops.half_products import halves, has_halves
 from luce.ops.int8_rows import Int8Rows
 from luce.ops.matmul_bf16 import Split, multiply_bf16, split_rows, takes_tiles
-from luce.ops.matmul_int8 import INT8_TYPES, group_for, multiply, multiply_pair, pairs
+from luce.ops.matmul_int8 import INT8_TYPES, group_for, multiply, norms, pairs
 from luce.ops.matmul_packed import multiply_packed
 from luce.ops.matmul_prefill import BLAS_ROWS, has_int8_sums, int8_sums, matmul_prefill
 from luce.ops.matmul_rows import multiply_rows, takes_rows
+from luce.ops.norm import Unnormed
 from luce.ops.quantise import Quantised, quantise
 from luce.ops.scaled_products import Product
 from luce.ops.weight import Weight, WeightPart
@@ -50,18 +52,20 @@ FEW_ROWS = 16
 MANY_ROWS = BLAS_ROWS - 1
 # The constant of kernels/matmul_vec.cu.
 _WAVES = 4
+# Elements of a weight whose blocks norm a row: each of them reads it from the second-level cache. 27B has more.
+_NORM_ELEMENTS = 1 << 25
 
 
 #: rows as products read them
-Rows = Array | Quantised | Fp16Rows | Int8Rows
+Rows = Array | Quantised | Fp16Rows | Int8Rows | Unnormed
 
 
 def matmul(device: Device, x: Rows, weight: Weight) -> Array:
     """x float32 [n, cols] (any row stride) times weight [rows, cols] transposed, plus its bias: float32 [n, rows].
 
     Quantised rows need no float32 values if all parts of the weight multiply int8 in the rows' groups. Rows are fp16
-    only where `fp16_top` says so, and int8 where `multiplies_int8` does. Sums are accumulated in float32. Raises
-    ValueError if the inner dimensions differ.
+    only where `fp16_top` says so, int8 where `multiplies_int8` does, and not normed where `norms_row` does. Sums are
+    accumulated in float32. Raises ValueError if the inner dimensions differ.
     """
     if x.shape[1] != weight.cols:
         raise ValueError(f"matmul: x has {x.shape[1]} features, the weight {weight.cols}")
@@ -82,6 +86,25 @@ def matmul(device: Device, x: Rows, weight: Weight) -> Array:
     if weight.bias is not None and x.shape[0]:
         add_bias(device, out, weight.bias)
     return out
+
+
+def norms_row(device: Device, rows: int, weight: Weight) -> bool:
+    """Whether products of `rows` rows with the weight take the row as Unnormed."""
+    if isinstance(device, HostDevice) or rows != 1 or weight.rows * weight.cols > _NORM_ELEMENTS:
+        return False
+    return all(norms(device, part, weight.cols) for part in weight.parts)
+
+
+def adds_row(device: Device, rows: int, weight: Weight) -> bool:
+    """Whether `add_product` takes the weight and `rows` rows."""
+    if isinstance(device, HostDevice) or rows != 1 or weight.bias is not None:
+        return False
+    return all(part.type in INT8_TYPES for part in weight.parts)
+
+
+def add_product(device: Device, x: Array | Quantised, weight: Weight, to: Array) -> None:
+    """to += x W^T, where `adds_row` is true: the bits of `add` of the product. x of one row; to float32 [1, rows]."""
+    _few(device, x, weight, to, adds=True)
 
 
 def matmul_row(device: Device, x: Array, row: Weight) -> Array:
@@ -106,7 +129,7 @@ def invariant_rows(device: Device, weight: Weight) -> int:
 
 def product(device: Device, x: Rows, weight: Weight) -> Product:
     """`matmul`, or its sums where it is a product of int8 rows without a bias, or its halves where there are such."""
-    if isinstance(x, Quantised):
+    if isinstance(x, Quantised | Unnormed):
         return matmul(device, x, weight)
     if has_int8_sums(device, x.shape[0], weight):
         return int8_sums(device, x, weight)
@@ -142,9 +165,9 @@ def sole_int8_group(device: Device, rows: int, weight: Weight) -> int:
     return group if alone else 0
 
 
-def _few(device: Device, x: Array | Quantised, weight: Weight, out: Array) -> None:
+def _few(device: Device, x: Array | Quantised | Unnormed, weight: Weight, out: Array, *, adds: bool = False) -> None:
     quantised = {x.group: x} if isinstance(x, Quantised) else {}
-    floats = x.x if isinstance(x, Quantised) else x
+    floats = x.x if isinstance(x, Quantised | Unnormed) else x
     split: Split | None = None
     joined = None
     for part, following in itertools.zip_longest(weight.parts, weight.parts[1:]):
@@ -152,12 +175,14 @@ def _few(device: Device, x: Array | Quantised, weight: Weight, out: Array) -> No
             continue
         if part.type in INT8_TYPES:
             group = group_for(part.type)
-            own = quantised[group] = quantised.get(group) or quantise(device, floats, group)
-            if following is not None and pairs(device, own, part, following, weight.cols):
-                multiply_pair(device, own, part, following, weight.cols, out)
-                joined = following
+            if isinstance(x, Unnormed):
+                own: Quantised | Unnormed = x
             else:
-                multiply(device, own, part, weight.cols, out)
+                own = quantised[group] = quantised.get(group) or quantise(device, floats, group)
+            together = [part]
+            if following is not None and pairs(device, own, part, following, weight.cols):
+                together.append(joined := following)
+            multiply(device, own, together, weight.cols, out, adds=adds)
         elif part.type == GGMLQuantizationType.BF16 and takes_tiles(device, part, weight.cols):
             split = split or split_rows(device, floats)
             multiply_bf16(device, split, part, weight.cols, out)

@@ -7,13 +7,15 @@ number of rows, alone or among others, on every device with kernels.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from luce.ops.norm import Unnormed
 from luce.ops.quantise import BLOCK, SECTION, Quantised, section_bytes
 from luce.ops.weight import WeightPart
 from luce.runtime.device import Array, Device
@@ -26,6 +28,9 @@ _FLOAT_SCALES = frozenset({_T.Q4_0, _T.Q8_0})
 # The constants of dot_int8.h and mma_int8.h: rows of a tile, threads of a worker, columns of a unit, units in flight.
 _TILE, _WORKER, _UNIT_COLS, _STAGES = 16, 32, 256, 2
 _PARTIAL_PAD = 4
+# Of a product that norms its row (kernels/product_int8.h): tiles of a block, units of a chain in flight, and how many
+# it has at most; bytes of shared memory for the waves' sums.
+_NORM_TILES, _NORM_STAGES, _NORM_UNITS, _NORM_SUMS = 3, 3, 2, 128
 # A weight of so few rows makes fewer blocks than large GPUs have multiprocessors.
 _FEW_FEATURES = 1024
 # From so many rows of x on, tensor cores multiply; log2 of the chains that their kernels are built with.
@@ -55,18 +60,39 @@ class Shape:
     defines: Mapping[str, int | str] = field(default_factory=dict)
 
 
-def multiply(device: Device, x: Quantised, part: WeightPart, cols: int, out: Array) -> None:
-    """Write one part's columns of out [n, rows] = x W^T: x of n <= 16 rows in the group of its type in INT8_TYPES."""
-    shape = _part_shape(device, x, part, cols)
-    sizes = (x.count, part.rows, cols, out.strides[0] // 4, part.first)
+def multiply(
+    device: Device,
+    x: Quantised | Unnormed,
+    parts: Sequence[WeightPart],
+    cols: int,
+    out: Array,
+    *,
+    adds: bool = False,
+) -> None:
+    """Write the columns of one part, or of two that `pairs` joins, of out [n, rows] = x W^T in one launch: the second
+    part's blocks use multiprocessors that the first leaves idle.
+
+    x of n <= 16 rows in the group of the types, which are in INT8_TYPES, or one row where `norms` is true. `adds`: of
+    one quantised row, out += that.
+    """
+    shapes = [_part_shape(device, x, part, cols) for part in parts]
+    kernel, defines = "matmul_int8", {"QTYPE": parts[0].type.name}
+    if len(parts) > 1:
+        kernel, defines = "matmul_int8_pair", {"FIRST": parts[0].type.name, "SECOND": parts[1].type.name}
+    data, rows, firsts = zip(*((part.data, part.rows, part.first) for part in parts), strict=True)
+    row: tuple[Any, ...] = (x.x, x.weight, np.float32(x.eps)) if isinstance(x, Unnormed) else (x.data,)
+    sizes: tuple[int, ...] = (*rows, cols, *firsts)
+    if isinstance(x, Quantised):
+        sizes = (x.count, *rows, cols, out.strides[0] // 4, *firsts, adds)
+    features = _TILE * shapes[0].tiles
     device.launch(
-        "matmul_int8",
-        "matmul_int8",
-        (-(-part.rows // (_TILE * shape.tiles)),),
-        (shape.threads,),
-        (part.data, x.data, out, *(np.int32(size) for size in sizes)),
-        defines={"QTYPE": part.type.name, "ROWS": x.padded, **shape.defines},
-        shared=shape.shared,
+        kernel,
+        f"norm_{kernel}" if isinstance(x, Unnormed) else kernel,
+        (sum(-(-count // features) for count in rows),),
+        (shapes[0].threads,),
+        (*data, *row, out, *(np.int32(size) for size in sizes)),
+        defines={**defines, "ROWS": x.padded if isinstance(x, Quantised) else 1, **shapes[0].defines},
+        shared=max(shape.shared for shape in shapes),
     )
 
 
@@ -74,32 +100,36 @@ def multiply(device: Device, x: Quantised, part: WeightPart, cols: int, out: Arr
 _PAIRS = frozenset({(_T.Q5_K, _T.Q4_K), (_T.Q4_K, _T.Q6_K)})
 
 
-def pairs(device: Device, x: Quantised, first: WeightPart, second: WeightPart, cols: int) -> bool:
-    """Whether multiply_pair takes these parts: a kernel has both types, with as many chains and one tile a block."""
+def pairs(device: Device, x: Quantised | Unnormed, first: WeightPart, second: WeightPart, cols: int) -> bool:
+    """Whether `multiply` joins these parts: a kernel has both types, with as many chains and no further defines."""
     if (first.type, second.type) not in _PAIRS:
         return False
-    one, other = (_part_shape(device, x, part, cols) for part in (first, second))
-    return one.chain_bits == other.chain_bits and one.tiles == other.tiles == 1
+    one, other = (_part_shape(device, x, part, cols).defines for part in (first, second))
+    return one == other and one.keys() == {"CHAINS"}
 
 
-def multiply_pair(device: Device, x: Quantised, first: WeightPart, second: WeightPart, cols: int, out: Array) -> None:
-    """Write two parts' columns in one launch: the second's blocks use multiprocessors that the first leaves idle."""
-    one, other = (_part_shape(device, x, part, cols) for part in (first, second))
-    sizes = (x.count, first.rows, second.rows, cols, out.strides[0] // 4, first.first, second.first)
-    device.launch(
-        "matmul_int8_pair",
-        "matmul_int8_pair",
-        (-(-first.rows // _TILE) - (-second.rows // _TILE),),
-        (one.threads,),
-        (first.data, second.data, x.data, out, *(np.int32(size) for size in sizes)),
-        defines={"FIRST": first.type.name, "SECOND": second.type.name, "ROWS": x.padded, **one.defines},
-        shared=max(one.shared, other.shared),
-    )
+def norms(device: Device, part: WeightPart, cols: int) -> bool:
+    """Whether a product of one row with a part can norm the row itself: every block does, while all of its weights are
+    on their way."""
+    if part.type not in INT8_TYPES:
+        return False
+    shape = norm_shape(part.type, part.rows, cols, device.lanes)
+    return cols <= _NORM_UNITS * _UNIT_COLS << shape.chain_bits and shape.shared + _NORM_SUMS <= device.shared_limit
 
 
-def _part_shape(device: Device, x: Quantised, part: WeightPart, cols: int) -> Shape:
+def _part_shape(device: Device, x: Quantised | Unnormed, part: WeightPart, cols: int) -> Shape:
+    if isinstance(x, Unnormed):
+        return norm_shape(part.type, part.rows, cols, device.lanes)
     limit = device.shared_limit if "BF16" in device.products else 0
     return dense_shape(part.type, part.rows, cols, x.padded, device.lanes, limit)
+
+
+@lru_cache(1024)
+def norm_shape(type: GGMLQuantizationType, rows: int, cols: int, lanes: int) -> Shape:
+    """The thread block of a dense product that norms its row, which lies in front of the units in shared memory."""
+    shape = block_shape(type, cols, 1, _NORM_TILES, chain_bits(type, rows, cols), lanes, _NORM_STAGES)
+    row = -(-cols // SECTION) * section_bytes(1, group_for(type))
+    return replace(shape, shared=shape.shared + row, tiles=_NORM_TILES)
 
 
 @lru_cache(1024)

@@ -95,13 +95,14 @@ def expert_mlp(
     activation: Activation,
     shared: ExpertWeights | None,
     shared_gate: Array | None,
+    to: Array | None = None,
 ) -> Array:
     """Sum over the slots s of weights[r, s] * mlp(ids[r, s])(x[r]), plus mlp(shared)(x[r]), which is multiplied by
     sigmoid(shared_gate[r]) if there is a gate: float32 [n, rows].
 
     x of n <= 16 rows in the group of the gates' type; ids int32 [n, k]; weights float32 [n, k]; `shared`, if any, joins
     the chosen experts; shared_gate float32 [n, 1] (any row stride). Sums of a row run over the slots in order, the
-    shared expert last.
+    shared expert last. With `to`, float32 [n, rows] contiguous: to += that, rounded once more, and `to`.
     """
     n, k = ids.shape
     values = _gated(device, x, ids, chosen, activation, shared)
@@ -110,7 +111,7 @@ def expert_mlp(
     shape, at_once, kept = _down_shape(down.type, chosen.inner, slots, n == 1, device.lanes, device.shared_limit)
     # The kernel dereferences one of the two.
     inner = values if kept else quantise(device, values, group, padded=len(values)).data
-    out = device.empty((n, rows))
+    out = device.empty((n, rows)) if to is None else to
     gate, stride = (weights, 0) if shared_gate is None else (shared_gate, shared_gate.strides[0] // 4)
     sizes = (
         chosen.experts,
@@ -123,6 +124,7 @@ def expert_mlp(
         stride,
         shape.shared,
         kept > 0,
+        to is not None,
     )
     other = down if shared is None else shared.downs  # without one, the kernel does not dereference it, nor `gate`
     device.launch(

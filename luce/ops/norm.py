@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -17,6 +17,22 @@ from luce.runtime.host import HostDevice
 
 # Threads of a block that norms heads, one per wave.
 _HEAD_THREADS = 128
+
+
+@dataclass(frozen=True)
+class Unnormed:
+    """A row for products that norm it themselves: rms(x) * weight is what they multiply."""
+
+    #: float32 [1, d]
+    x: Array
+    #: float32 [d]
+    weight: Array
+    eps: float
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows, which is 1, and columns."""
+        return 1, self.x.shape[1]
 
 
 def rms_norm(device: Device, x: Array, weight: Array, eps: float) -> Array:
