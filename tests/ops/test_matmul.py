@@ -16,7 +16,7 @@ from luce.gguf.quants import dequantize
 from luce.ops import matmul_rows, matmul_rows_wgmma
 from luce.ops import weight as weight_module
 from luce.ops.embedding import embed
-from luce.ops.matmul import matmul
+from luce.ops.matmul import adds_row, matmul, norms_row
 from luce.ops.matmul_prefill import BLAS_ROWS
 from luce.ops.weight import KERNEL_TYPES, Weight, WeightPart, upload_weight
 from luce.runtime.device import Device
@@ -396,6 +396,79 @@ def test_quantised_gate(device: Device, n: int, cols: int, activation: Activatio
 @on_devices("n", host=[], emulated=[2, 17], gpu=[1, 2, 16, 17, 100])
 def test_parts_lie_side_by_side(device: Device, n: int) -> None:
     checks.check_parts(device, n)
+
+
+# Of one, two, four and eight chains; rows that end within a section, a thread's place of norm.cu's block, and a chain's
+# second units; tiles that end within a block.
+NORMED = [
+    ("Q8_0", 5, 32),
+    ("Q4_0", 50, 480),
+    ("Q8_0", 97, 576),
+    ("Q6_K", 17, 768),
+    ("Q4_K", 49, 1024),
+    ("Q5_K", 47, 1536),
+    ("Q6_K", 33, 2048),
+    ("Q4_0", 9, 2016),
+    ("Q4_K", 16, 4096),
+]
+
+
+@on_devices("name, rows, cols", NORMED, host=[])
+def test_product_that_norms_its_row(device: Device, name: str, rows: int, cols: int) -> None:
+    checks.check_norm_within(device, [name], [rows], cols, launches=1)
+
+
+@pytest.mark.parametrize(
+    ("names", "rows", "launches"),
+    [(("Q5_K", "Q4_K"), (1100, 1030), 1), (("Q4_K", "Q6_K"), (50, 17), 1), (("Q8_0", "Q4_K", "Q4_K"), (7, 5, 50), 2)],
+)
+@on_devices("cols", host=[], emulated=[1024], gpu=[1024, 2048])
+def test_parts_that_norm_their_row(
+    device: Device, names: tuple[str, ...], rows: tuple[int, ...], launches: int, cols: int
+) -> None:
+    checks.check_norm_within(device, names, rows, cols, launches)
+
+
+def test_rows_that_products_do_not_norm() -> None:
+    device = EmulatedDevice()
+
+    def normed(cols: int, *parts: tuple[str, int], rows: int = 1) -> bool:
+        made = [WeightPart(None, GGMLQuantizationType[name], 0, count) for name, count in parts]
+        return norms_row(device, rows, Weight(sum(part.rows for part in made), cols, tuple(made)))
+
+    assert normed(2048, ("Q5_K", 8192), ("Q4_K", 4160))
+    assert not normed(2048, ("Q5_K", 8192), ("Q4_K", 4160), rows=2)
+    assert normed(2048, ("Q4_K", 16384)) and not normed(2048, ("Q4_K", 16385))
+    assert not normed(5120, ("Q4_K", 1040))  # three units a chain
+    assert not normed(256, ("Q4_K", 16), ("BF16", 16))
+    assert not normed(256, ("F32", 16))
+    device.shared_limit = 48 << 10
+    assert not normed(2048, ("Q5_K", 8192))
+
+
+@pytest.mark.parametrize(
+    ("names", "rows"),
+    [
+        (("Q4_0",), (17,)),
+        (("Q8_0",), (5,)),
+        (("Q6_K",), (31,)),
+        (("Q5_K", "Q4_K"), (17, 18)),
+        (("Q8_0", "Q6_K"), (3, 20)),
+    ],
+)
+@on_devices("cols", host=[], emulated=[1024], gpu=[1024, 4096])
+def test_product_added_to_a_row(device: Device, names: tuple[str, ...], rows: tuple[int, ...], cols: int) -> None:
+    checks.check_added(device, names, rows, cols)
+
+
+def test_products_that_are_not_added() -> None:
+    device = EmulatedDevice()
+    part = WeightPart(None, GGMLQuantizationType.Q4_K, 0, 16)
+    weight = Weight(16, 256, (part,))
+    assert adds_row(device, 1, weight) and not adds_row(device, 2, weight) and not adds_row(HostDevice(), 1, weight)
+    weight.bias = np.zeros(16, np.float32)
+    assert not adds_row(device, 1, weight)
+    assert not adds_row(device, 1, Weight(16, 256, (WeightPart(None, GGMLQuantizationType.BF16, 0, 16),)))
 
 
 @pytest.mark.parametrize(("first", "second"), [("Q5_K", "Q4_K"), ("Q4_K", "Q6_K")])

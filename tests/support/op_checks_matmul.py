@@ -14,12 +14,14 @@ from numpy.typing import NDArray
 from luce.ops import matmul_int8, matmul_prefill, matmul_rows_wgmma
 from luce.ops.activation import gated_activation
 from luce.ops.fp16 import to_fp16
-from luce.ops.matmul import FEW_ROWS, matmul, matmul_row
+from luce.ops.matmul import FEW_ROWS, add_product, adds_row, matmul, matmul_row, norms_row
 from luce.ops.matmul_prefill import copy_bytes, store_copy
+from luce.ops.norm import Unnormed, rms_norm
 from luce.ops.quantise import quantise, quantise_gated
 from luce.ops.weight import RawTensor, upload_weight
 from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
+from tests.support.op_checks_norm import EPS, formula
 from tests.support.quant_blocks import decoded, random_tensor
 from tests.support.quantised import goes_in_int8, quantised, same_rows, seen, unpacked
 
@@ -221,6 +223,46 @@ def check_pair(device: Device, first: str, second: str, n: int) -> None:
     assert kernels.count("matmul_int8_pair") == 1 and "matmul_int8" not in kernels
     apart = np.concatenate([_product(device, x, [t]) for t in tensors], axis=1)
     np.testing.assert_array_equal(together, apart)
+
+
+def check_norm_within(device: Device, names: Sequence[str], rows: Sequence[int], cols: int, launches: int) -> None:
+    """A product that norms its row: the bits of norm and product apart, and the formula in float64, in `launches`."""
+    tensors = [
+        random_tensor(name, count, cols, seed) for seed, (name, count) in enumerate(zip(names, rows, strict=True))
+    ]
+    weight = upload_weight(device, tensors)
+    rng = np.random.default_rng(cols)
+    x, factors = 3 * _x(1, cols, seed=17), rng.uniform(0.2, 3, cols).astype(np.float32)
+    x[0, 64:96] = 0  # a scale of its own in some formats
+    on_device = device.upload(x), device.upload(factors)
+    assert norms_row(device, 1, weight)
+    with _launched(device) as kernels:
+        actual = device.download(matmul(device, Unnormed(*on_device, EPS), weight))
+    assert len(kernels) == launches and all(kernel.startswith("norm_matmul_int8") for kernel in kernels)
+    apart = matmul(device, rms_norm(device, *on_device, EPS), weight)
+    np.testing.assert_array_equal(actual, device.download(apart))
+    y = formula(x, factors)
+    for tensor, own in zip(tensors, np.split(actual, np.cumsum(rows)[:-1], axis=1), strict=True):
+        w, group = decoded(tensor).astype(np.float64), 32 if tensor.type.name in ("Q4_0", "Q8_0") else 128
+        largest = np.abs(np.pad(y, ((0, 0), (0, -cols % group))).reshape(-1, group)).max(axis=1)
+        step = np.repeat(largest / 127, group)[:cols]
+        assert (np.abs(own - y @ w.T) <= 0.51 * np.abs(w) @ step).all()
+
+
+def check_added(device: Device, names: Sequence[str], rows: Sequence[int], cols: int) -> None:
+    """A product that is added where it is made: the float32 sum of what was there and of the product."""
+    tensors = [
+        random_tensor(name, count, cols, seed) for seed, (name, count) in enumerate(zip(names, rows, strict=True))
+    ]
+    weight, x = upload_weight(device, tensors), device.upload(_x(1, cols, seed=21))
+    before = _x(1, sum(rows), seed=22)
+    before[0, ::3] = -0.0
+    assert adds_row(device, 1, weight)
+    to = device.upload(before)
+    with _launched(device) as kernels:
+        add_product(device, x, weight, to)
+    assert "add" not in kernels
+    np.testing.assert_array_equal(device.download(to), before + device.download(matmul(device, x, weight)))
 
 
 def check_row(device: Device, n: int, cols: int) -> None:

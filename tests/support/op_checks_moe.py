@@ -16,7 +16,7 @@ from luce.ops.moe_rows import expert_mlp_rows
 from luce.ops.quantise import quantise
 from luce.ops.weight import RawTensor, Weight, WeightPart, upload_experts, upload_weight
 from luce.runtime.cpu import CpuDevice
-from luce.runtime.device import Device
+from luce.runtime.device import Array, Device
 from tests.support.op_checks_matmul import product_limit, rounds_to_fp16
 from tests.support.quant_blocks import decoded, random_tensor
 from tests.support.quantised import group_for, quantised, seen
@@ -463,7 +463,7 @@ def check_expert_mlp(
     assert beside is not None
     assert placed.joins(beside)
 
-    def work(rows: slice) -> Floats:
+    def work(rows: slice, to: Array | None = None) -> Floats:
         own, own_ids, own_weights = (device.upload(values[rows]) for values in (x, ids, weights))
         joined, gates = beside if shared else None, None
         if shared == "gated":
@@ -471,7 +471,7 @@ def check_expert_mlp(
         if len(own) > FEW_ROWS:
             return device.download(expert_mlp_rows(device, own, own_ids, own_weights, placed, "silu", joined, gates))
         few = quantise(device, own, group_for(types[0]))
-        return device.download(expert_mlp(device, few, own_ids, own_weights, placed, "silu", joined, gates))
+        return device.download(expert_mlp(device, few, own_ids, own_weights, placed, "silu", joined, gates, to))
 
     actual = work(slice(None))
     assert actual.shape == (n, outputs)
@@ -488,3 +488,6 @@ def check_expert_mlp(
     assert np.median(np.abs(actual - expected)) <= 3e-5 * np.abs(expected).max()
     for row in range(n):
         np.testing.assert_array_equal(work(slice(row, row + 1))[0], actual[row])
+    if n <= FEW_ROWS:
+        before = rng.standard_normal((n, outputs)).astype(np.float32)
+        np.testing.assert_array_equal(work(slice(None), device.upload(before)), before + actual)
