@@ -40,7 +40,7 @@ template <int MOST, int THREADS> struct NormAlone {
     // Every thread of the block calls it, behind luce_await. x is not `const __restrict__` in the kernel, or it might be read
     // before that. Whole waves call `put` with four values and the first one's column, which may be d or beyond.
     template <typename Put> __device__ __forceinline__ void operator()(const float* x, float eps, const Put& put) const {
-        __shared__ float partial[1024 / LUCE_LANES];
+        __shared__ float partial[TURNS * THREADS / LUCE_LANES];
         float held[TURNS][ALONE_COLUMNS / 4][4];
 #pragma unroll
         for (int turn = 0; turn < TURNS; turn++) {
@@ -60,7 +60,7 @@ template <int MOST, int THREADS> struct NormAlone {
                 for (int e = 0; e < 4; e++) sum = fmaf(held[turn][n][e], held[turn][n][e], sum);
             }
             sum = luce_lane_sum(sum);
-            if (luce_lane() == 0 && live(turn)) partial[place(turn) / LUCE_LANES] = sum;
+            if (luce_lane() == 0) partial[place(turn) / LUCE_LANES] = sum;
         }
         luce_sync();
         float sum = partial[0];

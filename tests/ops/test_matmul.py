@@ -429,6 +429,11 @@ def test_parts_that_norm_their_row(
     checks.check_norm_within(device, names, rows, cols, launches)
 
 
+@on_devices(host=[])
+def test_parts_of_different_chains_norm_their_row_apart(device: Device) -> None:
+    checks.check_norm_within(device, ["Q4_K", "Q6_K"], [1040, 5], 2048, launches=2)
+
+
 def test_rows_that_products_do_not_norm() -> None:
     device = EmulatedDevice()
 
