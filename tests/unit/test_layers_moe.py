@@ -92,6 +92,21 @@ def test_a_row_has_the_bits_that_it_has_alone() -> None:
     assert _layer(device).invariant_rows == FEW_ROWS
 
 
+@pytest.mark.parametrize("rows", [1, FEW_ROWS])
+def test_a_result_added_to_the_stream(rows: int) -> None:
+    """It is the float32 sum; a shared MLP of its own, or more rows, are added behind."""
+    device = EmulatedDevice(32)
+    layer = _layer(device)
+    x, stream = np.random.default_rng(3).standard_normal((2, rows, HIDDEN)).astype(np.float32)
+    assert layer.adds(rows)
+    to = device.upload(stream)
+    assert layer(device.upload(x), to=to) is to
+    np.testing.assert_array_equal(device.download(to), stream + device.download(layer(device.upload(x))))
+    assert not layer.adds(FEW_ROWS + 1)
+    assert not _layer(device, shared_in="F16").adds(rows)
+    assert not _layer(device, experts_in="IQ4_NL").adds(rows)
+
+
 @pytest.mark.parametrize("shared_in", ["Q8_0", "F16"])
 def test_rows_of_prompts_as_int8(shared_in: str) -> None:
     """They are rounded once, for the experts and for a shared MLP that multiplies int8 too; fewer rows are not."""
