@@ -15,7 +15,7 @@ extern "C" __global__ void __launch_bounds__(BOUNDS)
     product_int8((int)blockIdx.x, weight, x, out, n, rows, cols, out_stride, first, adds, shared);
 }
 
-#if ROWS == 1
+#if NORMS
 // norm_product_int8. Grid: ceil(rows / NORM_FEATURES) blocks of NORM_THREADS threads. Dynamic shared memory: alone_bytes, and
 // that of block_sums.
 extern "C" __global__ void __launch_bounds__(NORM_BOUNDS)

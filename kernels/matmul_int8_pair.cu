@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(BOUNDS)
     }
 }
 
-#if ROWS == 1
+#if NORMS
 // The same of the norm of one row, with arguments as of norm_matmul_int8. Grid: ceil(rows / NORM_FEATURES) blocks of both.
 extern "C" __global__ void __launch_bounds__(NORM_BOUNDS)
     norm_matmul_int8_pair(const u8* __restrict__ weight, const u8* __restrict__ second, const float* x,

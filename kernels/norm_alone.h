@@ -93,12 +93,3 @@ LUCE_FN void norm_alone(const NormAlone<MOST, THREADS>& norm, const float* x, fl
     });
     luce_sync();
 }
-
-// The same as floats [d].
-template <int MOST, int THREADS>
-LUCE_FN void norm_alone(const NormAlone<MOST, THREADS>& norm, const float* x, float eps, float* to) {
-    norm(x, eps, [&](const float(&values)[4], int column) {
-        if (column < norm.d) *reinterpret_cast<float4*>(to + column) = float4{values[0], values[1], values[2], values[3]};
-    });
-    luce_sync();
-}

@@ -59,17 +59,14 @@ LUCE_FN void product_int8(int block, const u8* __restrict__ weight, const u8* __
     }
 }
 
-#if ROWS == 1
-// Of a product that norms its row: tiles of a block, and units of a chain in flight or in use. No chain has more than two, so
-// all of a block's weights are under way before luce_await.
-#ifndef NORM_TILES
+#define NORMS (ROWS == 1 && CHAINS == 4)
+#if NORMS
+// Of a product that norms its row: tiles of a block. H200, experts and DeltaNet's inputs of 12352 x 2048 of a 35B A3B, us: a norm
+// launched by itself 21.84, three tiles 21.16, one, whose blocks together norm longer, 23.50; three with a chain's second unit
+// under way before luce_await too 22.24, with eight chains 27.5 instead of 26.0.
 #define NORM_TILES 3
-#endif
-#ifndef NORM_STAGES
-#define NORM_STAGES 3
-#endif
 #define NORM_FEATURES (16 * NORM_TILES)
-#define NORM_THREADS ((32 * CHAINS * NORM_TILES + LUCE_LANES - 1) / LUCE_LANES * LUCE_LANES)
+#define NORM_THREADS (32 * CHAINS * NORM_TILES)
 #if LUCE_MMA_S8
 #define NORM_BOUNDS NORM_THREADS, (INTEGER_SCALES ? 1024 : 768) / NORM_THREADS
 #else
@@ -87,7 +84,7 @@ LUCE_FN void norm_product_int8(int block, const u8* __restrict__ weight, const f
         return Operands{weight + luce_min(feature0 + of, rows - 1) * row_bytes(cols), end, {shared, 1, 0}};
     };
     const auto prepare = [&] { norm_alone(norm, x, eps, shared, INTEGER_SCALES); };
-    const float* partial = block_sums<1, NORM_STAGES>(operands, NORM_TILES, cols, shared + alone_bytes(cols), prepare);
+    const float* partial = block_sums<1, 2>(operands, NORM_TILES, cols, shared + alone_bytes(cols), prepare);
     if (feature < luce_min(NORM_FEATURES, rows - feature0))
         out[first + feature0 + feature] = chain_sum(partial + feature, PARTIAL_STRIDE(NORM_FEATURES));
 }

@@ -75,6 +75,8 @@ def matmul(device: Device, x: Rows, weight: Weight) -> Array:
             multiply_packed(device, x, weight, out)
     elif device.host:
         _host(x, weight, out)
+    elif isinstance(x, Unnormed):
+        multiply(device, x, weight.parts, weight.cols, out)
     elif isinstance(x, Fp16Rows | Int8Rows):
         matmul_prefill(device, x, weight, out)
     elif x.shape[0] > FEW_ROWS and x.shape[0] <= MANY_ROWS and _takes_rows(device, weight):
@@ -92,7 +94,7 @@ def norms_row(device: Device, rows: int, weight: Weight) -> bool:
     """Whether products of `rows` rows with the weight take the row as Unnormed."""
     if isinstance(device, HostDevice) or rows != 1 or weight.rows * weight.cols > _NORM_ELEMENTS:
         return False
-    return all(norms(device, part, weight.cols) for part in weight.parts)
+    return norms(device, weight.parts, weight.cols)
 
 
 def adds_row(device: Device, rows: int, weight: Weight) -> bool:
@@ -165,9 +167,9 @@ def sole_int8_group(device: Device, rows: int, weight: Weight) -> int:
     return group if alone else 0
 
 
-def _few(device: Device, x: Array | Quantised | Unnormed, weight: Weight, out: Array, *, adds: bool = False) -> None:
+def _few(device: Device, x: Array | Quantised, weight: Weight, out: Array, *, adds: bool = False) -> None:
     quantised = {x.group: x} if isinstance(x, Quantised) else {}
-    floats = x.x if isinstance(x, Quantised | Unnormed) else x
+    floats = x.x if isinstance(x, Quantised) else x
     split: Split | None = None
     joined = None
     for part, following in itertools.zip_longest(weight.parts, weight.parts[1:]):
@@ -175,10 +177,7 @@ def _few(device: Device, x: Array | Quantised | Unnormed, weight: Weight, out: A
             continue
         if part.type in INT8_TYPES:
             group = group_for(part.type)
-            if isinstance(x, Unnormed):
-                own: Quantised | Unnormed = x
-            else:
-                own = quantised[group] = quantised.get(group) or quantise(device, floats, group)
+            own = quantised[group] = quantised.get(group) or quantise(device, floats, group)
             together = [part]
             if following is not None and pairs(device, own, part, following, weight.cols):
                 together.append(joined := following)

@@ -28,9 +28,9 @@ _FLOAT_SCALES = frozenset({_T.Q4_0, _T.Q8_0})
 # The constants of dot_int8.h and mma_int8.h: rows of a tile, threads of a worker, columns of a unit, units in flight.
 _TILE, _WORKER, _UNIT_COLS, _STAGES = 16, 32, 256, 2
 _PARTIAL_PAD = 4
-# Of a product that norms its row (kernels/product_int8.h): tiles of a block, units of a chain in flight, and how many
-# it has at most; bytes of shared memory for the waves' sums.
-_NORM_TILES, _NORM_STAGES, _NORM_UNITS, _NORM_SUMS = 3, 3, 2, 128
+# Of a product that norms its row (kernels/product_int8.h): log2 of the chains, the most units of one, tiles of a block,
+# bytes of shared memory for the waves' sums.
+_NORM_BITS, _NORM_UNITS, _NORM_TILES, _NORM_SUMS = 2, 2, 3, 128
 # A weight of so few rows makes fewer blocks than large GPUs have multiprocessors.
 _FEW_FEATURES = 1024
 # From so many rows of x on, tensor cores multiply; log2 of the chains that their kernels are built with.
@@ -100,21 +100,22 @@ def multiply(
 _PAIRS = frozenset({(_T.Q5_K, _T.Q4_K), (_T.Q4_K, _T.Q6_K)})
 
 
-def pairs(device: Device, x: Quantised | Unnormed, first: WeightPart, second: WeightPart, cols: int) -> bool:
-    """Whether `multiply` joins these parts: a kernel has both types, with as many chains and no further defines."""
+def pairs(device: Device, x: Quantised, first: WeightPart, second: WeightPart, cols: int) -> bool:
+    """Whether `multiply` joins these parts: a kernel has both types, with as many chains and one tile a block."""
     if (first.type, second.type) not in _PAIRS:
         return False
-    one, other = (_part_shape(device, x, part, cols).defines for part in (first, second))
-    return one == other and one.keys() == {"CHAINS"}
+    one, other = (_part_shape(device, x, part, cols) for part in (first, second))
+    return one.chain_bits == other.chain_bits and one.tiles == other.tiles == 1
 
 
-def norms(device: Device, part: WeightPart, cols: int) -> bool:
-    """Whether a product of one row with a part can norm the row itself: every block does, while all of its weights are
-    on their way."""
-    if part.type not in INT8_TYPES:
+def norms(device: Device, parts: Sequence[WeightPart], cols: int) -> bool:
+    """Whether one launch multiplies all parts with a row that its blocks norm."""
+    types = tuple(part.type for part in parts)
+    if not INT8_TYPES.issuperset(types) or (len(types) > 1 and types not in _PAIRS):
         return False
-    shape = norm_shape(part.type, part.rows, cols, device.lanes)
-    return cols <= _NORM_UNITS * _UNIT_COLS << shape.chain_bits and shape.shared + _NORM_SUMS <= device.shared_limit
+    shapes = [norm_shape(part.type, part.rows, cols, device.lanes) for part in parts]
+    fit = all(shape.chain_bits == _NORM_BITS and shape.shared + _NORM_SUMS <= device.shared_limit for shape in shapes)
+    return fit and cols <= _NORM_UNITS * _UNIT_COLS << _NORM_BITS
 
 
 def _part_shape(device: Device, x: Quantised | Unnormed, part: WeightPart, cols: int) -> Shape:
@@ -127,7 +128,7 @@ def _part_shape(device: Device, x: Quantised | Unnormed, part: WeightPart, cols:
 @lru_cache(1024)
 def norm_shape(type: GGMLQuantizationType, rows: int, cols: int, lanes: int) -> Shape:
     """The thread block of a dense product that norms its row, which lies in front of the units in shared memory."""
-    shape = block_shape(type, cols, 1, _NORM_TILES, chain_bits(type, rows, cols), lanes, _NORM_STAGES)
+    shape = block_shape(type, cols, 1, _NORM_TILES, chain_bits(type, rows, cols), lanes)
     row = -(-cols // SECTION) * section_bytes(1, group_for(type))
     return replace(shape, shared=shape.shared + row, tiles=_NORM_TILES)
 

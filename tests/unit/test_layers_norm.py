@@ -14,7 +14,7 @@ from luce.ops.weight import Weight, upload_weight
 from tests.support.emulated import EmulatedDevice
 from tests.support.quant_blocks import random_tensor
 
-HIDDEN = 64
+HIDDEN = 1024
 
 
 def _floats(device: EmulatedDevice, *shape: int) -> np.ndarray:
