@@ -65,9 +65,7 @@ template <int MOST, int THREADS> struct NormAlone {
         luce_sync();
         float sum = partial[0];
 #pragma unroll
-        for (int wave = 1; wave < WAVES; wave++) {
-            if (wave < threads / LUCE_LANES) sum += partial[wave];
-        }
+        for (int wave = 1; wave < WAVES; wave++) sum += partial[wave];  // those that norm.cu's block lacks are zero
         const float scale = 1.0f / sqrtf(sum / (float)d + eps);
 #pragma unroll
         for (int turn = 0; turn < TURNS; turn++) {

@@ -429,7 +429,7 @@ def test_rows_that_products_do_not_norm() -> None:
     assert not normed(2048, ("Q4_K", 8704), ("Q6_K", 512))  # eight chains of the second
     assert not normed(1024, ("Q4_K", 16), ("Q5_K", 16))  # two launches
     assert not normed(1024, ("Q4_K", 16), ("BF16", 16))
-    assert not normed(1024, ("F32", 16))
+    assert not normed(1024, ("F32", 16)) and not normed(1024, ("Q5_0", 16))
     device.shared_limit = 48 << 10
     assert not normed(2048, ("Q5_K", 8192))
 
