@@ -111,7 +111,18 @@ def load(vendor: Vendor, major: int | None = None) -> RuntimeCompiler | None:
         names = ("libhiprtc.so.7", "libhiprtc.so.6", "libhiprtc.so.5", "libamdhip64.so.5")
         folders = ("/opt/rocm/lib",)
     found = open_library(names, folders)
-    return None if found is None else RuntimeCompiler(vendor, *found)
+    if found is None:
+        return None
+    if vendor == "cuda":
+        _open_builtins(Path(found[1]).parent)
+    return RuntimeCompiler(vendor, *found)
+
+
+def _open_builtins(folder: Path) -> None:
+    """Load the library that NVRTC loads by its name: 13.0 does not find it beside itself, but where it is loaded."""
+    for path in folder.glob("libnvrtc-builtins.so.*"):
+        with contextlib.suppress(OSError):
+            ctypes.CDLL(str(path))
 
 
 def cached(compiler: RuntimeCompiler, build: KernelBuild, arch: str, lanes: int, folder: Path | None = None) -> bytes:
