@@ -76,7 +76,7 @@ def _locked(source: Source, target: Path, partial: Path, progress: Progress) -> 
                 fcntl.flock(file, fcntl.LOCK_EX)
                 progress.step(f"downloading {source.name}")
             # The other process may have renamed the file to the target, or removed it.
-            if not (partial.exists() and os.path.samestat(os.fstat(file.fileno()), partial.stat())):
+            if not _is_at(file, partial):
                 continue
             if target.exists():
                 partial.unlink()
@@ -84,6 +84,14 @@ def _locked(source: Source, target: Path, partial: Path, progress: Progress) -> 
             else:
                 yield file
             return
+
+
+def _is_at(file: BinaryIO, path: Path) -> bool:
+    own = os.fstat(file.fileno())
+    try:
+        return os.path.samestat(own, path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _get(source: Source, file: BinaryIO, report: Callable[[int], None]) -> None:

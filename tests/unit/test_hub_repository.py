@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import threading
 from collections import namedtuple
@@ -14,6 +15,7 @@ from huggingface_hub import constants, hf_hub_download, scan_cache_dir
 from luce.errors import LuceError, ModelError, UnreachableError, UsageError
 from luce.hub import repository
 from luce.hub.lookup import resolve_model
+from luce.hub.partial import Source, receive
 from luce.hub.reporting import quiet_library
 from tests.support.hub_server import COMMIT, NEWER, Answer, HubServer, Told, sha256
 
@@ -167,6 +169,25 @@ def test_two_at_once_download_once(hub: HubServer) -> None:
         thread.join()
     assert [path.read_bytes() == DATA for path in paths] == [True] * 3
     assert len(hub.paths("bytes")) == 1
+
+
+def test_a_download_that_ends_while_another_one_looks(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The other process renames the file when this one has looked at it, before it looks at its place."""
+    target, partial = tmp_path / "file", tmp_path / "file.luce.incomplete"
+    partial.write_bytes(DATA)
+    real = os.fstat
+
+    def ends(number: int) -> os.stat_result:
+        found = real(number)
+        if not target.exists():
+            partial.rename(target)
+        return found
+
+    monkeypatch.setattr(os, "fstat", ends)
+    receive(Source("file", f"{hub.url}/gone", digest=sha256(DATA)), target, partial, Told(), lambda count: None)
+    assert target.read_bytes() == DATA and not partial.exists() and not hub.paths("bytes")
 
 
 def test_a_file_beyond_plain_http_comes_through_the_library(
