@@ -60,7 +60,7 @@ def accept_servers(listener: socket.socket, tls: Tls) -> Iterator[Iterator[tuple
 
 @contextlib.contextmanager
 def accept_connections(listener: socket.socket, gate: Gate) -> Iterator[queue.SimpleQueue[Arrival]]:
-    """The connections that the gate lets in. The caller closes them.
+    """The connections that the gate lets in. The caller closes those that it takes; the others end with this.
 
     Each handshake runs on a thread of its own, so a peer that stays silent does not delay others.
     """
@@ -76,6 +76,13 @@ def accept_connections(listener: socket.socket, gate: Gate) -> Iterator[queue.Si
         # The thread must not wait on the listener any more when the caller closes it: its number may be used again.
         listener.shutdown(socket.SHUT_RDWR)
         accepting.join()
+        _close_all(arrivals)
+
+
+def _close_all(arrivals: queue.SimpleQueue[Arrival]) -> None:
+    with contextlib.suppress(queue.Empty):
+        while True:
+            arrivals.get_nowait().sock.close()
 
 
 def pair_up(arrivals: queue.SimpleQueue[Arrival]) -> Iterator[tuple[ssl.SSLSocket, ssl.SSLSocket]]:
@@ -202,6 +209,9 @@ def _accept(
                     sock.close()
                 else:
                     arrivals.put(arrival)
+                    if closing.is_set():
+                        # Nobody may take it any more.
+                        _close_all(arrivals)
             except OSError as error:
                 refusals.say(host, error)
                 sock.close()

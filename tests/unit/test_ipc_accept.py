@@ -105,6 +105,35 @@ def test_unpaired_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> Non
         assert met(others["ours"], requests) and met(others["heartbeat"], heartbeat)
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_connections_that_nobody_takes_end_with_the_listener(keys: list[Path], late: bool) -> None:
+    """Those that are there when it closes, and one whose greeting is read later."""
+    own = open_key_file(keys[0], "--key-file", server=True)
+    admitted, goes_on = threading.Event(), threading.Event()
+
+    class Gate:
+        context = own.context
+
+        def admit(self, sock: ssl.SSLSocket, host: str) -> bool:
+            admitted.set()
+            assert goes_on.wait(60)
+            return True
+
+    with listen("127.0.0.1:0") as listener:
+        where = f"127.0.0.1:{listener.getsockname()[1]}"
+        with accept.accept_connections(listener, Gate()) as arrivals:
+            tls = open_key_file(keys[0], "--shard-key-file", server=False)
+            ours = tcp.connect(where, tls, b"R" + b"t" * 16)
+            assert admitted.wait(60)
+            if not late:
+                goes_on.set()
+                assert within(60, lambda: not arrivals.empty())
+        goes_on.set()
+        with ours:
+            ours.settimeout(60)
+            assert ours.recv(1) == b""
+
+
 def test_another_key_gets_nowhere(served: Listener, keys: list[Path]) -> None:
     where, servers = served
     try:
