@@ -60,7 +60,7 @@ def accept_servers(listener: socket.socket, tls: Tls) -> Iterator[Iterator[tuple
 
 @contextlib.contextmanager
 def accept_connections(listener: socket.socket, gate: Gate) -> Iterator[queue.SimpleQueue[Arrival]]:
-    """The connections that the gate lets in. The caller closes those that it takes; the others end with this.
+    """The connections that the gate lets in. The caller closes those that it takes; the context closes the others.
 
     Each handshake runs on a thread of its own, so a peer that stays silent does not delay others.
     """

@@ -5,18 +5,16 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from ctypes import CFUNCTYPE, POINTER, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from luce.errors import DeviceError
 from luce.runtime import cublaslt
 from luce.runtime.cublaslt import WORKSPACE, CublasLt
+from tests.support.blas_arrays import columns, on_device
 
-_TYPES = {0: np.float32, 2: np.float16, 3: np.int8, 10: np.int32}
 _HANDLE = 77
 # Features and rows of tiles by the library's number, from its header.
 _TILE_SIZES = {20: (128, 128), 24: (256, 128), 29: (128, 160), 201: (176, 128), 248: (320, 128)}
@@ -42,27 +40,6 @@ class Suggestion(ctypes.Structure):
 
 def algorithm_at(pointer: int) -> Any:
     return ctypes.cast(pointer, POINTER(Algorithm))[0]
-
-
-def on_device(array: NDArray[Any], aligned: int | None = None) -> Any:
-    """What CuPy's arrays tell of themselves; `aligned`: a made-up address."""
-    return SimpleNamespace(
-        memory=array,
-        data=SimpleNamespace(ptr=array.ctypes.data if aligned is None else aligned),
-        dtype=array.dtype,
-        shape=array.shape,
-        strides=array.strides,
-        itemsize=array.itemsize,
-        nbytes=array.nbytes,
-    )
-
-
-def columns(at: int, rows: int, count: int, kind: int, leading: int) -> NDArray[Any]:
-    """[rows, count] in memory, one column behind another, `leading` apart."""
-    type = np.dtype(_TYPES[kind])
-    memory: Any = (ctypes.c_char * (type.itemsize * (leading * (count - 1) + rows))).from_address(at)
-    flat: NDArray[Any] = np.ndarray(len(memory) // type.itemsize, type, memory)
-    return np.lib.stride_tricks.as_strided(flat, (rows, count), (type.itemsize, type.itemsize * leading))
 
 
 class Library:
