@@ -24,9 +24,7 @@ static_assert(HEAD % CHUNK == 0 && HEAD % COLUMNS == 0, "a head is whole squares
 
 #define CONV_THREADS 128
 // Rows of a wave; at least TAPS - 1, so that only a span's first tile reaches back into the state.
-#ifndef TILE
 #define TILE 16
-#endif
 
 // The elements of a row that a lane reads, as they are loaded, and how many rows' are loaded at once, to hide the latency. Of
 // halves the lane has neighbours: a fourth of the loads.

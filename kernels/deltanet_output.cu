@@ -54,9 +54,7 @@ extern "C" __global__ void __launch_bounds__(OUTPUT_THREADS)
 
 #define FP16_THREADS 256
 // Of a wave, whose inputs are loaded at once.
-#ifndef HEADS_AT_ONCE
 #define HEADS_AT_ONCE 3
-#endif
 
 // One row. A lane has neighbours of a head where they are halves, by wide loads; rows of floats may begin anywhere.
 template <bool FP16>
