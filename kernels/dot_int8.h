@@ -22,10 +22,6 @@
 // Most rows of x that are loaded before the wait for weights.
 #define MOST_AHEAD 2
 
-// Float bits of 1.5 * 2^23: an int32 that starts here, and changes by less than 2^22, is the float changed by as much.
-#define MAGIC_BITS 0x4b400000
-#define MAGIC 12582912.0f
-
 #if INTEGER_SCALES
 // The integer results of a section.
 LUCE_FN float section_value(i32 products, float minimums, float scale, float minimum) {

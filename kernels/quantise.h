@@ -20,6 +20,10 @@
 
 #define SECTION 128
 
+// Float bits of 1.5 * 2^23: an int32 that starts here, and changes by less than 2^22, is the float changed by as much.
+#define MAGIC_BITS 0x4b400000
+#define MAGIC 12582912.0f
+
 LUCE_FN bool in_eights(int padded) { return padded == 8 || padded == 16 || padded == 32; }
 LUCE_FN int section_bytes(int padded, bool wide) { return padded * (SECTION + (wide && in_eights(padded) ? 28 : 16)); }
 // In a section: 64 columns of a row; wide, its sums, the halves of one of its blocks, its scale; else a block's scale.
@@ -83,10 +87,10 @@ LUCE_FN void quantise_columns(const float (&x)[4], bool inside, int column, int 
     for (int i = 0; i < 4; i++) bits = luce_max(bits, (i32)(__float_as_uint(x[i]) & 0x7fffffffu));
     const float most = __uint_as_float((u32)(bytes.wide ? luce_lane_max<32>(bits) : luce_lane_max<8>(bits)));
     const float factor = most > 1e-30f && most <= LUCE_FLT_MAX ? 127.0f / most : 0.0f;
-    // The sum with 1.5 * 2^23 rounds as rintf does, and the integer is in its lowest bits: a third of the instructions.
+    // The sum with MAGIC rounds as rintf does, and the integer is in its lowest bits: a third of the instructions.
     u32 word = 0;
 #pragma unroll
-    for (int i = 0; i < 4; i++) word |= (__float_as_uint(x[i] * factor + 12582912.0f) & 255) << 8 * i;
+    for (int i = 0; i < 4; i++) word |= (__float_as_uint(x[i] * factor + MAGIC) & 255) << 8 * i;
     if (factor == 0.0f) word = 0;
     i32 sum = luce_dot4((i32)word, 0x01010101, 0);
     if (bytes.wide) sum = luce_lane_sum<8>(sum);
