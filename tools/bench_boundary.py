@@ -3,13 +3,17 @@
 
     tools/bench_boundary.py MODEL --devices cuda:0,cuda:1          two GPUs, the second in a daemon
     tools/bench_boundary.py MODEL --devices cpu:0,cpu:1 -n 32      the same without GPUs
+    tools/bench_boundary.py MODEL --copies                         GPUs without the kernels of kernels/handover.cu
 
 This process has the first device, a daemon has the others: one boundary. Both processes note the time (the machine has
 one clock) at the begin and the end of their methods; the program itself takes no notes. Events of the devices time work
-and copies. All figures are medians over the steps of a run.
+and copies. Figures are medians over the steps of a run; the parts are those of the run with the median sum.
 
+    copy out  from the end of the first shard's work until the rows are in shared memory
     message   from the time when this process sees that the copy out is done until it has notified the daemon
-    wake-up   until the daemon's device starts to copy in (a GPU waits for that by itself) or the daemon's thread runs
+    wake-up   until the daemon's device starts to copy in (a GPU waits for that by itself) or the daemon's thread runs.
+              Where the GPUs hand rows over by themselves, message and copy in are parts of this, and it is counted from
+              the time when this process sees that the rows are there
     queue     the time in which the daemon's thread queues the step, unless it did so before
     reply     from the time when the daemon sees that its work is done until this process has the tokens, by a flag in
               shared memory or by a message; negative if this process sees the flag before the daemon does
@@ -30,6 +34,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+# Also the daemon runs this tree.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from luce.backend.layersplit import LayerSplitBackend
 from luce.backend.serving_options import ServingOptions
 from luce.bench.measure import Stepper
@@ -45,6 +52,7 @@ from luce.remote.messages import Forward
 from luce.remote.open import open_placement
 from luce.remote.rpc import Request
 from luce.remote.shard import RemoteShard
+from luce.runtime.driver import Driver
 
 Notes = dict[str, list[float]]
 # First steps, which do not count: they compile kernels and capture graphs.
@@ -69,8 +77,15 @@ def noted(
     setattr(owner, method, outer)
 
 
-def serve(out: Path, arguments: Sequence[str]) -> int:
+def use_copies() -> None:
+    """Let no GPU of this process hand over or take over rows."""
+    Driver.maps_registered = lambda self, index: False  # type: ignore[method-assign]
+
+
+def serve(out: Path, copies: str, arguments: Sequence[str]) -> int:
     """The daemon: `luce shard` with notes, which it writes at its end."""
+    if copies == "copies":
+        use_copies()
     notes: Notes = {"work": [], "copy in": []}
     session, model = daemon.Session, ServedModel
     noted(notes, model, "announce", "announced", "prepared")
@@ -82,7 +97,9 @@ def serve(out: Path, arguments: Sequence[str]) -> int:
     def watched(self: Any, *parts: Any) -> None:
         build(self, *parts)
         notes["flags"] = [float(self.uses_flags)]
-        if self._input_link is not None:
+        # Rows of a step that are taken over: the time of that is mostly spent waiting.
+        notes["takes over"] = [float(self.uses_flags and self.devices[0].maps_pinned)]
+        if self._input_link is not None and not notes["takes over"][0]:
             self._input_link._watch = lambda start, end: events.append((start, end))
         count: Callable[[], tuple[float, ...]] = self.seconds
 
@@ -119,8 +136,11 @@ def opened(path: Path, devices: str, rows: int, context: int, settings: dict[str
         yield backend
 
 
-def measured(backend: LayerSplitBackend, options: argparse.Namespace, notes: Notes) -> tuple[float, float, list[int]]:
-    """Prompt tokens per second, seconds of a decode step, its tokens; notes of the decode steps."""
+def measured(
+    backend: LayerSplitBackend, options: argparse.Namespace, notes: Notes, all_totals: list[list[float]]
+) -> tuple[float, float, list[int]]:
+    """Prompt tokens per second, seconds of a decode step, the tokens; notes of the decode steps, and `totals` before
+    each run and behind the last."""
     stepper = Stepper(backend, options.prompt)
     prompts = []
     for _ in range(3):
@@ -129,16 +149,25 @@ def measured(backend: LayerSplitBackend, options: argparse.Namespace, notes: Not
         stepper.read(0, options.prompt)
         prompts.append(time.monotonic() - began)
     tokens = []
-    for number in range(_FIRST + options.steps):
-        if number == _FIRST:
-            notes["before"] = totals(backend)
+    for number in range(_FIRST + options.runs * options.steps):
+        if number >= _FIRST and (number - _FIRST) % options.steps == 0:
+            all_totals.append(totals(backend))
         notes.setdefault("begun", []).append(time.monotonic())
         stepper.decode([0])
         notes.setdefault("ended", []).append(time.monotonic())
         tokens.append(stepper.newest(0))
-    notes["after"] = totals(backend)
-    steps = zip(notes["begun"][-options.steps :], notes["ended"][-options.steps :], strict=True)
-    return options.prompt / min(prompts), statistics.median(end - begin for begin, end in steps), tokens
+    all_totals.append(totals(backend))
+    return (
+        options.prompt / min(prompts),
+        between((notes, "begun"), (notes, "ended"), options.runs * options.steps),
+        tokens,
+    )
+
+
+def between(begin: tuple[Notes, str], end: tuple[Notes, str], steps: int, later: int = 0) -> float:
+    """Seconds from one note to another, the median over `steps` steps before the last `later`."""
+    early, late = (notes[name][len(notes[name]) - steps - later :][:steps] for notes, name in (begin, end))
+    return statistics.median(late - early for early, late in zip(early, late, strict=True))
 
 
 def totals(backend: LayerSplitBackend) -> list[float]:
@@ -148,44 +177,56 @@ def totals(backend: LayerSplitBackend) -> list[float]:
     return [*(shard.work.total for shard in times), 0.0 if copies is None else copies.total]
 
 
-def per_step(notes: Notes, steps: int) -> list[float]:
-    """The increase of `totals` per step."""
-    return [(after - before) / steps for before, after in zip(notes["before"], notes["after"], strict=True)]
+def per_step(all_totals: list[list[float]], run: int, steps: int) -> list[float]:
+    """The increase of `totals` per step of a run."""
+    return [(after - before) / steps for before, after in zip(*all_totals[run : run + 2], strict=True)]
 
 
-def parts(ours: Notes, theirs: Notes, step: float, steps: int) -> dict[str, float]:
-    """Seconds of each part of a boundary, and in parentheses of the work beside it."""
+def parts(ours: Notes, theirs: Notes, own: list[float], steps: int, later: int) -> dict[str, float]:
+    """Seconds of each part of a boundary, and in parentheses of the work beside it: of a run of `steps` steps, `later`
+    steps before the end. `own`: what `per_step` says of the run."""
 
-    def between(begin: tuple[Notes, str], end: tuple[Notes, str]) -> float:
-        pairs = zip(begin[0][begin[1]][-steps:], end[0][end[1]][-steps:], strict=True)
-        return statistics.median(late - early for early, late in pairs)
+    def passed(begin: tuple[Notes, str], end: tuple[Notes, str]) -> float:
+        return between(begin, end, steps, later)
 
-    first, _, copy_out = per_step(ours, steps)
-    work, copy_in = (statistics.median(theirs[name][-steps:]) for name in ("work", "copy in"))
-    inside = work + copy_in
-    if theirs["flags"][0]:
-        wake = between((ours, "notified"), (theirs, "done")) - inside
-        queue, ahead = 0.0, between((theirs, "prepared"), (ours, "notified"))
+    def median(name: str) -> float:
+        return statistics.median(theirs[name][len(theirs[name]) - steps - later :][:steps])
+
+    first, _, copy_out = own
+    work, message, queue, copy_in = median("work"), passed((ours, "there"), (ours, "notified")), 0.0, 0.0
+    begin, ahead = "notified", 0.0
+    if theirs["takes over"][0]:
+        begin, message = "there", 0.0
     else:
-        wake = between((ours, "notified"), (theirs, "notified"))
-        queue, ahead = between((theirs, "notified"), (theirs, "done")) - inside, 0.0
+        copy_in = median("copy in")
+    if theirs["flags"][0]:
+        wake = passed((ours, begin), (theirs, "done")) - work - copy_in
+        ahead = passed((theirs, "prepared"), (ours, begin))
+    else:
+        wake = passed((ours, "notified"), (theirs, "notified"))
+        queue = passed((theirs, "notified"), (theirs, "done")) - work - copy_in
     return {
         "copy out": copy_out,
-        "message": between((ours, "there"), (ours, "notified")),
+        "message": message,
         "wake-up": wake,
         "queue": queue,
         "copy in": copy_in,
-        "reply: there": between((theirs, "done"), (ours, "seen")),
-        "reply: read": between((ours, "seen"), (ours, "read")),
-        "(handed on, as in one process)": between((ours, "read"), (ours, "ended")),
-        "(the daemon's message sent meanwhile)": between((theirs, "done"), (theirs, "sent")),
-        "(step)": step,
+        "reply: there": passed((theirs, "done"), (ours, "seen")),
+        "reply: read": passed((ours, "seen"), (ours, "read")),
+        "(handed on, as in one process)": passed((ours, "read"), (ours, "ended")),
+        "(the daemon's message sent meanwhile)": passed((theirs, "done"), (theirs, "sent")),
+        "(step)": passed((ours, "begun"), (ours, "ended")),
         "(first shard's work)": first,
         "(daemon's work)": work,
-        "(announcing, while the first shard works)": between((ours, "announcing"), (ours, "announced")),
-        "(queueing in the daemon meanwhile)": between((theirs, "announced"), (theirs, "prepared")),
+        "(announcing, while the first shard works)": passed((ours, "announcing"), (ours, "announced")),
+        "(queueing in the daemon meanwhile)": passed((theirs, "announced"), (theirs, "prepared")),
         "(queued before the input was there by)": ahead,
     }
+
+
+def boundary(found: dict[str, float]) -> float:
+    """The sum of the parts of a boundary."""
+    return sum(seconds for name, seconds in found.items() if name[0] != "(")
 
 
 def main() -> int:
@@ -193,20 +234,29 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--devices", default="cuda:0,cuda:1")
-    parser.add_argument("-n", "--steps", type=int, default=128, help="decode steps")
+    parser.add_argument("-n", "--steps", type=int, default=128, help="decode steps of a run")
+    parser.add_argument("-r", "--runs", type=int, default=5, help="runs, one behind the other")
     parser.add_argument("-p", "--prompt", type=int, default=2048, help="prompt tokens")
     parser.add_argument("--transport", default="auto", help="as --shard-transport")
+    parser.add_argument("--copies", action="store_true", help="GPUs copy rows of few steps too, as on HIP")
     options = parser.parse_args()
-    context = options.prompt + options.steps + 64
+    if options.copies:
+        use_copies()
+    steps, runs = options.steps, range(options.runs)
+    context = options.prompt + len(runs) * steps + 64
+    here_totals: list[list[float]] = []
+    our_totals: list[list[float]] = []
     with opened(options.model, options.devices, options.prompt, context, {}) as backend:
         here: Notes = {}
-        prompt, step, tokens = measured(backend, options, here)
-        *work, copy = per_step(here, options.steps)
+        prompt, step, tokens = measured(backend, options, here, here_totals)
+        per_run = [per_step(here_totals, run, steps) for run in runs]
+        *work, copy = (statistics.median(each) for each in zip(*per_run, strict=True))
     print(f"one process  prompt {prompt:9.1f} tok/s  decode {1 / step:7.2f} tok/s")
     beside = step - sum(work)
     with tempfile.TemporaryDirectory() as folder:
         out, wrapper = Path(folder) / "notes.json", Path(folder) / "python"
-        command = shlex.join([sys.executable, "-P", str(Path(__file__).resolve()), "serve", str(out)])
+        mode = "copies" if options.copies else "kernels"
+        command = shlex.join([sys.executable, "-P", str(Path(__file__).resolve()), "serve", str(out), mode])
         # The daemon's command is: python -P -m luce shard --fds ...
         wrapper.write_text(f'#!/bin/sh\nshift 3\nexec {command} "$@"\n')
         wrapper.chmod(0o700)
@@ -215,7 +265,8 @@ def main() -> int:
             ours: Notes = {}
             last = backend.shards[-1]
             assert isinstance(last, RemoteShard)
-            noted(ours, last, "announce", "announcing", "announced")
+            # Of several calls for a step only the first one does something.
+            noted(ours, last, "_announce", "announcing", "announced")
             # RemoteDevice waits for requests too.
             arrived = "", "there", lambda device, event: not isinstance(event, Request)
             noted(ours, RemoteDevice, "wait_for", *arrived)
@@ -238,8 +289,10 @@ def main() -> int:
                 return result
 
             Request.output = read  # type: ignore[method-assign, assignment]
-            remote_prompt, remote_step, remote_tokens = measured(backend, options, ours)
-        found = parts(ours, json.loads(out.read_text()), remote_step, options.steps)
+            remote_prompt, remote_step, remote_tokens = measured(backend, options, ours, our_totals)
+        theirs = json.loads(out.read_text())
+    by_run = [parts(ours, theirs, per_step(our_totals, run, steps), steps, (runs[-1] - run) * steps) for run in runs]
+    found = sorted(by_run, key=boundary)[len(runs) // 2]
     print(
         f"a daemon     prompt {remote_prompt:9.1f} tok/s  decode {1 / remote_step:7.2f} tok/s  "
         f"(prompt {remote_prompt / prompt:.3f}, decode {step / remote_step:.3f} of one process; "
@@ -248,7 +301,7 @@ def main() -> int:
     for name, seconds in found.items():
         print(f"{name:45}{1e6 * seconds:10.1f} us")
     lines = {
-        "the boundary, sum of the parts": sum(seconds for name, seconds in found.items() if name[0] != "("),
+        "the boundary, sum of the parts": boundary(found),
         **{f"one process: work of shard {number}": seconds for number, seconds in enumerate(work)},
         "one process: copy between the devices": copy,
         "one process: step beside its work": beside,
@@ -257,10 +310,11 @@ def main() -> int:
     }
     for name, seconds in lines.items():
         print(f"{name:45}{1e6 * seconds:10.1f} us")
+    print("the boundary in each run: " + ", ".join(f"{1e6 * boundary(each):.1f}" for each in by_run))
     return 0
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["serve"]:
-        raise SystemExit(serve(Path(sys.argv[2]), sys.argv[3:]))
+        raise SystemExit(serve(Path(sys.argv[2]), sys.argv[3], sys.argv[4:]))
     raise SystemExit(main())

@@ -25,6 +25,7 @@ from luce.ipc.arena import Arena
 from luce.layers.kept_weights import KeptWeights
 from luce.models.keys import Source
 from luce.models.registry import read_spec
+from luce.ops.handover import can_hand_over, take_over
 from luce.profiles.cached_file import in_background
 from luce.profiles.profile_cache import note_observed, profile_path
 from luce.remote.activation_codec import ActivationCodec
@@ -162,7 +163,10 @@ class ServedModel(Service):
         """Whether the devices succeed in waiting for a flag and in raising one."""
         try:
             for device in self.devices:
-                device.wait_for(Flag(self.arena.input_flag, int(self.arena.input_flag[0])))
+                seen = Flag(self.arena.input_flag, int(self.arena.input_flag[0]))
+                device.wait_for(seen)
+                if device.maps_pinned:
+                    take_over(device, seen, [self.arena.scratch], [device.zeros(1)])
                 device.set_flag(Flag(self.arena.output_flag, int(self.arena.output_flag[0])))
                 device.synchronize()
         except DeviceError as error:
@@ -284,7 +288,13 @@ class ServedModel(Service):
         message, input_ready = announcement(step)
         if self._input_link is None:
             return None
-        return self._input_link.send(self.arena.floats(message.source, step.rows, self.input_widths), input_ready)
+        places, device = self.arena.floats(message.source, step.rows, self.input_widths), self.devices[0]
+        if not (isinstance(input_ready, Flag) and can_hand_over(device, places)):
+            return self._input_link.send(places, input_ready)
+        begin = device.record(timing=True)
+        return self._input_link.send_on(
+            device, places, begin, lambda rows: take_over(device, input_ready, places, rows)
+        )
 
     def _output_arrays(self, step: Step) -> Sequence[NDArray[Any]] | None:
         """Where the Output goes, unless it goes into the response."""

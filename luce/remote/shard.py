@@ -11,13 +11,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from luce.errors import BackendError, OutOfMemoryError
+from luce.errors import BackendError, DeviceError, OutOfMemoryError
 from luce.gguf.fingerprint import fingerprint
 from luce.gguf.reader import GGUFFile
 from luce.ipc.arena import Arena, shared_arena
 from luce.ipc.channel import SMALL_FRAME, ProtocolError
 from luce.ipc.supervisor import Supervisor
 from luce.models.spec import ModelSpec
+from luce.ops.handover import hand_over
 from luce.profiles.profile import Observed, Phase
 from luce.remote.activation_codec import ActivationCodec
 from luce.remote.device import is_remote
@@ -118,6 +119,8 @@ class RemoteShard:
         self._masks = MaskEncoder()
         #: whether the daemon's devices wait for the arena's flags, and raise them, without the host
         self._uses_flags = False
+        #: whether the device before may raise the input flag
+        self._hands_over = False
         #: by the number of the device in `info`, what gets the position and the seconds of decoding steps of one row
         self._watching: dict[int, Callable[[SequenceRows, float], None]] = {}
         #: how many steps have been announced: the values of the arena's flags
@@ -183,9 +186,24 @@ class RemoteShard:
         return self._daemon.progress
 
     def pin(self, devices: Iterable[Device]) -> None:
-        """Pin the shared memory, so that copies of neighbouring devices access it directly."""
-        for problem in self._arena.pin(devices):
+        """Pin the shared memory, so that neighbouring devices access it directly."""
+        neighbours = list(devices)
+        problems = self._arena.pin(neighbours)
+        for problem in problems:
             _log.warning("%s: shared memory is not pinned, copies are slower: %s", self._name, problem)
+        self._hands_over = not problems and all(map(self._can_raise, neighbours))
+
+    def _can_raise(self, device: Device) -> bool:
+        """Whether a device that is to hand over rows succeeds in it; compiles the kernel now, and not in a step."""
+        if not device.maps_pinned:
+            return True
+        try:
+            hand_over(device, [device.zeros(1)], [self._arena.scratch], Flag(self._arena.input_flag, self._steps))
+            device.synchronize()
+        except DeviceError as error:
+            _log.warning("%s: %s cannot hand over rows, steps are slower: %s", self._name, device.name, error)
+            return False
+        return True
 
     def lost(self) -> str:
         why = self._requests.lost()
@@ -219,10 +237,13 @@ class RemoteShard:
         """Let the daemon keep what was observed of a device beside its profile, before the next request."""
         self._requests.later.append(Observe(number, phase, observed))
 
-    def announce(self, step: Step, activation: Activation | None) -> None:
+    def announce(self, step: Step, activation: Activation | None) -> Flag | None:
         source = -1 if activation is None else self._arena.offset(activation[0])
-        if self._announced is not None and self._announced.step is step and self._announced.source == source:
-            return
+        if self._announced is None or self._announced.step is not step or self._announced.source != source:
+            self._announced = self._announce(step, source)
+        return self._announced.input_flag if self._hands_over else None
+
+    def _announce(self, step: Step, source: int) -> _Announced:
         self._release()
         self._requests.catch_up()
         target = self._output_buffers[self._steps % OUTPUT_BUFFERS] if self._output_widths else -1
@@ -231,12 +252,12 @@ class RemoteShard:
         # The masks come with Forward, and nothing of such a step is queued before.
         masked = self._last and step.masks is not None
         if self._uses_flags:
-            input_flag = None if activation is None or masked else Flag(self._arena.input_flag, self._steps)
+            input_flag = None if source < 0 or masked else Flag(self._arena.input_flag, self._steps)
             output_flag = Flag(self._arena.output_flag, self._steps) if self._can_share_output(step) else None
         values = (None if flag is None else flag.value for flag in (input_flag, output_flag))
         sent = step if step.masks is None else replace(step, masks=None)
         self._requests.send(Announce(sent, source, target, next(values), self._output_at, next(values)))
-        self._announced = _Announced(step, source, target, input_flag, output_flag)
+        return _Announced(step, source, target, input_flag, output_flag)
 
     def _can_share_output(self, step: Step) -> bool:
         """Whether the Output of a step can come through shared memory."""

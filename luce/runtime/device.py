@@ -190,6 +190,8 @@ class Device(ABC):
     computes = True
     #: whether it waits for flags and sets them without stopping the host
     uses_flags = False
+    #: whether its kernels may access pinned memory, by `mapped`
+    maps_pinned = False
     #: whether `capture` may be called
     captures = False
     #: whether captured work may call `gemm`
@@ -347,6 +349,10 @@ class Device(ABC):
         Returns a function that undoes it. Raises DeviceError. The default does nothing.
         """
         return lambda: None
+
+    def mapped(self, memory: NDArray[Any]) -> Array:
+        """Contiguous pinned memory as an array of this device, on which its kernels work; only with `maps_pinned`."""
+        raise DeviceError(f"{self.name} does not map pinned memory")
 
     def reaches(self, other: Device) -> bool:
         """Whether a copy stream of this device can write to `other`'s memory. The first call may enable peer access."""

@@ -86,6 +86,8 @@ ATTRIBUTES = {
 }
 
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE, hipHostRegisterPortable
+_MAPPED = 2  # CU_MEMHOSTREGISTER_DEVICEMAP, hipHostRegisterMapped
+_SAME_POINTERS = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 _RELAXED = 2  # capture mode: neither calls of other threads nor allocations break a capture
 _DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, hipFuncAttribute...
 _PEER_ENABLED = 704  # access was enabled before
@@ -238,8 +240,8 @@ class Driver:
         return Memory(free.value, total.value)
 
     def register_host(self, address: int, size: int) -> None:
-        """Pin a range of host memory (such as shared memory) for all devices of this vendor."""
-        self._call("host_register", address, size, _PORTABLE)
+        """Pin a range of host memory (such as shared memory) for all devices of this vendor, and their kernels."""
+        self._call("host_register", address, size, _PORTABLE | _MAPPED)
 
     def unregister_host(self, address: int) -> None:
         """Undo `register_host`."""
@@ -263,6 +265,11 @@ class Driver:
     def allow_shared(self, function: int, size: int) -> None:
         """Allow a kernel `size` bytes of dynamic shared memory, beyond the 48 KiB that CUDA gives by default."""
         self._call("function_attribute", function, _DYNAMIC_SHARED, size)
+
+    def maps_registered(self, index: int) -> bool:
+        """Whether kernels of a device find registered memory at the host's address. It is not asked of HIP, on which
+        that has not been tried."""
+        return self.vendor == "cuda" and bool(self._read("device_attribute", c_int, _SAME_POINTERS, index))
 
     @property
     def uses_flags(self) -> bool:

@@ -68,6 +68,7 @@ class GpuDevice(Device):
         self.shared_limit = self.properties.shared_optin
         self.multiprocessors = self.properties.multiprocessors
         self.uses_flags = found.uses_flags
+        self.maps_pinned = found.uses_flags and found.maps_registered(index)
         self.products = _products(self.properties.arch) if kind == "cuda" else frozenset()
         newest = int(found.version.split(".")[0]) if kind == "cuda" else None
         self.cupy = import_cupy(self.name, kind)
@@ -349,6 +350,11 @@ class GpuDevice(Device):
         address = memory.ctypes.data
         self._driver.register_host(address, memory.nbytes)
         return lambda: self._driver.unregister_host(address)
+
+    def mapped(self, memory: NDArray[Any]) -> Array:
+        cuda = self.cupy.cuda
+        owned = cuda.UnownedMemory(memory.ctypes.data, memory.nbytes, memory, self.name.index)
+        return self.cupy.ndarray(memory.shape, memory.dtype, cuda.MemoryPointer(owned, 0))
 
     def reaches(self, other: Device) -> bool:
         """Enables and tests both directions: some boards grant access but deliver garbage."""

@@ -154,14 +154,7 @@ class Link:
         No work may write to them until the transfer's `source_read`. Their memory is not used again before that, even
         if the caller drops the arrays after this call.
         """
-        transfer = self.transfers[self._sends % DEPTH]
-        self._sends += 1
-        transfer.acquire()
-        # This drops the arrays sent through this memory before. Their memory becomes free for the source's next work,
-        # which must come after the copy.
-        _wait(self._source, transfer.source_read)
-        transfer.sent = arrays
-        transfer.arrays = _views(transfer.memory, arrays)
+        transfer = self._next(arrays)
         if transfer.staging is None:
             self._direct.wait_for(ready)
             _wait(self._direct, transfer.released)
@@ -174,6 +167,33 @@ class Link:
         self._to.wait_for(transfer.source_read)
         _wait(self._to, transfer.released)
         transfer.staging_read = transfer.arrived = self._copy(self._to, transfer.arrays, staged)
+        return transfer
+
+    def send_on(
+        self, device: Device, arrays: Sequence[Array], ready: Event, copy: Callable[[Sequence[Array]], None]
+    ) -> Transfer:
+        """As `send`, where copy(targets) queues the copies among the work of `device`, one of the link's ends.
+
+        It has recorded `ready`, with timing; the arrays are complete there. Not on a link that stages.
+        """
+        transfer = self._next(arrays)
+        assert transfer.staging is None
+        _wait(device, transfer.released)
+        copy(transfer.arrays)
+        transfer.source_read = transfer.arrived = end = device.record(timing=True)
+        self._watch(ready, end)
+        return transfer
+
+    def _next(self, arrays: Sequence[Array]) -> Transfer:
+        """The transfer of these arrays, whose memory is free but for `released`."""
+        transfer = self.transfers[self._sends % DEPTH]
+        self._sends += 1
+        transfer.acquire()
+        # This drops the arrays sent through this memory before. Their memory becomes free for the source's next work,
+        # which must come after the copy.
+        _wait(self._source, transfer.source_read)
+        transfer.sent = arrays
+        transfer.arrays = _views(transfer.memory, arrays)
         return transfer
 
     def settle(self) -> None:

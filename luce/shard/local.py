@@ -123,7 +123,7 @@ class LocalShard:
         return ""
 
     def announce(self, step: Step, activation: Activation | None) -> None:
-        pass
+        return None
 
     def forward(self, step: Step, activation: Activation | None) -> Activation | Pending:
         if activation is None and self._embedding is None:

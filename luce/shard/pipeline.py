@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from luce.errors import BackendError, DeviceError
+from luce.ops.handover import can_hand_over, hand_over
 from luce.runtime.device import Event
 from luce.runtime.step import Step
 from luce.runtime.transfer import Link, Transfer
@@ -106,9 +107,9 @@ class Pipeline:
             before, shard = self.shards[number - 1], self.shards[number]
             if before.device.host and shard.device.host and shard.remote:
                 shard.announce(step, (link.next_memory,))
-        result = self._run(0, step, self._enter(step))
+        result = self._run(0, step, self._enter(step), alone=True)
         for number in range(1, len(self.shards)):
-            result = self._run(number, step, _transfer(result))
+            result = self._run(number, step, _transfer(result), alone=True)
         return result
 
     def _follow(self, number: int, step: Step, before: Future[Result] | None) -> Result:
@@ -124,8 +125,11 @@ class Pipeline:
             self.failure = error
             raise
 
-    def _run(self, number: int, step: Step, incoming: Transfer | None) -> Result:
-        """Queue a shard's work on a step, and the copy of its result. Raises BackendError naming the shard."""
+    def _run(self, number: int, step: Step, incoming: Transfer | None, *, alone: bool = False) -> Result:
+        """Queue a shard's work on a step, and the copy of its result. Raises BackendError naming the shard.
+
+        `alone`: whether this thread drives all shards.
+        """
         shard = self.shards[number]
         device = shard.device
         with self._naming(number), contextlib.ExitStack() as failing:
@@ -140,7 +144,8 @@ class Pipeline:
             result: Transfer | Activation | Pending = made
             if number < len(self.links):
                 assert isinstance(made, tuple)
-                result = outgoing = self.links[number].send(made, end)
+                handed = self._hand_over(number, step, made, end) if alone else None
+                result = outgoing = handed or self.links[number].send(made, end)
                 done = outgoing.source_read or end
             else:
                 done = self._leave(step, made, end)
@@ -155,6 +160,17 @@ class Pipeline:
                 if len(self._ends) > _AHEAD * len(self.shards):
                     self._ends.popleft().wait()
             return result, done
+
+    def _hand_over(self, number: int, step: Step, made: Activation, end: Event) -> Transfer | None:
+        """Let a shard's device hand its result to the next one's daemon, if it can; the host looks on."""
+        link, device, following = self.links[number], self.shards[number].device, self.shards[number + 1]
+        if not can_hand_over(device, made):
+            return None
+        # Before the rows: the daemon's devices have the step queued when the flag is raised.
+        flag = following.announce(step, (link.next_memory,))
+        if flag is None:
+            return None
+        return link.send_on(device, made, end, lambda places: hand_over(device, made, places, flag))
 
     @contextlib.contextmanager
     def _naming(self, number: int) -> Iterator[None]:

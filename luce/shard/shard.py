@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.ops.matmul import FEW_ROWS
-from luce.runtime.device import Array, Device
+from luce.runtime.device import Array, Device, Flag
 from luce.runtime.step import Int32, Output, Step
 from luce.shard.saved_state import SavedState, StatePiece
 
@@ -231,9 +231,13 @@ class Shard(Protocol):
     def down(self) -> str:
         """The reason why this shard will never work again; empty while it works. Any thread may call it."""
 
-    def announce(self, step: Step, activation: Activation | None) -> None:
+    def announce(self, step: Step, activation: Activation | None) -> Flag | None:
         """Announce the step of the next `forward` and the arrays of its activation, before these have their values.
-        Only the first call for a step counts."""
+        Only the first call for a step counts.
+
+        Returns the flag in pinned memory that work on the step waits for, if a device may raise it: behind the
+        activation, which is complete in place then.
+        """
 
     def forward(self, step: Step, activation: Activation | None) -> Activation | Pending:
         """Queue the layers' work on a step's rows. `activation` is None for the first shard.

@@ -49,12 +49,12 @@ def interpreter(path: Path, text: str) -> Path:
 
 
 def with_flags(path: Path) -> Path:
-    """An interpreter whose CPU devices wait for the flags in shared memory, and raise them, as GPUs do."""
+    """An interpreter whose CPU devices wait for flags in shared memory, raise them and take over rows, as GPUs do."""
     return program(
         path,
         "from luce.cli.main import main\n"
         "from luce.runtime.host import HostDevice\n"
-        "HostDevice.uses_flags = True\n"
+        "HostDevice.uses_flags = HostDevice.maps_pinned = True\n"
         "sys.exit(main(['shard', *sys.argv[5:]]))\n",
     )
 

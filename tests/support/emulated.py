@@ -140,6 +140,7 @@ class EmulatedDevice(Device):
     int8_gemm = True
     shared_limit = SHARED_LIMIT
     multiprocessors = 2
+    maps_pinned = True
 
     def __init__(self, lanes: int = 32, kernels: Path = KERNELS, products: Iterable[str] | None = None) -> None:
         self.name = DeviceName("cuda" if lanes == 32 else "hip", 0)
@@ -228,6 +229,9 @@ class EmulatedDevice(Device):
 
     def pinned(self, size: int) -> NDArray[np.uint8]:
         return np.empty(size, np.uint8)
+
+    def mapped(self, memory: NDArray[Any]) -> Array:
+        return memory.view(DeviceArray)
 
     def gemm(self, x: Array, weight: Array, out: Array) -> None:
         HostDevice().gemm(x, weight, out)

@@ -18,6 +18,7 @@ int cuDeviceGetAttribute(int* value, int attribute, int device) {
         case 16: return *value = 108 + device, 0;              // multiprocessors
         case 75: return *value = device ? 12 : 8, 0;           // compute capability
         case 76: return *value = device ? 0 : 6, 0;
+        case 91: return *value = !device, 0;                   // registered memory at the host's address
         case 97: return *value = 101376, 0;                    // shared memory per block, opted in
     }
     return 1;

@@ -46,6 +46,10 @@ def test_properties(fake: Driver) -> None:
     assert fake.properties(1) == Properties("Fake Two", "sm_120a", 32, 49152, 101376, 109, 1 << 34)
 
 
+def test_registered_memory_has_the_address_of_the_host(fake: Driver) -> None:
+    assert fake.maps_registered(0) and not fake.maps_registered(1)
+
+
 def test_a_failing_call_names_itself(fake: Driver) -> None:
     with pytest.raises(DeviceError, match=r"cuda: cuDeviceGetName: unknown error \(101\)"):
         fake.properties(2)

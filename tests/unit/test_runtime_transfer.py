@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import pytest
@@ -52,8 +53,11 @@ class Shard:
         self.do([lambda: self.kept.append([np.array(array) for array in arrays])])
 
 
-def send_all(devices: Sequence[Device], *, peer: bool) -> list[list[Floats]]:
-    """Send SENDS activations through a shard on each device, in rounds as the backend does; what the last one kept."""
+def send_all(devices: Sequence[Device], *, peer: bool, own: bool = False) -> list[list[Floats]]:
+    """Send SENDS activations through a shard on each device, in rounds as the backend does; what the last one kept.
+
+    `own`: the copies are among the work of the first device of each link, or of the second where the first is remote.
+    """
     shards = [Shard(device) for device in devices]
     watched: list[tuple[Event, Event]] = []
     links = [
@@ -74,7 +78,11 @@ def send_all(devices: Sequence[Device], *, peer: bool) -> list[list[Floats]]:
             done = shard.device.record()
             if not last:
                 dropped = links[index].transfers[send % 2].sent
-                handed[send] = after = links[index].send(arrays, done)
+                if own:
+                    end = shards[index + shard.device.remote]
+                    handed[send] = after = links[index].send_on(end.device, arrays, done, copier(end, arrays))
+                else:
+                    handed[send] = after = links[index].send(arrays, done)
                 done = after.source_read
                 if before is None and dropped:
                     shard.pool.append(dropped[1])
@@ -88,8 +96,19 @@ def send_all(devices: Sequence[Device], *, peer: bool) -> list[list[Floats]]:
     return shards[-1].kept
 
 
-def check(devices: Sequence[Device], *, peer: bool = True) -> None:
-    kept = send_all(devices, peer=peer)
+def copier(end: Shard, arrays: Sequence[Floats]) -> Callable[[Sequence[Floats]], None]:
+    """What queues copies of arrays among a shard's work, in two halves."""
+
+    def copy(targets: Sequence[Floats]) -> None:
+        for rows in (slice(0, 3), slice(3, 6)):
+            for target, array in zip(targets, arrays, strict=True):
+                end.do([partial(np.copyto, target[rows], array[rows])])
+
+    return copy
+
+
+def check(devices: Sequence[Device], *, peer: bool = True, own: bool = False) -> None:
+    kept = send_all(devices, peer=peer, own=own)
     assert len(kept) == SENDS
     for send, (wide, narrow) in enumerate(kept):
         np.testing.assert_array_equal(wide, np.full((6, 4), send + len(devices), np.float32))
@@ -109,6 +128,19 @@ def test_between_gpus_and_hosts(kinds: str) -> None:
     for seed in range(60):
         world = World(seed)
         check([HostDevice(i) if kind == "h" else DelayedDevice(world, i) for i, kind in enumerate(kinds)])
+
+
+class Shared(HostDevice):
+    """Memory of another process."""
+
+    remote = True
+
+
+@pytest.mark.parametrize("kinds", ["gg", "sg", "gggg"])
+def test_copies_among_the_work_of_a_device(kinds: str) -> None:
+    for seed in range(60):
+        world, count = World(seed), range(len(kinds))
+        check([Shared(i) if kinds[i] == "s" else DelayedDevice(world, i, count) for i in count], own=True)
 
 
 def test_between_hosts() -> None:
@@ -142,9 +174,6 @@ def test_direct_only_where_devices_reach_each_other() -> None:
 
 
 def test_a_dropped_transfer_frees_those_before_it() -> None:
-    class Shared(HostDevice):
-        remote = True
-
     link = Link(HostDevice(0), Shared(1), 8, peer=False, watch=lambda start, end: None)
     array = np.zeros((2, 4), np.float32)
     for event in (HostEvent(), None, HostEvent(), None):
