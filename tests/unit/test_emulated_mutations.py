@@ -264,6 +264,7 @@ CHECKS: dict[str, Callable[[Device], None]] = {
     "moe_prefill_int8.cu": _moe_prefill_int8,
     "norm.cu": _norm,
     "reduce.h": _reduce,
+    "route.h": _moe,
     "fp16.cu": lambda device: op_checks_matmul.check_fp16_rows(device, (3, 2100), slots=False, top=15),
     "argmax_logsumexp.cu": lambda device: op_checks_sample.check_argmax_logsumexp(device, 9000, 1.0, 0.0),
     "block_sparse.cu": _block_sparse,
@@ -281,7 +282,7 @@ HARMLESS = (
     ("reduce.h", "LUCE_LANES) return __reduce"),  # for CUDA alone
     ("sample.cu", "LUCE_LANES];"),
     ("deltanet_rows.h", "LUCE_LANES == 0,"),
-    ("moe.cu", "LUCE_LANES) {\n        route_row<8>"),  # 64 lanes have at most eight experts each
+    ("moe.cu", "LUCE_LANES) {\n        route_loaded<8>"),  # 64 lanes have at most eight experts each
     ("moe.cu", "LUCE_LANES>(logits"),
     ("attention_mma.cu", "LUCE_LANES"),  # never launched with 64
     ("deltanet_many.cu", "LUCE_LANES"),
@@ -294,8 +295,8 @@ HARMLESS = (
     ("qkv.cu", "LUCE_LANES >= d) break;"),
     ("qkv.cu", "LUCE_LANES < 2 * turned) own["),
     ("moe_prefill.cu", "LUCE_LANES"),  # never launched with 64
-    ("moe.cu", "LUCE_LANES >= experts) break;"),
-    ("moe.cu", "LUCE_LANES);\n        if (lane == winner)"),  # there are at most 32 groups
+    ("route.h", "LUCE_LANES >= experts) break;"),
+    ("route.h", "LUCE_LANES);\n        if (lane == winner)"),  # there are at most 32 groups
     ("moe.cu", "LUCE_LANES) {\n            const int done"),  # two lanes write the same
     ("moe.cu", "LUCE_LANES) tiles[t"),
     ("attention.cu", "luce_sync();\n    return true;"),  # add_keys begins with another one
