@@ -73,6 +73,8 @@ void luce_host_cluster_arrive(bool behind_reads);
 void luce_host_cluster_wait(u32 blocks);
 void luce_host_cluster_send(void* to, u32 bits);
 void luce_host_cluster_receive(u32 blocks);
+void luce_host_post(i32* slot, u32 bits);
+u32 luce_host_take(i32* slot);
 
 float fabsf(float);
 float fmaf(float, float, float);

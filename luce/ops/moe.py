@@ -92,14 +92,7 @@ def route(
     chosen, or groups that are too many or of unequal size.
     """
     n, experts = logits.shape
-    if experts > MAX_EXPERTS or not 0 < top_k <= min(experts, MAX_CHOSEN):
-        raise ValueError(
-            f"route: {top_k} of {experts} experts; at most {MAX_CHOSEN} of at most {MAX_EXPERTS} can be chosen"
-        )
-    if groups is not None:
-        size, fits = experts // groups.count, 0 < groups.used <= groups.count <= MAX_GROUPS
-        if not fits or experts % groups.count or size < 2 or top_k > groups.used * size:
-            raise ValueError(f"route: {top_k} of {experts} experts in {groups.used} of {groups.count} groups")
+    check_choice(experts, top_k, groups)
     ids, weights = device.empty((n, top_k), np.int32), device.empty((n, top_k))
     if isinstance(device, HostDevice):
         choose = partial(_host_route, gating, bias, normalise, scale, expert_scale, groups)
@@ -115,18 +108,45 @@ def route(
             weights,
             np.int32(logits.strides[0] // 4),
             np.int32(experts),
-            np.int32(top_k),
-            np.int32(gating == "sigmoid"),
-            np.int32(bias is not None),
-            np.int32(normalise),
-            np.int32(expert_scale is not None),
-            np.float32(scale),
-            np.int32(0 if groups is None else groups.count),
-            np.int32(0 if groups is None else groups.used),
-            np.int32(groups is not None and groups.score == "two best"),
+            *choice_arguments(top_k, gating, bias, normalise, scale, expert_scale, groups),
         )
         device.launch("moe", "route", (n,), (device.lanes,), args)
     return Routing(ids, weights, group(device, ids, experts) if multiplies else None)
+
+
+def check_choice(experts: int, top_k: int, groups: ExpertGroups | None) -> None:
+    """Raise what `route` says of sizes that it does not take."""
+    if experts > MAX_EXPERTS or not 0 < top_k <= min(experts, MAX_CHOSEN):
+        raise ValueError(
+            f"route: {top_k} of {experts} experts; at most {MAX_CHOSEN} of at most {MAX_EXPERTS} can be chosen"
+        )
+    if groups is not None:
+        size, fits = experts // groups.count, 0 < groups.used <= groups.count <= MAX_GROUPS
+        if not fits or experts % groups.count or size < 2 or top_k > groups.used * size:
+            raise ValueError(f"route: {top_k} of {experts} experts in {groups.used} of {groups.count} groups")
+
+
+def choice_arguments(
+    top_k: int,
+    gating: Gating,
+    bias: Array | None,
+    normalise: bool,
+    scale: float,
+    expert_scale: Array | None,
+    groups: ExpertGroups | None,
+) -> tuple[np.int32 | np.float32, ...]:
+    """The last arguments of kernels that choose as `route` does."""
+    return (
+        np.int32(top_k),
+        np.int32(gating == "sigmoid"),
+        np.int32(bias is not None),
+        np.int32(normalise),
+        np.int32(expert_scale is not None),
+        np.float32(scale),
+        np.int32(0 if groups is None else groups.count),
+        np.int32(0 if groups is None else groups.used),
+        np.int32(groups is not None and groups.score == "two best"),
+    )
 
 
 def group(device: Device, ids: Array, experts: int) -> Groups | None:

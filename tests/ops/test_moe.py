@@ -14,12 +14,14 @@ from luce.ops import moe_rows
 from luce.ops.matmul import FEW_ROWS
 from luce.ops.moe import expert_matmul, route
 from luce.ops.moe_prefill import PROMPT_ROWS
-from luce.ops.weight import upload_experts
+from luce.ops.moe_router import row_router
+from luce.ops.weight import upload_experts, upload_weight
 from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
 from tests.support import op_checks_moe as checks
 from tests.support import op_checks_moe_prefill as prefill_checks
 from tests.support.devices import emulated_only, on_devices
+from tests.support.emulated import EmulatedDevice
 from tests.support.quant_blocks import FORMATS, decoded, random_tensor, whole_blocks
 
 HOST = HostDevice()
@@ -136,6 +138,45 @@ def test_product(device: Device, parts: Parts, n: int, k: int, experts: int, col
 
 #: where four waves multiply a prompt's rows
 WGMMA = ("emulated, wgmma",)
+
+
+ROUTERS = [
+    ("qwen35moe", 257, 2048, 256, 8, 128),
+    ("qwen35moe", 257, 2048, 256, 8, 32),
+    ("laguna", 512, 1536, 512, 8, 32),
+    ("gemma4", 130, 1120, 128, 8, 128),
+    ("all", 33, 96, 33, 3, 128),
+    ("bare", 11, 64, 8, 1, 128),
+]
+
+
+@on_devices("family, rows, cols, experts, top_k, group", ROUTERS, host=[], emulated_devices=WGMMA)
+def test_norm_product_and_choice_in_one_launch(
+    device: Device, family: str, rows: int, cols: int, experts: int, top_k: int, group: int
+) -> None:
+    checks.check_norm_route(device, family, rows, cols, experts, top_k, group)
+
+
+@on_devices(host=[], gpu=[], emulated_devices=WGMMA)
+def test_a_choice_in_one_launch_within_groups_or_among_nan(device: Device) -> None:
+    groups = ExpertGroups(8, 4, "two best")
+    checks.check_norm_route(device, "laguna", 64, 96, 64, 6, 128, groups=groups)
+    checks.check_norm_route(device, "qwen35moe", 64, 96, 64, 6, 128, value=np.nan)
+    checks.check_norm_route(device, "laguna", 64, 96, 64, 6, 128, value=np.inf)
+
+
+@on_devices(host=[], gpu=[], emulated_devices=WGMMA)
+def test_numbers_between_blocks_are_taken_once(device: Device) -> None:
+    """Slots that are not empty before a launch, and more numbers to take than blocks post."""
+    checks.check_slots(device)
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "type", "lanes"), [(8, 2080, "F32", 32), (8, 64, "F16", 32), (8, 64, "F32", 64)]
+)
+def test_routers_that_take_more_launches(rows: int, cols: int, type: str, lanes: int) -> None:
+    device = EmulatedDevice(lanes, products=("WGMMA",) if lanes == 32 else ())
+    assert row_router(device, upload_weight(device, [random_tensor(type, rows, cols, 0)]), rows) is None
 
 
 @on_devices(

@@ -10,6 +10,7 @@ runs it in emulator.cpp at once. It raises DeviceError with kernel, block, threa
 - barriers and lane operations that not all threads reach, shuffles from lanes that do not exist;
 - a thread that ends while a copy in the background may still read its block's shared memory;
 - blocks of a cluster that send before they have met, or another number of bytes than their leader expects;
+- a number posted to a slot that still holds one, or taken before it is posted (kernels/posts.h);
 - a thread that ends without luce_await, and before luce_await a write to an array or a read of data that a kernel has
   written since the last copy from the host.
 
@@ -47,6 +48,8 @@ _ENDINGS = {
     14: "the thread ended before a wait for what this copies from shared memory",
     15: "the thread sends to its cluster's leader before luce_cluster_arrive and luce_cluster_wait",
     16: "blocks of a cluster sent other bytes than their leader expects, or it did not wait for them",
+    17: "the thread posts to a slot from which nobody has taken the number before",
+    18: "the thread takes a number that no block before its own has posted",
 }
 #: one emulator exists in the process
 _RUNNING = threading.Lock()

@@ -60,6 +60,8 @@ enum Fault : u32 {
     UNREAD,          // a thread ended while a copy of it might still read shared memory
     UNMET,           // a thread sent something to its cluster's leader without luce_cluster_wait, or did not arrive
     UNRECEIVED,      // blocks of a cluster sent another number of bytes than their leader expects, or it did not wait
+    FULL,            // a block posted a number to a slot from which nobody had taken the one before
+    UNPOSTED,        // a thread takes a number that no block before its own has posted
 };
 
 enum Access : u32 { READ, WRITE, ATOMIC };
@@ -85,6 +87,7 @@ alignas(1024) u8 luce_dynamic[227 * 1024];
 namespace {
 
 constexpr u64 STACK = 128 * 1024;
+constexpr u32 EMPTY_SLOT = 0xffffffff;  // of kernels/posts.h
 constexpr u32 POISON = 0x7FF17FF5;  // a NaN as half, float and double; emulated.py fills fresh memory with it
 
 enum Wait : u8 { NEW, READY, AT_SYNC, AT_LANES, ENDED };
@@ -700,6 +703,25 @@ void luce_host_cluster_send(void* to, u32 bits) {
     to_scheduler();
 }
 void luce_host_cluster_receive(u32 blocks) { receive(blocks, __builtin_return_address(0)); }
+void luce_host_post(int* slot, u32 bits) {
+    check(slot, sizeof(bits), ATOMIC, __builtin_return_address(0), sizeof(bits));
+    if (static_cast<u32>(*slot) != EMPTY_SLOT) {
+        fail(FULL, current_thread, __builtin_return_address(0));
+        to_scheduler();
+    }
+    *slot = static_cast<int>(bits);
+}
+// Blocks run one after another: what has not been posted now is not posted by an earlier block.
+u32 luce_host_take(int* slot) {
+    check(slot, sizeof(*slot), ATOMIC, __builtin_return_address(0), sizeof(*slot));
+    const u32 bits = static_cast<u32>(*slot);
+    if (bits == EMPTY_SLOT) {
+        fail(UNPOSTED, current_thread, __builtin_return_address(0));
+        to_scheduler();
+    }
+    *slot = static_cast<int>(EMPTY_SLOT);
+    return bits;
+}
 void luce_host_sync_lanes() { meet_lanes(SYNC_LANES, 0, 0, __builtin_return_address(0)); }
 void luce_host_sync() {
     current->wait = AT_SYNC;

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
+from luce.errors import DeviceError
 from luce.models.spec import ExpertGroups, Gating
-from luce.ops.matmul import FEW_ROWS
+from luce.ops.matmul import FEW_ROWS, matmul
 from luce.ops.moe import Routing, add_expert_bias, add_shared, combine, expert_matmul, group, route
 from luce.ops.moe_int8 import expert_mlp, expert_weights
+from luce.ops.moe_router import norm_route, row_router
 from luce.ops.moe_rows import expert_mlp_rows
+from luce.ops.norm import Unnormed, quantised_rms_norm
 from luce.ops.quantise import quantise
 from luce.ops.weight import RawTensor, Weight, WeightPart, upload_experts, upload_weight
 from luce.runtime.cpu import CpuDevice
@@ -491,3 +496,63 @@ def check_expert_mlp(
     if n <= FEW_ROWS:
         before = rng.standard_normal((n, outputs)).astype(np.float32)
         np.testing.assert_array_equal(work(slice(None), device.upload(before)), before + actual)
+
+
+def check_norm_route(
+    device: Device,
+    family: str,
+    rows: int,
+    cols: int,
+    experts: int,
+    top_k: int,
+    group: int,
+    *,
+    groups: ExpertGroups | None = None,
+    value: float = 1000,
+) -> None:
+    """One launch has the bits of the norm, the product and the choice, row after row, and leaves its slots empty.
+    `value`: of one column of the second row."""
+    rng = np.random.default_rng(rows + cols)
+    asked = {"bias": None, "expert_scale": None, "groups": groups} | FAMILIES[family]
+    if asked["bias"]:
+        asked["bias"] = device.upload(rng.choice(np.array(asked["bias"], np.float32), experts))
+    if asked["expert_scale"]:
+        asked["expert_scale"] = device.upload(rng.uniform(0.5, 2, experts).astype(np.float32))
+    parts = [random_tensor("F32", count, cols, seed=count) for count in (experts, rows - experts) if count]
+    router = upload_weight(device, parts)
+    weight = device.upload(rng.uniform(0.5, 2, cols).astype(np.float32))
+    own = row_router(device, router, experts)
+    if own is None:
+        assert "WGMMA" not in device.products
+        return
+    for turn in range(2):
+        x = rng.standard_normal((1, cols)).astype(np.float32)
+        if turn:
+            x[0, 3] = value
+        stream = device.upload(x)
+        normed = quantised_rms_norm(device, stream, None, weight, 1e-6, group)
+        logits = matmul(device, normed, router)
+        expected = route(device, logits[:, :experts], top_k=top_k, **asked)
+        row, routing, gate = norm_route(device, Unnormed(stream, weight, 1e-6), own, group, top_k=top_k, **asked)
+        pairs = [(row.data, normed.data), (routing.ids, expected.ids), (routing.weights, expected.weights)]
+        assert (gate is None) == (rows == experts)
+        if gate is not None:
+            pairs.append((gate, logits[:, experts:]))
+        for actual, wanted in pairs:
+            np.testing.assert_array_equal(device.download(actual), device.download(wanted))
+        assert (device.download(own.slots) == -1).all()
+
+
+def check_slots(device: Device) -> None:
+    """An emulated device sees a slot that still holds a number, and one that gets none."""
+    router = upload_weight(device, [random_tensor("F32", 6, 64, seed=0)])
+    row = Unnormed(device.upload(np.ones((1, 64), np.float32)), device.upload(np.ones(64, np.float32)), 1e-6)
+    own = row_router(device, router, 6)
+    assert own is not None
+    asked = {"bias": None, "expert_scale": None, "groups": None} | FAMILIES["bare"]
+    held = device.upload(np.where(np.arange(6) == 4, np.int32(0), np.int32(-1)).astype(np.int32))
+    with pytest.raises(DeviceError, match=r"block \(2, 0, 0\), thread \(0, 0, 0\).*from which nobody has taken"):
+        norm_route(device, row, replace(own, slots=held), 128, top_k=2, **asked)
+    short = replace(own.part, rows=4)
+    with pytest.raises(DeviceError, match="takes a number that no block before its own has posted"):
+        norm_route(device, row, replace(own, part=short), 128, top_k=2, **asked)

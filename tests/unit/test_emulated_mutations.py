@@ -1,8 +1,8 @@
 """A test of the tests: a kernel is broken in one place, and the checks of its op on the emulated device must fail.
 
-Every barrier is dropped once, and every wait for copies in the background or for blocks of a cluster, every LUCE_LANES
-becomes 32 once, every loop over a norm's row goes one element too far, and a reduction swaps two lanes. The edited
-sources are copies; launches find them through the device's `kernels`.
+Every barrier is dropped once, and every wait for copies in the background, for blocks of a cluster or for what blocks
+post, every LUCE_LANES becomes 32 once, every loop over a norm's row goes one element too far, and a reduction swaps two
+lanes. The edited sources are copies; launches find them through the device's `kernels`.
 """
 
 from __future__ import annotations
@@ -197,6 +197,12 @@ def _moe(device: Device) -> None:
     op_checks_moe.check_combine(device, 2, 3, 300)
 
 
+def _moe_router(device: Device) -> None:
+    if device.lanes == 32:
+        device.products |= {"WGMMA"}
+        op_checks_moe.check_norm_route(device, "all", 41, 1120, 40, 4, 128)  # threads multiply what others norm
+
+
 def _moe_matmul(device: Device) -> None:
     ids = op_checks_moe.random_ids
     op_checks_moe.check_product(device, [("Q8_0", 11), ("Q8_0", 3)], ids(3, 2, 5), experts=5, cols=2080)
@@ -262,6 +268,7 @@ CHECKS: dict[str, Callable[[Device], None]] = {
     "moe_int8.cu": _moe_int8,
     "moe_prefill.cu": _moe_prefill,
     "moe_prefill_int8.cu": _moe_prefill_int8,
+    "moe_router.cu": _moe_router,
     "norm.cu": _norm,
     "reduce.h": _reduce,
     "route.h": _moe,
@@ -295,6 +302,7 @@ HARMLESS = (
     ("qkv.cu", "LUCE_LANES >= d) break;"),
     ("qkv.cu", "LUCE_LANES < 2 * turned) own["),
     ("moe_prefill.cu", "LUCE_LANES"),  # never launched with 64
+    ("moe_router.cu", "LUCE_LANES"),
     ("route.h", "LUCE_LANES >= experts) break;"),
     ("route.h", "LUCE_LANES);\n        if (lane == winner)"),  # there are at most 32 groups
     ("moe.cu", "LUCE_LANES) {\n            const int done"),  # two lanes write the same
@@ -310,6 +318,7 @@ def _mutations() -> Iterator[ParameterSet]:
         text = (KERNELS / name).read_text(encoding="utf-8")
         code = re.sub(r"//[^\n]*", lambda comment: " " * len(comment[0]), text)
         waits = r"luce_sync(_lanes)?\(\);|luce_(?:copy_wait|bulk_wait_read|cluster_wait|cluster_receive)<.*?>\(.*?\);"
+        waits += r"|luce_take\(.*?\);"
         edits = [(waits, ";", 32), (r"\bLUCE_LANES\b", "32", 64)]
         if name == "norm.cu":
             edits.append((r"\bi < d;", "i <= d;", 32))
