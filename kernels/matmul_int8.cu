@@ -6,7 +6,7 @@
 #include "product_int8.h"
 
 // out[r, first + j] = sum over k of x[r, k] * weight[j, k], for r < n <= ROWS and j < rows; with `adds`, where ROWS is 1,
-// out += that. x: ROWS quantised rows. out float32, rows out_stride apart.
+// out += that, as product_int8 says. x: ROWS quantised rows. out float32, rows out_stride apart.
 // Grid: ceil(rows / FEATURES) blocks of 32 * CHAINS threads.
 extern "C" __global__ void __launch_bounds__(BOUNDS)
     matmul_int8(const u8* __restrict__ weight, const u8* __restrict__ x, float* __restrict__ out,

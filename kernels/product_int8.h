@@ -2,6 +2,7 @@
 // once for each of two types. Tensor cores multiply many rows where targets have them, with the same bits.
 #include "mma.h"
 #include "norm_alone.h"
+#define ADDS_EARLY 2
 #define BY_TILES (LUCE_MMA_S8 && ROWS >= 8 && CHAINS >= 4)
 #if BY_TILES
 #include "mma_int8.h"
@@ -28,9 +29,11 @@
 #endif
 
 // out[r, first + j] = sum over k of x[r, k] * weight[j, k], for r < n <= ROWS and the FEATURES features j from
-// FEATURES * block on that are below `rows`; x: ROWS quantised rows. With `adds`, where ROWS is 1, out += that.
+// FEATURES * block on that are below `rows`; x: ROWS quantised rows. With `adds`, where ROWS is 1, out += that; if it is
+// ADDS_EARLY, the next kernel has few small blocks, which begin with a long wait for weights, and may start at once.
 LUCE_FN void product_int8(int block, const u8* __restrict__ weight, const u8* __restrict__ x, float* __restrict__ out,
-                        int n, int rows, int cols, int out_stride, int first, bool adds, u8* shared) {
+                        int n, int rows, int cols, int out_stride, int first, int adds, u8* shared) {
+    if (ROWS == 1 && adds == ADDS_EARLY) luce_release();
     const int feature0 = block * FEATURES;
     const u8* end = weight + rows * row_bytes(cols);
     const auto row = [&](int feature) { return weight + luce_min(feature0 + feature, rows - 1) * row_bytes(cols); };

@@ -43,25 +43,26 @@ class Residual:
     #: float32 [rows, (copies - 1) hidden] in models that keep copies of the stream beside x
     beside: Array | None = None
 
-    def norm(self, norm: Norm, reader: Weight, *, alone: bool = False) -> Rows:
+    def norm(self, norm: Norm, reader: Weight, *, alone: bool = False, bare: bool = False) -> Rows:
         """The norm of x + delta, which leaves the sum in x, as Norm.of_sum makes it for `reader`."""
-        y = norm.of_sum(self.device, self.x, self.delta, reader, alone=alone)
+        y = norm.of_sum(self.device, self.x, self.delta, reader, alone=alone, bare=bare)
         self.delta = None
         return y
 
-    def read(self, norm: Norm | None, reader: Weight, *, alone: bool = False) -> Rows:
+    def read(self, norm: Norm | None, reader: Weight, *, alone: bool = False, bare: bool = False) -> Rows:
         """`norm`, or without one x + delta itself."""
         if norm is not None:
-            return self.norm(norm, reader, alone=alone)
+            return self.norm(norm, reader, alone=alone, bare=bare)
         x = self.settle()
         group = int8_group(self.device, x.shape[0], reader)
         return quantise(self.device, x, group) if group else x
 
-    def add_product(self, y: Rows, weight: Weight) -> None:
-        """x + y W^T: at once where the product does so, else `delta`. Nothing is pending."""
+    def add_product(self, y: Rows, weight: Weight, *, early: bool = False) -> None:
+        """x + y W^T: at once where the product does so, else `delta`. Nothing is pending. `early` as in
+        luce.ops.matmul.add_product."""
         if adds_row(self.device, y.shape[0], weight):
             assert not isinstance(y, Fp16Rows | Int8Rows | Unnormed)
-            add_product(self.device, y, weight, self.x)
+            add_product(self.device, y, weight, self.x, early=early)
         else:
             self.delta = product(self.device, y, weight)
 
@@ -110,11 +111,12 @@ class DecoderLayer:
             add(stream.device, mixed, self.ffn(y))
             stream.delta = self._behind(stream.device, mixed, None)
             return
+        bare = isinstance(self.ffn, MoELayer) and self.ffn.norms_row(stream.x.shape[0])
         if self._added_alone(self.mixer_post_norm) and isinstance(self.mixer, AttentionLayer | DeltaNetLayer):
-            stream.add_product(self.mixer.mix(y, step), self.mixer.out)
+            stream.add_product(self.mixer.mix(y, step), self.mixer.out, early=bare)
         else:
             stream.delta = self._behind(stream.device, self.mixer(y, step), self.mixer_post_norm)
-        y = stream.read(self.ffn_norm, self.ffn.input_weight, alone=self.ffn.only_multiplies)
+        y = stream.read(self.ffn_norm, self.ffn.input_weight, alone=self.ffn.only_multiplies, bare=bare)
         if self._added_alone(self.ffn_post_norm) and isinstance(self.ffn, GatedMLPLayer):
             stream.add_product(self.ffn.inner(y), self.ffn.down)
         elif self._added_alone(self.ffn_post_norm) and isinstance(self.ffn, MoELayer) and self.ffn.adds(y.shape[0]):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from gguf import GGMLQuantizationType
 
 from luce.layers.mlp import GatedMLPLayer
@@ -14,7 +16,9 @@ from luce.ops.matmul import MANY_ROWS, int8_group, matmul, matmul_row
 from luce.ops.matmul_prefill import multiplies_int8
 from luce.ops.moe import add_shared, combine, expert_invariant_rows, route
 from luce.ops.moe_int8 import expert_mlp, expert_weights
+from luce.ops.moe_router import RowRouter, norm_route, row_router
 from luce.ops.moe_rows import expert_mlp_rows
+from luce.ops.norm import Unnormed
 from luce.ops.quantise import Quantised, quantise
 from luce.ops.weight import Weight
 from luce.runtime.device import Array, Device
@@ -43,9 +47,18 @@ class MoELayer:
     ) -> None:
         self._device = device
         self._spec = spec
-        self._bias = bias
-        self._expert_scale = expert_scale
+        # Arguments of `route`.
+        self._choice: dict[str, Any] = {
+            "top_k": spec.used,
+            "gating": spec.gating,
+            "bias": bias,
+            "normalise": spec.normalise,
+            "scale": spec.scale,
+            "expert_scale": expert_scale,
+            "groups": spec.groups,
+        }
         self._router = router
+        self._row_router: RowRouter | None = None
         #: for many rows, the router's rows of the experts and that of the gate
         self._apart: tuple[Weight, Weight] | None = None
         plain = router.bias is None and all(part.type == GGMLQuantizationType.F32 for part in router.parts)
@@ -68,6 +81,8 @@ class MoELayer:
         # One launch for the experts and the shared MLP: two fewer, and no wait for their results.
         joins = self._int8 is not None and other is not None and self._int8.joins(other)
         self._joined = other if joins else None
+        if self._int8 is not None and (shared is None or joins):
+            self._row_router = row_router(device, router, spec.experts)
         if self._int8 is not None and moe_rows.serves(device):
             self.invariant_rows = MANY_ROWS
 
@@ -81,8 +96,15 @@ class MoELayer:
         alone = self._shared is None or self._joined is not None
         return self._int8 is not None and alone and int8_group(self._device, rows, self.input_weight) > 0
 
-    def __call__(self, y: Array | Quantised, routed_by: Array | None = None, to: Array | None = None) -> Array:
-        """y float32 [rows, hidden] -> float32 [rows, hidden]; the router reads `routed_by`, or y if that is None.
+    def norms_row(self, rows: int) -> bool:
+        """Whether the layer takes so many rows as Unnormed."""
+        return rows == 1 and self._row_router is not None
+
+    def __call__(
+        self, y: Array | Quantised | Unnormed, routed_by: Array | None = None, to: Array | None = None
+    ) -> Array:
+        """y float32 [rows, hidden] -> float32 [rows, hidden]; the router reads `routed_by`, or y if that is None. y may
+        be Unnormed where `norms_row` is true, and then the router reads it.
 
         With `to`, float32 [rows, hidden] contiguous, where `adds` is true: to += that, and `to`.
         """
@@ -90,19 +112,14 @@ class MoELayer:
         int8 = self._int8 if y.shape[0] <= self.invariant_rows else None
         experts = self._experts
         prompt_int8 = isinstance(experts, RoutedExperts) and experts.multiplies_int8(y.shape[0])
-        scores, shared_gate = self._scores(y if routed_by is None else routed_by)
-        routing = route(
-            device,
-            scores,
-            top_k=spec.used,
-            gating=spec.gating,
-            bias=self._bias,
-            normalise=spec.normalise,
-            scale=spec.scale,
-            expert_scale=self._expert_scale,
-            groups=spec.groups,
-            multiplies=isinstance(experts, RoutedExperts) and int8 is None and not prompt_int8,
-        )
+        if isinstance(y, Unnormed):
+            assert self._row_router is not None
+            group = int8_group(device, 1, self.input_weight)
+            y, routing, shared_gate = norm_route(device, y, self._row_router, group, **self._choice)
+        else:
+            scores, shared_gate = self._scores(y if routed_by is None else routed_by)
+            multiplies = isinstance(experts, RoutedExperts) and int8 is None and not prompt_int8
+            routing = route(device, scores, multiplies=multiplies, **self._choice)
         if isinstance(experts, OffloadedExperts):
             finish = experts.begin(y.x if isinstance(y, Quantised) else y, routing)
             # The device computes the shared MLP while the CPU computes the experts.

@@ -40,12 +40,23 @@ class Norm:
             return layer_norm(device, x, self.weight, self.bias, self.eps)
         return rms_norm(device, x, self.weight, self.eps)
 
-    def of_sum(self, device: Device, x: Array, delta: Product | None, reader: Weight, *, alone: bool = False) -> Rows:
+    def of_sum(
+        self,
+        device: Device,
+        x: Array,
+        delta: Product | None,
+        reader: Weight,
+        *,
+        alone: bool = False,
+        bare: bool = False,
+    ) -> Rows:
         """The norm of x + delta, which leaves the sum in x; quantised if products with `reader` read int8.
 
         `alone`: nothing but products with `reader` reads the norm, so that it may be fp16 or int8 alone, or Unnormed.
+        `bare`: it may be Unnormed.
         """
-        if alone and not self.centred and delta is None and norms_row(device, x.shape[0], reader):
+        bare = bare or (alone and norms_row(device, x.shape[0], reader))
+        if bare and not self.centred and delta is None:
             return Unnormed(x, self.weight, self.eps)
         if alone and not self.centred and multiplies_int8(device, x.shape[0], reader):
             own = to_floats(device, delta) if isinstance(delta, Halves) else delta

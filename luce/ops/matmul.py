@@ -34,7 +34,7 @@ from luce.ops.fp16 import TOP, Fp16Rows
 from luce.ops.half_products import halves, has_halves
 from luce.ops.int8_rows import Int8Rows
 from luce.ops.matmul_bf16 import Split, multiply_bf16, split_rows, takes_tiles
-from luce.ops.matmul_int8 import INT8_TYPES, group_for, multiply, norms, pairs
+from luce.ops.matmul_int8 import ADDS, ADDS_EARLY, INT8_TYPES, group_for, multiply, norms, pairs
 from luce.ops.matmul_packed import multiply_packed
 from luce.ops.matmul_prefill import BLAS_ROWS, has_int8_sums, int8_sums, matmul_prefill
 from luce.ops.matmul_rows import multiply_rows, takes_rows
@@ -104,9 +104,12 @@ def adds_row(device: Device, rows: int, weight: Weight) -> bool:
     return all(part.type in INT8_TYPES for part in weight.parts)
 
 
-def add_product(device: Device, x: Array | Quantised, weight: Weight, to: Array) -> None:
-    """to += x W^T, where `adds_row` is true: the bits of `add` of the product. x of one row; to float32 [1, rows]."""
-    _few(device, x, weight, to, adds=True)
+def add_product(device: Device, x: Array | Quantised, weight: Weight, to: Array, *, early: bool = False) -> None:
+    """to += x W^T, where `adds_row` is true: the bits of `add` of the product. x of one row; to float32 [1, rows].
+
+    `early`: the next launch has few small blocks, which begin with a long wait for weights. It starts beside this one.
+    """
+    _few(device, x, weight, to, adds=ADDS_EARLY if early and len(weight.parts) == 1 else ADDS)
 
 
 def matmul_row(device: Device, x: Array, row: Weight) -> Array:
@@ -167,7 +170,7 @@ def sole_int8_group(device: Device, rows: int, weight: Weight) -> int:
     return group if alone else 0
 
 
-def _few(device: Device, x: Array | Quantised, weight: Weight, out: Array, *, adds: bool = False) -> None:
+def _few(device: Device, x: Array | Quantised, weight: Weight, out: Array, *, adds: int = 0) -> None:
     quantised = {x.group: x} if isinstance(x, Quantised) else {}
     floats = x.x if isinstance(x, Quantised) else x
     split: Split | None = None

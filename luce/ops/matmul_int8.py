@@ -39,6 +39,9 @@ _ROWS = (1, 16)
 #: bytes of shared memory that a block can have on every supported GPU
 MOST_SHARED = 65536
 
+#: how a product adds to its result, and whether the next launch may start beside it (kernels/product_int8.h)
+ADDS, ADDS_EARLY = 1, 2
+
 
 def group_for(type: GGMLQuantizationType) -> int:
     """How many columns of x share a scale for products with a type in INT8_TYPES: as many as have exact sums."""
@@ -67,13 +70,13 @@ def multiply(
     cols: int,
     out: Array,
     *,
-    adds: bool = False,
+    adds: int = 0,
 ) -> None:
     """Write the columns of one part, or of two that `pairs` joins, of out [n, rows] = x W^T in one launch: the second
     part's blocks use multiprocessors that the first leaves idle.
 
     x of n <= 16 rows in the group of the types, which are in INT8_TYPES, or one row where `norms` is true. `adds`: of
-    one quantised row, out += that.
+    one quantised row, out += that, as ADDS or ADDS_EARLY says.
     """
     shapes = [_part_shape(device, x, part, cols) for part in parts]
     kernel, defines = "matmul_int8", {"QTYPE": parts[0].type.name}

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 
 from luce.layers import moe
+from luce.layers.decoder_layer import DecoderLayer, Residual
+from luce.layers.deltanet import DeltaNetLayer
 from luce.layers.mlp import GatedMLPLayer
 from luce.layers.moe import MoELayer
+from luce.layers.norm import Norm
 from luce.layers.routed_experts import RoutedExperts
 from luce.models.spec import GatedMLP, MoE
 from luce.ops.int8_rows import Int8Rows
 from luce.ops.matmul import FEW_ROWS, MANY_ROWS
+from luce.ops.matmul_int8 import ADDS, ADDS_EARLY
 from luce.ops.matmul_prefill import BLAS_ROWS
 from luce.ops.moe_prefill import PROMPT_ROWS
 from luce.ops.moe_prefill_int8 import store_experts
+from luce.ops.norm import Unnormed
 from luce.ops.weight import upload_experts, upload_weight
 from tests.support.emulated import EmulatedDevice
 from tests.support.quant_blocks import random_tensor
@@ -90,6 +96,61 @@ def test_a_row_has_the_bits_that_it_has_alone() -> None:
     assert _layer(device, experts_in="IQ4_NL").invariant_rows == FEW_ROWS
     device.products = frozenset()
     assert _layer(device).invariant_rows == FEW_ROWS
+
+
+def _norm(device: EmulatedDevice) -> Norm:
+    return Norm(device.upload(np.random.default_rng(5).uniform(0.5, 2, HIDDEN).astype(np.float32)), 1e-6)
+
+
+def test_a_row_that_the_layer_norms() -> None:
+    """The bits of its norm before; other devices, more rows and a shared MLP of its own do not have such rows."""
+    device = EmulatedDevice(32, products=("F16", "BF16", "WGMMA"))
+    layer, norm = _layer(device), _norm(device)
+    x = device.upload(np.random.default_rng(4).standard_normal((1, HIDDEN)).astype(np.float32))
+    assert layer.norms_row(1)
+    bare = norm.of_sum(device, x, None, layer.input_weight, bare=True)
+    assert isinstance(bare, Unnormed)
+    expected = device.download(layer(norm.of_sum(device, x, None, layer.input_weight)))
+    for _ in range(2):
+        np.testing.assert_array_equal(device.download(layer(bare)), expected)
+    assert not isinstance(norm.of_sum(device, x, x, layer.input_weight, bare=True), Unnormed)
+    assert not layer.norms_row(2)
+    assert not _layer(device, shared_in="F16").norms_row(1)
+    assert not _layer(device, experts_in="IQ4_NL").norms_row(1)
+    assert not _layer(EmulatedDevice(32)).norms_row(1)
+
+
+class _Mixer(DeltaNetLayer):
+    """What is multiplied by `out` is the row that comes in."""
+
+    only_multiplies = False
+
+    def __init__(self, device: EmulatedDevice) -> None:
+        self.out = self.input_weight = upload_weight(device, [random_tensor("Q8_0", HIDDEN, HIDDEN, seed=9)])
+
+    def mix(self, y: Any, step: Any) -> Any:
+        return y
+
+
+@pytest.mark.parametrize("wgmma", [True, False])
+def test_a_decoder_layer_norms_a_row_in_its_experts_layer(wgmma: bool) -> None:
+    """The product before it, which adds to the stream, lets that start early."""
+    results, launched = {}, {}
+    for rows in (1, 2):
+        device = EmulatedDevice(32, products=("F16", "BF16", "WGMMA") if wgmma else ("F16", "BF16"))
+        layer = DecoderLayer(_norm(device), _Mixer(device), _norm(device), _layer(device))
+        stream = Residual(
+            device, device.upload(np.random.default_rng(6).standard_normal((2, HIDDEN))[:rows].astype("f"))
+        )
+        with mock.patch.object(device, "launch", wraps=device.launch) as launch:
+            layer(stream, None)  # type: ignore[arg-type]
+        results[rows] = device.download(stream.settle())
+        launched[rows] = {call.args[1]: call.args[4] for call in launch.call_args_list}
+    np.testing.assert_array_equal(results[1][0], results[2][0])
+    assert ("norm_route" in launched[1]) == wgmma
+    assert ("route" in launched[1]) != wgmma
+    assert launched[1]["matmul_int8"][-1] == (ADDS_EARLY if wgmma else ADDS)
+    assert "norm_route" not in launched[2]
 
 
 @pytest.mark.parametrize("rows", [1, FEW_ROWS])
