@@ -182,7 +182,7 @@ def kinds(
     device: GpuDevice, recorder: Recorder, work: Any, launches: Sequence[Launch], repeat: int
 ) -> list[dict[str, Any]]:
     """The figures of each kind of launch, of those of a prompt without `without`."""
-    routed = any(launch.kernel == "route" for launch in launches)
+    routed = any(launch.kernel in ("route", "norm_route") for launch in launches)
     found: dict[Any, list[int]] = {}
     for number, launch in enumerate(launches):
         found.setdefault(launch.kind, []).append(number)
