@@ -12,7 +12,7 @@ from luce.models.spec import MoE
 from luce.ops import matmul_halves, moe_rows
 from luce.ops.activation import FUSED
 from luce.ops.int8_rows import Int8Rows, to_int8
-from luce.ops.matmul import MANY_ROWS, int8_group, matmul, matmul_row
+from luce.ops.matmul import MANY_ROWS, int8_group, matmul, matmul_row, sole_int8_group
 from luce.ops.matmul_prefill import multiplies_int8
 from luce.ops.moe import add_shared, combine, expert_invariant_rows, route
 from luce.ops.moe_int8 import expert_mlp, expert_weights
@@ -81,7 +81,10 @@ class MoELayer:
         # One launch for the experts and the shared MLP: two fewer, and no wait for their results.
         joins = self._int8 is not None and other is not None and self._int8.joins(other)
         self._joined = other if joins else None
-        if self._int8 is not None and (shared is None or joins):
+        group = int8_group(device, 1, self.input_weight)
+        # The row exists in one form alone.
+        reads = shared is None or joins or sole_int8_group(device, 1, shared.input_weight) == group
+        if self._int8 is not None and reads:
             self._row_router = row_router(device, router, spec.experts)
         if self._int8 is not None and moe_rows.serves(device):
             self.invariant_rows = MANY_ROWS

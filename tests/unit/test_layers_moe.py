@@ -102,10 +102,12 @@ def _norm(device: EmulatedDevice) -> Norm:
     return Norm(device.upload(np.random.default_rng(5).uniform(0.5, 2, HIDDEN).astype(np.float32)), 1e-6)
 
 
-def test_a_row_that_the_layer_norms() -> None:
-    """The bits of its norm before; other devices, more rows and a shared MLP of its own do not have such rows."""
+@pytest.mark.parametrize("shared_in", ["Q8_0", "Q4_0"])
+def test_a_row_that_the_layer_norms(shared_in: str) -> None:
+    """The bits of its norm before; other devices, more rows and a shared MLP that reads floats have no such rows."""
     device = EmulatedDevice(32, products=("F16", "BF16", "WGMMA"))
-    layer, norm = _layer(device), _norm(device)
+    layer, norm = _layer(device, shared_in=shared_in), _norm(device)
+    assert layer.shared_joins == (shared_in == "Q8_0")
     x = device.upload(np.random.default_rng(4).standard_normal((1, HIDDEN)).astype(np.float32))
     assert layer.norms_row(1)
     bare = norm.of_sum(device, x, None, layer.input_weight, bare=True)
