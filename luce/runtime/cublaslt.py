@@ -41,6 +41,11 @@ MANY_RESULTS = 16 << 20
 #: from so many rows on, algorithms are chosen here
 CHOSEN_ROWS = 512
 
+#: Of fp16, where x has so many values, the largest usual tiles in a swizzled order, which read least again: the card is
+#: at its limit of power then, and rounds count less. 8192 x 5120 x 17408 takes 2190 us so, and 2286 in the tiles that
+#: fill their rounds best, for seconds on end; in runs of 10 ms it is the other way round (H200).
+MANY_VALUES = 64 << 20
+
 # Features and rows of the tiles by cublasLtMatmulTile_t, as far as their speed is known.
 _TILES = {
     20: (128, 128),
@@ -62,6 +67,7 @@ _TILES = {
 # while others are multiplied: 8192 x 34816 x 5120 takes 4481 us in 176 x 128, 4541 in 256 x 128 and 4670 in 320 x 128,
 # with as many results in whole rounds; 2048 x 5120 x 17408 539 in 128 x 160 and 559 in 128 x 128 (H200).
 _TIMES = ((128 * 128, 1.015), (176 * 128, 1.0), (256 * 128, 1.015), (1 << 30, 1.03))
+_LARGEST = 24
 # The first suggestion stands where no other one is estimated to be faster by more than this.
 _MARGIN = 0.98
 
@@ -97,6 +103,11 @@ class _Product:
     def whole(self) -> bool:
         """Whether it multiplies integers."""
         return self.types[0] == _TYPES[np.dtype(np.int8)]
+
+    @property
+    def halves(self) -> bool:
+        """Whether it multiplies fp16."""
+        return self.types[0] == _TYPES[np.dtype(np.float16)]
 
 
 @dataclass(frozen=True)
@@ -180,7 +191,7 @@ class CublasLt:
 
     def _suggestions(self, product: _Product, layouts: tuple[c_void_p, c_void_p, c_void_p]) -> list[_Suggestion]:
         """What the library suggests, the best by its estimate first; raises DeviceError where it has nothing."""
-        wide = product.types[0] == _TYPES[np.dtype(np.float16)] and product.rows * product.features >= MANY_RESULTS
+        wide = product.halves and product.rows * product.features >= MANY_RESULTS
         preference, (weight, x, out) = c_void_p(), layouts
         self._call("cublasLtMatmulPreferenceCreate", byref(preference))
         try:
@@ -208,17 +219,26 @@ class CublasLt:
             return first
         if product.whole:
             return self._swizzled(first, product, layouts) or first
+        if product.halves and product.rows * product.cols >= MANY_VALUES:
+            largest = (one for one in suggestions if self._tile(one) == _LARGEST)
+            swizzled = next((self._swizzled(one, product, layouts) for one in largest), None)
+            if swizzled is not None:
+                return swizzled
         times = [self._time(one, product) for one in suggestions]
         usual, best = times[0], min((time for time in times if time is not None), default=None)
         if usual is None or best is None or best > _MARGIN * usual:
             return first
         return suggestions[times.index(best)]
 
+    def _tile(self, suggestion: _Suggestion) -> int | None:
+        """The number of its tile; None where several tiles have sums of parts of the columns: these would have other
+        bits."""
+        return self._get(suggestion.algorithm, _TILE) if self._get(suggestion.algorithm, _PARTS) == 1 else None
+
     def _time(self, suggestion: _Suggestion, product: _Product) -> float | None:
-        """An estimate that compares algorithms; None where there is none. Sums of parts of the columns, by several
-        tiles, would have other bits."""
-        tile = _TILES.get(self._get(suggestion.algorithm, _TILE))
-        if tile is None or self._get(suggestion.algorithm, _PARTS) != 1:
+        """An estimate that compares algorithms; None where there is none."""
+        tile = _TILES.get(self._tile(suggestion) or 0)
+        if tile is None:
             return None
         tiles = -(-product.features // tile[0]) * -(-product.rows // tile[1])
         size = tile[0] * tile[1]

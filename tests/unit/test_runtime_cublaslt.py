@@ -233,7 +233,7 @@ def chosen(library: Library, rows: int, features: int, multiprocessors: int = 13
     library.multiplies = False
     device = opened(library, multiprocessors)
     x, weight = np.zeros((rows, 64), dtype), np.zeros((features, 64), dtype)
-    result = np.int32 if dtype == np.int8 else np.float16
+    result = {np.int8: np.int32, np.float32: np.float32}.get(dtype, np.float16)
     device.gemm(on_device(x), on_device(weight), on_device(np.zeros((rows, features), result)))
     device.close()
     assert library.alive == 0
@@ -276,6 +276,19 @@ def test_integers_are_multiplied_in_a_swizzled_order() -> None:
     assert chosen(Library((20, 24)), 512, 4096, multiprocessors=0, dtype=np.int8) == 20
     for failing in ("MatmulAlgoConfigSetAttribute", "MatmulAlgoCheck"):
         assert chosen(Library((20, 24), failing=failing), 512, 4096, dtype=np.int8) == 20
+
+
+def test_large_products_of_halves_read_as_little_as_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cublaslt, "MANY_VALUES", 8192 * 64)
+    tiles = 248, 29, 24
+    assert chosen(Library(tiles), 8192, 5120) == 1024
+    assert chosen(Library(tiles), 8191, 5120) == 29
+    assert chosen(Library(tiles), 8192, 5120, multiprocessors=0) == 248
+    assert chosen(Library(tiles), 8192, 5120, dtype=np.float32) == 29
+    assert chosen(Library((248, 29)), 8192, 5120) == 29
+    assert chosen(Library(tiles, [1, 1, 2]), 8192, 5120) == 29
+    for failing in ("MatmulAlgoConfigSetAttribute", "MatmulAlgoCheck"):
+        assert chosen(Library(tiles, failing=failing), 8192, 5120) == 29
 
 
 def test_plans_of_many_shapes_are_let_go() -> None:
