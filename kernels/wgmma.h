@@ -27,7 +27,7 @@
 // zeros that later groups begin with. Forms with words take an offset in bytes, a multiple of 16, from b on, and then whether
 // c is added to or begins anew: the compiler lets nobody set zeros while other products run.
 //
-// Threads that wrote to shared memory call luce_wgmma_share before the barrier.
+// Threads that wrote to shared memory, or waited for copies there, call luce_wgmma_share before the barrier.
 //
 // Groups of a block may run different code:
 //   luce_sync_waves()                 luce_sync, though waves call it at different places
@@ -38,7 +38,7 @@
 __attribute__((noinline)) inline void luce_sync_waves() { luce_host_sync(); }  // for all callers one place
 template <int N> LUCE_FN void luce_wgmma_fewer_registers() {}
 template <int N> LUCE_FN void luce_wgmma_more_registers() {}
-LUCE_FN void luce_wgmma_share() {}
+LUCE_FN void luce_wgmma_share() { luce_host_share(); }
 LUCE_FN void luce_wgmma_fence() {}
 LUCE_FN void luce_wgmma_close() {}
 template <int N> LUCE_FN void luce_wgmma_wait() {}

@@ -151,6 +151,27 @@ extern "C" __global__ void missing_barrier(const float* x, float* out) {
     }
 }
 
+// One wave writes, another one reads, in turns.
+extern "C" __global__ void gates(const float* x, float* out) {
+    luce_await();
+    __shared__ float place[LUCE_LANES];
+    __shared__ u64 written, read;
+    int lane = luce_lane();
+    if (luce_thread() == 0) luce_host_gate_begin(&written, LUCE_LANES), luce_host_gate_begin(&read, LUCE_LANES);
+    luce_sync();
+    for (int turn = 0; turn < 3; turn++)
+        if (luce_wave() == 0) {
+            if (BARRIERS & 1) luce_host_gate_wait(&read, turn - 1);
+            place[lane] = x[lane] + turn;
+            if (BARRIERS & 16) luce_host_share();
+            if (BARRIERS & 2) luce_host_gate_arrive(&written);  //! gate_arrival
+        } else {
+            if (BARRIERS & 4) luce_host_gate_wait(&written, turn);
+            out[turn * LUCE_LANES + lane] = place[lane];  //! gate_read
+            if (BARRIERS & 8) luce_host_gate_arrive(&read);
+        }
+}
+
 extern "C" __global__ void all_read_one_writes(float* out) {
     luce_await();
     __shared__ float s;

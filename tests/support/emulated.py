@@ -50,6 +50,7 @@ _ENDINGS = {
     16: "blocks of a cluster sent other bytes than their leader expects, or it did not wait for them",
     17: "the thread posts to a slot from which nobody has taken the number before",
     18: "the thread takes a number that no block before its own has posted",
+    19: "the thread arrives at a gate, but did not share what it wrote to shared memory with products",
 }
 #: one emulator exists in the process
 _RUNNING = threading.Lock()

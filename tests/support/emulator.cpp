@@ -51,7 +51,7 @@ enum Fault : u32 {
     UNWRITTEN_SHARED,
     RACE,            // another thread touched the address and no barrier orders the two
     RACE_SHARED,
-    DIVERGED,        // threads of a block wait at different places, or some have ended
+    DIVERGED,        // threads of a block wait at different places or for gates that nobody opens, or some have ended
     DIVERGED_LANES,  // the same for the lanes of a wave
     NO_LANE,         // a shuffle names a lane outside the wave
     PARTIAL_WAVE,    // a shuffle or vote in a wave that lacks threads
@@ -62,6 +62,7 @@ enum Fault : u32 {
     UNRECEIVED,      // blocks of a cluster sent another number of bytes than their leader expects, or it did not wait
     FULL,            // a block posted a number to a slot from which nobody had taken the one before
     UNPOSTED,        // a thread takes a number that no block before its own has posted
+    UNSHARED,        // a thread arrives at a gate, and products may not see what it wrote to shared memory
 };
 
 enum Access : u32 { READ, WRITE, ATOMIC };
@@ -90,7 +91,7 @@ constexpr u64 STACK = 128 * 1024;
 constexpr u32 EMPTY_SLOT = 0xffffffff;  // of kernels/posts.h
 constexpr u32 POISON = 0x7FF17FF5;  // a NaN as half, float and double; emulated.py fills fresh memory with it
 
-enum Wait : u8 { NEW, READY, AT_SYNC, AT_LANES, ENDED };
+enum Wait : u8 { NEW, READY, AT_SYNC, AT_LANES, AT_GATE, ENDED };
 enum LaneOp : u8 { SHUFFLE, BALLOT, SYNC_LANES };
 
 struct Copy {  // of 16 bytes that are on their way to shared memory
@@ -112,6 +113,11 @@ struct Sent {  // a word on its way to the shared memory of a cluster's leader
     u32 bits;
 };
 
+struct Gate {  // in the kernel's shared memory: arrivals of a turn, those that it lacks, and turns that have ended
+    uint16_t count, missing;
+    u32 ended;
+};
+
 struct Fiber {
 #if defined(LUCE_UCONTEXT)
     ucontext_t context;
@@ -123,6 +129,8 @@ struct Fiber {
     void* site;
     u64 value;
     int source;
+    const Gate* gate;  // and `source` is the turn
+    bool unshared;     // it wrote to shared memory since luce_wgmma_share
     std::vector<Copy> copies;   // that it asked for and did not wait for, the oldest first
     u64 group;                  // of the next one
     std::vector<Store> stores;  // the same for copies from shared memory
@@ -403,6 +411,7 @@ inline void check(void* address, u64 size, Access access, void* site, u64 alignm
             Stamp other = note(space, true, at, size, access, unwritten);
             if (other) return fail_access(RACE_SHARED, access, at, size, site, other);
             if (unwritten) return fail_access(UNWRITTEN_SHARED, access, at, size, site);
+            current->unshared |= access == WRITE;
             return;
         }
     Region* region = last_region;
@@ -464,6 +473,7 @@ void land(u64 end) {
                     cell.writer = own_stamp(WRITE);
                 }
         memcpy(copy.to, copy.bytes, 16);
+        current->unshared = true;
     }
     copies.erase(copies.begin(), copies.begin() + count);
 }
@@ -538,9 +548,12 @@ void diverged(Fault fault, u32 first, u32 last) {
             report->other_site = fibers[other].wait == ENDED ? 0 : offset_in_image(fibers[other].site);
             return fail(fault, waiting, fibers[waiting].site);
         }
+    report->other_thread = waiting;
+    report->other_site = offset_in_image(fibers[waiting].site);
+    fail(fault, waiting, fibers[waiting].site);
 }
 
-// Runs the lanes [first, last) until all are at a barrier of the block or have ended.
+// Runs the lanes [first, last) until all are at a barrier of the block or a gate, or have ended.
 void run_wave(u32 first, u32 last) {
     u32 count = last - first;
     wave_end = last;
@@ -581,6 +594,19 @@ void run_wave(u32 first, u32 last) {
     }
 }
 
+// Lets threads through whose gate's turn has ended; whether there are any. They come behind everything before the arrivals,
+// for no thread passes a gate while others run.
+bool open_gates() {
+    bool any = false;
+    for (u32 t = 0; t < threads; t++) {
+        Fiber& fiber = fibers[t];
+        if (fiber.wait != AT_GATE || (fiber.gate->ended & 1) == (fiber.source & 1)) continue;
+        fiber.wait = READY;
+        any = true;
+    }
+    return any;
+}
+
 void run_block() {
     u32 t = 0;
     for (u32 z = 0; z < blockDim.z; z++)
@@ -591,6 +617,7 @@ void run_block() {
                 fibers[t].awaited = false;
                 fibers[t].arrived = fibers[t].arrived_behind_reads = fibers[t].met = false;
                 fibers[t].joined = 0;
+                fibers[t].unshared = false;
                 fibers[t].copies.clear();
                 fibers[t].group = 0;
                 fibers[t].stores.clear();
@@ -614,9 +641,10 @@ void run_block() {
             expected = received = 0;
             return;
         }
-        if (ended || !same) return diverged(DIVERGED, 0, threads);
-        for (t = 0; t < threads; t++) fibers[t].wait = READY;
         epoch++;
+        if (open_gates()) continue;
+        if (ended || !same || fibers[0].wait == AT_GATE) return diverged(DIVERGED, 0, threads);
+        for (t = 0; t < threads; t++) fibers[t].wait = READY;
     }
 }
 
@@ -725,6 +753,29 @@ u32 luce_host_take(int* slot) {
 void luce_host_sync_lanes() { meet_lanes(SYNC_LANES, 0, 0, __builtin_return_address(0)); }
 void luce_host_sync() {
     current->wait = AT_SYNC;
+    current->site = __builtin_return_address(0);
+    leave();
+}
+void luce_host_gate_begin(Gate* gate, int count) {
+    check(gate, sizeof(Gate), WRITE, __builtin_return_address(0), sizeof(Gate));
+    *gate = {static_cast<uint16_t>(count), static_cast<uint16_t>(count), 0};
+}
+void luce_host_gate_arrive(Gate* gate) {
+    check(gate, sizeof(Gate), ATOMIC, __builtin_return_address(0), sizeof(Gate));
+    if (current->unshared) {
+        fail(UNSHARED, current_thread, __builtin_return_address(0));
+        to_scheduler();
+    }
+    if (--gate->missing) return;
+    gate->missing = gate->count;
+    gate->ended++;
+}
+void luce_host_share() { current->unshared = false; }
+void luce_host_gate_wait(Gate* gate, int turn) {
+    check(gate, sizeof(Gate), ATOMIC, __builtin_return_address(0), sizeof(Gate));
+    current->wait = AT_GATE;
+    current->gate = gate;
+    current->source = turn;
     current->site = __builtin_return_address(0);
     leave();
 }

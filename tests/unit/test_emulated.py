@@ -243,6 +243,21 @@ def test_missing_barriers(checks: Checks) -> None:
     np.testing.assert_array_equal(device.download(out), np.r_[np.arange(256) // 2, np.arange(256) // 2 + 1])
 
 
+def test_gates(checks: Checks) -> None:
+    device, lanes = checks.device, checks.device.lanes
+    x, out = device.upload(np.arange(lanes, dtype=np.float32)), device.empty((3, lanes))
+    launch = "gates", (1,), (2 * lanes,), x, out
+    expected = np.arange(lanes) + np.arange(3)[:, None]
+    checks(*launch, barriers=0b11111)
+    np.testing.assert_array_equal(device.download(out), expected)
+    for barriers in (0b11110, 0b11101, 0b10111):  # turns that pass unseen, or that do not end
+        assert "divergent barrier: thread" in checks.fails(*launch, barriers=barriers)
+    message = checks.fails(*launch, barriers=0b11011)
+    assert f"checks.cu:{LINES['gate_read']}: read of 4 bytes of shared memory that nothing was written to" in message
+    message = checks.fails(*launch, barriers=0b01111)
+    assert f"checks.cu:{LINES['gate_arrival']}: the thread arrives at a gate, but did not share" in message
+
+
 def test_work_before_the_kernels_ahead_have_ended(checks: Checks) -> None:
     device = checks.device
     x, out = device.upload(np.arange(64, dtype=np.float32)), device.empty(64)
