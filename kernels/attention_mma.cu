@@ -30,7 +30,8 @@
 //   - Keys that a row does not see have no effect: they have the weight 0, and factors of exp(0) = 1.
 //
 // Waves of a block: WAVES_M share the rows of queries, WAVES_N the keys of the scores and the columns of the values. A
-// wave's values take ROW_TILES * COLUMN_TILES * 4 registers of each lane, at most 128.
+// wave's values take ROW_TILES * COLUMN_TILES * 4 registers of each lane, at most 128. The block's first LOADING threads
+// are theirs.
 #include "activation.h"
 #include "quantise.h"
 #include "wgmma.h"
@@ -39,18 +40,21 @@
 #if GROUPED
 #define WAVES_N 1
 #define WAVES_M (QUERIES / 16)
+#define FETCHING 128  // more threads, which bring the pages
 #else
 #define WAVES_N 4
 #define WAVES_M (QUERIES * HEAD > 64 * 256 ? 2 : 1)
+#define FETCHING 0
 #endif
-#define THREADS (LUCE_LANES * WAVES_N * WAVES_M)
+#define LOADING (LUCE_LANES * WAVES_N * WAVES_M)
+#define THREADS (LOADING + FETCHING)
 #define ROW_TILES (QUERIES / 16 / WAVES_M)
 #define KEY_TILES (PAGE / 8 / WAVES_N)
 #define COLUMN_TILES (HEAD / 8 / WAVES_N)
 #include "attention_tile.h"
 
 // Blocks of a multiprocessor that get registers: as many as fit into shared memory.
-#define BLOCKS (QUERIES == 16 && HEAD <= 256 ? 3 : GROUPED && HEAD <= 128 ? 2 : 1)
+#define BLOCKS (QUERIES == 16 && HEAD <= 256 ? 3 : 1)
 // Most splits of a row.
 #define SPLITS 64
 #define FOLD_THREADS 256
@@ -151,6 +155,43 @@ LUCE_FN int split_in(int slot, int low, int pages) {
 LUCE_FN bool has_split(int slot, int first, int count) { return ((slot - first) & (SPLITS - 1)) < count; }
 static_assert((SPLITS & (SPLITS - 1)) == 0, "a power of two");
 
+// All pages of a tile, in one run.
+struct WholeRun {
+    const Tile& tile;
+    template <typename Run> __device__ __forceinline__ void operator()(const Run& run) const {
+        run(entry_at(tile, oldest_page(tile.low, tile.window) * PAGE), entry_at(tile, (tile.high / PAGE + 1) * PAGE), 0);
+    }
+};
+
+// The runs of pages of a tile's splits, one after the other; where the first one is, is known before.
+struct SplitRuns {
+    const Tile& tile;
+    int oldest, newest, begin, end;
+    __device__ __forceinline__ bool find(int pages, int& begin, int& end) const {
+        const int split = split_in(blockIdx.z, oldest, pages);
+        if (split * pages > newest) return false;
+        begin = entry_at(tile, luce_max(split * pages, oldest) * PAGE);
+        end = entry_at(tile, luce_min((split + 1) * pages, newest + 1) * PAGE);
+        return true;
+    }
+    template <typename Run> __device__ __forceinline__ void operator()(const Run& run) const {
+        const int most = split_pages(tile.high, tile.window);
+        int pages = split_pages(tile.low, tile.window), from = begin, to = end;
+        bool found = begin >= 0;
+        for (;;) {
+            if (found) run(from, to, pages);
+            if (++pages > most) return;
+            found = find(pages, from, to);
+        }
+    }
+};
+
+LUCE_FN SplitRuns split_runs(const Tile& tile) {
+    SplitRuns runs = {tile, oldest_page(tile.low, tile.window), tile.high / PAGE, -1, -1};
+    runs.find(split_pages(tile.low, tile.window), runs.begin, runs.end);
+    return runs;
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     attention_few(float* __restrict__ values, float2* __restrict__ state, const int base, const int rows_apart,
                   ARGUMENTS) {
@@ -161,26 +202,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     int4 place = reinterpret_cast<const int4*>(spans)[span];
     if (place.z > few || query >= place.z * (heads / kv_heads)) return luce_await();
     Tile tile = make_tile(PASSED, span, place, query);
-    int oldest = oldest_page(tile.low, tile.window), newest = tile.high / PAGE;
-    int most = split_pages(tile.high, tile.window), pages = split_pages(tile.low, tile.window), begin, end;
-    const auto find_pages = [&] {
-        const int split = split_in(blockIdx.z, oldest, pages);
-        begin = -1;
-        if (split * pages > newest) return;
-        begin = entry_at(tile, luce_max(split * pages, oldest) * PAGE);
-        end = entry_at(tile, luce_min((split + 1) * pages, newest + 1) * PAGE);
-    };
-    find_pages();
+    const SplitRuns runs = split_runs(tile);
     luce_await();  // until here: the step's own arrays
     luce_release();
     // Rows of one tile may have splits of two lengths: these run one after the other.
-    for (; pages <= most; pages++, find_pages()) {
-        if (begin < 0) continue;
-        luce_sync();  // the previous round has read shared memory
-        start_pages(tile, shared, begin, end);
-        load_queries(tile, shared.q, q, q_row, q_head, scale * LOG2_E);
-        Sums sums;
-        attend(tile, shared, begin, end, sums);
+    const auto write = [&](const Sums& sums, int pages) {
         int g = luce_lane() / 4, t = luce_lane() % 4;
 #pragma unroll
         for (int m = 0; m < ROW_TILES; m++)
@@ -202,7 +228,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                         make_float2(sums.value[m][c][half * 2], sums.value[m][c][half * 2 + 1]);
                 }
             }
-    }
+    };
+    attend_runs(tile, shared, {q, q_row, q_head, scale * LOG2_E}, runs, write);
 }
 
 // The splits' sums added and divided, times sigmoid or softplus (gating 1 or 2, 0: no gate) of gate, one of a head
@@ -309,7 +336,8 @@ extern "C" __global__ void __launch_bounds__(FOLD_THREADS)
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_many(float* __restrict__ out, const float* __restrict__ sinks, ARGUMENTS) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+    attention_many(float* __restrict__ out, const float* __restrict__ sinks, ARGUMENTS) {
     luce_await();
     LUCE_DYNAMIC_SHARED(Shared, all);
     Shared& shared = *all;
@@ -319,27 +347,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) attention_many(flo
     int query = (block - first_tile(spans, span, group, QUERIES)) * QUERIES;
     if (place.z <= few || query >= place.z * group) return;
     Tile tile = make_tile(PASSED, span, place, query);
-    int begin = entry_at(tile, oldest_page(tile.low, tile.window) * PAGE);
-    int end = entry_at(tile, (tile.high / PAGE + 1) * PAGE);
-    start_pages(tile, shared, begin, end);
-    load_queries(tile, shared.q, q, q_row, q_head, scale * LOG2_E);
-    Sums sums;
-    attend(tile, shared, begin, end, sums);
-    int g = luce_lane() / 4, t = luce_lane() % 4;
+    const WholeRun runs = {tile};
+    const auto write = [&](const Sums& sums, int) {
+        int g = luce_lane() / 4, t = luce_lane() % 4;
 #pragma unroll
-    for (int m = 0; m < ROW_TILES; m++)
+        for (int m = 0; m < ROW_TILES; m++)
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            int n = wave_row() + m * 16 + half * 8 + g;
-            if (n >= tile.queries) continue;
-            float* to = out + ((i64)(tile.start + query_row(tile, n)) * heads + query_head(tile, n)) * d;
-            float factor = 1.0f / with_sink(sums.total[m][half], sums.top[m][half], sinks, query_head(tile, n));
+            for (int half = 0; half < 2; half++) {
+                int n = wave_row() + m * 16 + half * 8 + g;
+                if (n >= tile.queries) continue;
+                float* to = out + ((i64)(tile.start + query_row(tile, n)) * heads + query_head(tile, n)) * d;
+                float factor = 1.0f / with_sink(sums.total[m][half], sums.top[m][half], sinks, query_head(tile, n));
 #pragma unroll
-            for (int c = 0; c < COLUMN_TILES; c++) {
-                int column = (wave_n() * COLUMN_TILES + c) * 8 + t * 2;
-                if (column >= d) continue;
-                *reinterpret_cast<float2*>(to + column) =
-                    make_float2(sums.value[m][c][half * 2] * factor, sums.value[m][c][half * 2 + 1] * factor);
+                for (int c = 0; c < COLUMN_TILES; c++) {
+                    int column = (wave_n() * COLUMN_TILES + c) * 8 + t * 2;
+                    if (column >= d) continue;
+                    *reinterpret_cast<float2*>(to + column) =
+                        make_float2(sums.value[m][c][half * 2] * factor, sums.value[m][c][half * 2 + 1] * factor);
+                }
             }
-        }
+    };
+    attend_runs(tile, shared, {q, q_row, q_head, scale * LOG2_E}, runs, write);
 }

@@ -10,6 +10,29 @@ struct Shared {
     float top[WAVES_N][QUERIES];
 };
 
+// Starts to fetch the page of an entry. Rows beyond the tile's last position may hold any bits, also values whose
+// product with 0 is NaN: they become zeros.
+template <typename T> LUCE_FN void fetch(u8* to, const typename T::Element* pool, const Tile& tile, int entry) {
+    const int CHUNKS = HEAD / 8, STEP = THREADS / CHUNKS, BATCH = PAGE / STEP < 4 ? PAGE / STEP : 4;
+    int chunk = threadIdx.x % CHUNKS, key = threadIdx.x / CHUNKS;
+    int keys = chunk * 8 < tile.d ? tile.high - tile.first[entry] + 1 : 0;
+    i64 row = (i64)tile.pages[entry] * PAGE + key, step = T::offset(STEP * tile.row);
+    const typename T::Element* from = pool + T::offset(row * tile.row) + T::offset(chunk * 8);
+#pragma unroll 1
+    for (int i = 0; i < PAGE / STEP; i += BATCH) {
+        u32 words[BATCH][4];
+#pragma unroll
+        for (int j = 0; j < BATCH; j++) load_chunk(T(), words[j], from + j * step, chunk * 8, key + j * STEP < keys);
+#pragma unroll
+        for (int j = 0; j < BATCH; j++) {
+            int row = key + j * STEP;
+            store_chunk(T(), to + chunk_at(PAGE, row, chunk), words[j], from + j * step, row < keys);
+        }
+        from += BATCH * step;
+        key += BATCH * STEP;
+    }
+}
+
 // score = q k^T of the wave's rows and keys.
 LUCE_FN void multiply_keys(const Shared& shared, float (&score)[ROW_TILES][KEY_TILES][4]) {
     int lane = luce_lane(), row = wave_row() + lane % 16, key = wave_n() * (KEY_TILES * 8) + lane % 8 + lane / 16 * 8;
@@ -140,3 +163,16 @@ LUCE_FN void attend(const Tile& tile, Shared& shared, int begin, int end, Sums& 
     }
 }
 
+// attend for each of the runs of pages of a tile, and what is done with its sums: `runs` calls its argument with the pages
+// [begin, end) of each run and with what `done` gets beside the sums.
+template <typename Runs, typename Done>
+LUCE_FN void attend_runs(const Tile& tile, Shared& shared, const Queries& queries, Runs runs, Done done) {
+    runs([&](int begin, int end, int pages) {
+        luce_sync();  // the previous run has read shared memory
+        start_pages(tile, shared, begin, end);
+        load_queries(tile, shared.q, queries);
+        Sums sums;
+        attend(tile, shared, begin, end, sums);
+        done(sums, pages);
+    });
+}

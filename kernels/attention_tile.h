@@ -98,29 +98,6 @@ template <typename T> LUCE_FN void store_chunk(T, u8* to, const u32 (&words)[4],
         make_uint4(halves(T(), words[0]), halves(T(), words[1]), halves(T(), words[2]), halves(T(), words[3]));
 }
 
-// Starts to fetch the page of an entry. Rows beyond the tile's last position may hold any bits, also values whose
-// product with 0 is NaN: they become zeros.
-template <typename T> LUCE_FN void fetch(u8* to, const typename T::Element* pool, const Tile& tile, int entry) {
-    const int CHUNKS = HEAD / 8, STEP = THREADS / CHUNKS, BATCH = PAGE / STEP < 4 ? PAGE / STEP : 4;
-    int chunk = threadIdx.x % CHUNKS, key = threadIdx.x / CHUNKS;
-    int keys = chunk * 8 < tile.d ? tile.high - tile.first[entry] + 1 : 0;
-    i64 row = (i64)tile.pages[entry] * PAGE + key, step = T::offset(STEP * tile.row);
-    const typename T::Element* from = pool + T::offset(row * tile.row) + T::offset(chunk * 8);
-#pragma unroll 1
-    for (int i = 0; i < PAGE / STEP; i += BATCH) {
-        u32 words[BATCH][4];
-#pragma unroll
-        for (int j = 0; j < BATCH; j++) load_chunk(T(), words[j], from + j * step, chunk * 8, key + j * STEP < keys);
-#pragma unroll
-        for (int j = 0; j < BATCH; j++) {
-            int row = key + j * STEP;
-            store_chunk(T(), to + chunk_at(PAGE, row, chunk), words[j], from + j * step, row < keys);
-        }
-        from += BATCH * step;
-        key += BATCH * STEP;
-    }
-}
-
 #ifdef SEEN
 #define SEEN_ARGUMENTS , const int *__restrict__ positions, const int *__restrict__ seen
 #define SEEN_PASSED , positions, seen
@@ -202,27 +179,36 @@ LUCE_FN void load_query(float (&to)[8], const float* from, bool wide) {
     }
 }
 
-LUCE_FN void load_queries(const Tile& tile, u8* to, const float* q, i64 q_row, i64 q_head, float scale) {
+// Where the step's queries are, and their factor.
+struct Queries {
+    const float* q;
+    i64 row, head;  // floats from one to the next
+    float scale;
+};
+
+// By the block's first LOADING threads.
+LUCE_FN void load_queries(const Tile& tile, u8* to, const Queries& queries) {
     // Loads that start before the first wait.
-    const int BATCH = QUERIES * HEAD / 8 / THREADS < 4 ? QUERIES * HEAD / 8 / THREADS : 4;
-    static_assert(QUERIES * HEAD / 8 % (BATCH * THREADS) == 0, "whole batches");
-    const bool wide = (reinterpret_cast<u64>(q) | (u64)(q_row | q_head) * 4) % 16 == 0;
+    const int BATCH = QUERIES * HEAD / 8 / LOADING < 4 ? QUERIES * HEAD / 8 / LOADING : 4;
+    static_assert(QUERIES * HEAD / 8 % (BATCH * LOADING) == 0, "whole batches");
+    const bool wide = (reinterpret_cast<u64>(queries.q) | (u64)(queries.row | queries.head) * 4) % 16 == 0;
 #pragma unroll 1
-    for (int first = threadIdx.x; first < QUERIES * HEAD / 8; first += BATCH * THREADS) {
+    for (int first = threadIdx.x; first < QUERIES * HEAD / 8; first += BATCH * LOADING) {
         float own[BATCH][8] = {};
 #pragma unroll
         for (int b = 0; b < BATCH; b++) {
-            int i = first + b * THREADS, n = i / (HEAD / 8), chunk = i % (HEAD / 8);
+            int i = first + b * LOADING, n = i / (HEAD / 8), chunk = i % (HEAD / 8);
             if (n >= tile.queries || chunk * 8 >= tile.d) continue;
             i64 row = tile.start + query_row(tile, n);
-            load_query(own[b], q + row * q_row + query_head(tile, n) * q_head + chunk * 8, wide);
+            load_query(own[b], queries.q + row * queries.row + query_head(tile, n) * queries.head + chunk * 8, wide);
         }
 #pragma unroll
         for (int b = 0; b < BATCH; b++) {
-            int i = first + b * THREADS, n = i / (HEAD / 8), chunk = i % (HEAD / 8);
+            int i = first + b * LOADING, n = i / (HEAD / 8), chunk = i % (HEAD / 8);
             u32 words[4];
 #pragma unroll
-            for (int j = 0; j < 4; j++) words[j] = Scores::pair(own[b][2 * j] * scale, own[b][2 * j + 1] * scale);
+            for (int j = 0; j < 4; j++)
+                words[j] = Scores::pair(own[b][2 * j] * queries.scale, own[b][2 * j + 1] * queries.scale);
             *reinterpret_cast<uint4*>(to + chunk_at(QUERIES, n, chunk)) =
                 make_uint4(words[0], words[1], words[2], words[3]);
         }

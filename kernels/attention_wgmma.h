@@ -1,93 +1,301 @@
-// Softmax over pages by products of four waves (wgmma). A wave has 16 rows with all keys and columns, so that only
-// pages and queries are shared.
+// Softmax over pages by products of four waves (wgmma).
+//
+// Two groups of four waves have 64 rows each, with all keys and columns, so that they share only pages. Four more waves
+// bring the pages, TOGETHER of them at a time, in units of at most UNIT bytes: panels of 64 columns of the keys of these
+// pages, then rows of the values of the first page and of the second one. Units lie in a ring of SLOTS slots. A gate says of
+// each slot that it is full, another one that both groups have read it. So no group waits for the other one, unless it is a
+// whole ring ahead, and one's softmax runs beside the other's products.
+//
+// A wave that fetches begins the copies of its next unit before it waits for those of the last one, and it is the one that
+// fences for the products (luce_wgmma_share), behind that wait. The groups fence nothing while they multiply.
 #pragma once
+#include "gate.h"
+#include "wgmma_wide.h"
+
+#if defined(SOFTCAP) && HEAD == 256
+#define TOGETHER 1  // pages whose scores are made at a time; tanh needs the other one's registers
+#else
+#define TOGETHER 2
+#endif
+#define UNIT 16384
+#define SLOTS (HEAD == 256 ? 10 : 12)
+#define KEY_UNITS (HEAD / 64)              // of the pages together
+#define VALUE_UNITS (HEAD == 256 ? 2 : 1)  // of a page
+#define UNIT_ROWS (PAGE / VALUE_UNITS)     // of values
+#define FETCHING_WAVES (FETCHING / LUCE_LANES)
+// A wave waits until unit n - SLOTS has been read, begins to copy unit n, and only then says that its last one,
+// n - FETCHING_WAVES, is full. Groups say that they have read a unit when they have all units of its pages' keys, or of its
+// page's values: if one of these were n - FETCHING_WAVES or later, all would wait for ever.
+static_assert(SLOTS >= FETCHING_WAVES + KEY_UNITS, "n - SLOTS + KEY_UNITS - 1 comes before n - FETCHING_WAVES");
+static_assert(KEY_UNITS >= VALUE_UNITS, "a page has no more units of values");
+// That n - 2 SLOTS has been read, which the wait for n - SLOTS takes for granted (gate.h), follows from the wave's last unit,
+// for which n - FETCHING_WAVES - SLOTS was read.
+
+// Registers of the threads that fetch, and of those that multiply. Together they take at most what the block begins with:
+// more would never come.
+#define FETCHING_REGISTERS 56
+#define MULTIPLYING_REGISTERS 224
+static_assert(FETCHING_REGISTERS * FETCHING + MULTIPLYING_REGISTERS * LOADING <= 65536 / THREADS / 8 * 8 * THREADS,
+              "registers of a block");
 
 struct Shared {
     alignas(1024) u8 q[QUERIES * HEAD * 2];
-    alignas(1024) u8 k[2][PAGE * HEAD * 2];
-    alignas(1024) u8 v[2][PAGE * HEAD * 2];
+    alignas(1024) u8 unit[SLOTS][UNIT];
+    Gate full[SLOTS], read[SLOTS];
+    Gate queries;
 };
 
-// Starts to fetch an entry, if it lies before `end`.
-LUCE_FN void start_page(const Tile& tile, Shared& shared, int entry, int end, int stage) {
-    if (entry < end) {
-        fetch<KTYPE>(shared.k[stage], tile.k_pool, tile, entry);
-        fetch<VTYPE>(shared.v[stage], tile.v_pool, tile, entry);
+// Where the next unit of the ring is, for the waves that multiply.
+struct Place {
+    int slot = 0, turn = 0;
+    __device__ __forceinline__ void next() {
+        if (++slot == SLOTS) slot = 0, turn ^= 1;
     }
-    luce_copy_close();
+};
+
+template <typename T> struct Copied {  // not converted on the way
+    static constexpr bool value = false;
+};
+template <typename T> struct Copied<KVFloat<T>> {
+    static constexpr bool value = true;
+};
+
+// Starts to copy COLUMNS columns, from `column` on, of `count` rows from `key` on of an entry's page: row i of the unit's
+// panels of `rows` rows is the page's row key + i. Rows beyond the tile's last position may hold any bits, also values whose
+// product with 0 is NaN: they become zeros.
+template <typename T, int COLUMNS>
+LUCE_FN void fetch_rows(u8* to, int rows, const typename T::Element* pool, const Tile& tile, int entry, int key, int count,
+                        int column) {
+    constexpr int CHUNKS = COLUMNS / 8, STEP = LUCE_LANES / CHUNKS, BATCH = Copied<T>::value ? 4 : 2;
+    const int own = luce_lane() / CHUNKS, chunk = luce_lane() % CHUNKS;
+    column += chunk * 8;
+    const int keys = column < tile.d ? tile.high - tile.first[entry] + 1 - key : 0;
+    const i64 row = (i64)tile.pages[entry] * PAGE + key + own;
+    const int step = (int)T::offset(STEP * tile.row);
+    const typename T::Element* from = pool + T::offset(row * tile.row) + T::offset(column);
+    to += chunk / 8 * rows * 128;
+#pragma unroll 1
+    for (int i = own; i < count; i += BATCH * STEP) {
+        u32 words[BATCH][4];
+#pragma unroll
+        for (int j = 0; j < BATCH; j++) load_chunk(T(), words[j], from + j * step, column, i + j * STEP < keys);
+#pragma unroll
+        for (int j = 0; j < BATCH; j++) {
+            const int at = i + j * STEP;
+            store_chunk(T(), to + at * 128 + ((chunk ^ at) & 7) * 16, words[j], from + j * step, at < keys);
+        }
+        from += BATCH * step;
+    }
 }
 
-LUCE_FN void start_pages(const Tile& tile, Shared& shared, int begin, int end) {
-    start_page(tile, shared, begin, end, 0);
+// The wave's copies but those of the N newest units are there: the unit in `slot` is full.
+template <int N> LUCE_FN void fill(Shared& shared, int slot) {
+    luce_copy_wait<N>();
+    luce_wgmma_share();
+    luce_gate_arrive(&shared.full[slot]);
 }
 
-// Softmax over the pages [begin, end) of the tile's span, from zero. The copy of the first page has started.
-LUCE_FN void attend(const Tile& tile, Shared& shared, int begin, int end, Sums& sums) {
-    typedef Scores::Element KElement;
-    typedef Values::Element VElement;
-    int g = luce_lane() / 4, t = luce_lane() % 4, row = wave_row() + g, group = luce_wave() / 4;
-    float(*value)[4] = sums.value[0];
-    clear(sums);
-    for (int entry = begin; entry < end; entry++) {
-        int stage = (entry - begin) % 2;
-        luce_copy_wait<0>();
-        luce_wgmma_share();
-        luce_sync();  // the page has arrived, and the previous one has been read
-        start_page(tile, shared, entry + 1, end, 1 - stage);
-        float score[KEY_TILES][4];
+// Brings the units of the pages [begin, end), number `unit` of the ring and on; the number behind them.
+LUCE_FN int fetch_pages(const Tile& tile, Shared& shared, int begin, int end, int unit) {
+    const int wave = luce_wave() % FETCHING_WAVES;
+    int last = -1;  // slot of the wave's last unit
+#pragma unroll 1
+    for (int entry = begin; entry < end; entry += TOGETHER) {
+        const int pages = luce_min(TOGETHER, end - entry), units = KEY_UNITS + VALUE_UNITS * pages;
+        // Every FETCHING_WAVES-th unit is the wave's, whatever the pages.
+#pragma unroll 1
+        for (int i = (wave - unit) & FETCHING_WAVES - 1; i < units; i += FETCHING_WAVES) {
+            const int slot = (unit + i) % SLOTS, turn = (unit + i) / SLOTS;
+            u8* const to = shared.unit[slot];
+            luce_gate_wait(&shared.read[slot], turn - 1);
+            if (i < KEY_UNITS) {
+                for (int page = 0; page < pages; page++)
+                    fetch_rows<KTYPE, 64>(to + page * PAGE * 128, TOGETHER * PAGE, tile.k_pool, tile, entry + page, 0,
+                                          PAGE, i * 64);
+            } else {
+                const int page = (i - KEY_UNITS) / VALUE_UNITS, part = (i - KEY_UNITS) % VALUE_UNITS;
+                fetch_rows<VTYPE, HEAD>(to, UNIT_ROWS, tile.v_pool, tile, entry + page, part * UNIT_ROWS, UNIT_ROWS, 0);
+            }
+            luce_copy_close();
+            if (last >= 0) fill<1>(shared, last);
+            last = slot;
+        }
+        unit += units;
+    }
+    if (last >= 0) fill<0>(shared, last);
+    return unit;
+}
+
+// Scores of a page to weights: `keep` is the factor of the earlier pages' sums.
+LUCE_FN void weigh(const Tile& tile, float (&score)[KEY_TILES][4], int at, Sums& sums, float (&keep)[2],
+                   u32 (&weight)[PAGE / 16][4]) {
+    const int t = luce_lane() % 4, row = wave_row() + luce_lane() / 4;
+    bend(tile, score);
+    const bool whole = all_seen(tile, at);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        if (!whole) mask(tile, score, half, row + half * 8, at, t * 2);
+        float top = sums.top[0][half];
+#pragma unroll
+        for (int n = 0; n < KEY_TILES; n++) top = fmaxf(top, fmaxf(score[n][half * 2], score[n][half * 2 + 1]));
+        top = luce_lane_max<4>(top);
+        float base = softmax_base(top);
+        keep[half] = luce_exp2(sums.top[0][half] - base);
+        sums.top[0][half] = top;
+        base -= WEIGHT_SHIFT;
 #pragma unroll
         for (int n = 0; n < KEY_TILES; n++)
 #pragma unroll
-            for (int e = 0; e < 4; e++) score[n][e] = 0.0f;
+            for (int e = half * 2; e < half * 2 + 2; e++) score[n][e] = luce_exp2(score[n][e] - base);
+    }
+#pragma unroll
+    for (int step = 0; step < PAGE / 16; step++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float* pair = &score[step * 2 + i / 2][i % 2 * 2];
+            weight[step][i] = Values::pair(pair[0], pair[1]);
+        }
+}
+
+LUCE_FN void add_all_weights(float (&total)[2], const float (&keep)[2], const u32 (&weight)[PAGE / 16][4]) {
+    total[0] *= keep[0];
+    total[1] *= keep[1];
+#pragma unroll
+    for (int step = 0; step < PAGE / 16; step++) add_weights(total, weight[step]);
+}
+
+// Multiplies the sums of earlier pages.
+LUCE_FN void keep_values(float (*value)[4], const float (&keep)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        if (luce_ballot(keep[half] != 1.0f) == 0) continue;  // maxima seldom change far on
+#pragma unroll
+        for (int n = 0; n < COLUMN_TILES; n++) {
+            value[n][half * 2] *= keep[half];
+            value[n][half * 2 + 1] *= keep[half];
+        }
+    }
+}
+
+// The wave has read the slot's unit. Groups have when all their waves say so.
+LUCE_FN void release(Shared& shared, Place& place) {
+    if (luce_lane() == 0) luce_gate_arrive(&shared.read[place.slot]);
+    place.next();
+}
+
+// Waits for the next unit.
+LUCE_FN luce_rows_t arrived(Shared& shared, Place& place) {
+    luce_gate_wait(&shared.full[place.slot], place.turn);
+    const luce_rows_t unit = luce_wgmma_rows_further(luce_wgmma_rows_at(shared.unit), place.slot * UNIT);
+    place.next();
+    return unit;
+}
+
+// Starts score = q k^T of PAGES pages.
+template <int PAGES> LUCE_FN void multiply_keys(Shared& shared, Place& place, float (*score)[4]) {
+    // Of all lanes the same, which the compiler does not see by itself.
+    const int group = luce_shfl(luce_wave() / 4, 0);
+    const luce_rows_t q = luce_wgmma_rows_further(luce_wgmma_rows_at(shared.q), group * 64 * 128);
+#pragma unroll
+    for (int panel = 0; panel < KEY_UNITS; panel++) {
+        const luce_rows_t k = arrived(shared, place);
         luce_wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < HEAD / 16; step++) {
-            const u8* q = shared.q + (step / 4 * QUERIES + group * 64) * 128 + step % 4 * 32;
-            luce_wgmma<KElement>(score, q, shared.k[stage] + step / 4 * PAGE * 128 + step % 4 * 32);
-        }
-        luce_wgmma_wait();
-        bend(tile, score);
-        int at = tile.first[entry];
-        bool whole = all_seen(tile, at);
+        for (int step = 0; step < 4; step++)
+            luce_wgmma_wide<Scores::Element, PAGES * PAGE>(
+                score, luce_wgmma_rows_further(q, panel * QUERIES * 128 + step * 32),
+                luce_wgmma_rows_further(k, step * 32), panel + step > 0);
+    }
+    luce_wgmma_close();
+}
+
+// Starts value += weight v of a page.
+LUCE_FN void multiply_values(Shared& shared, Place& place, float (*value)[4], const u32 (&weight)[PAGE / 16][4]) {
+    typedef Values::Element Element;
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            if (!whole) mask(tile, score, half, row + half * 8, at, t * 2);
-            float top = sums.top[0][half];
-#pragma unroll
-            for (int n = 0; n < KEY_TILES; n++) top = fmaxf(top, fmaxf(score[n][half * 2], score[n][half * 2 + 1]));
-            top = luce_lane_max<4>(top);
-            float base = softmax_base(top), keep = luce_exp2(sums.top[0][half] - base);
-            sums.top[0][half] = top;
-            base -= WEIGHT_SHIFT;
-#pragma unroll
-            for (int n = 0; n < KEY_TILES; n++)
-#pragma unroll
-                for (int e = half * 2; e < half * 2 + 2; e++) score[n][e] = luce_exp2(score[n][e] - base);
-            sums.total[0][half] *= keep;
-            if (luce_ballot(keep != 1.0f) == 0) continue;  // maxima seldom change far on
-#pragma unroll
-            for (int n = 0; n < COLUMN_TILES; n++) {
-                value[n][half * 2] *= keep;
-                value[n][half * 2 + 1] *= keep;
-            }
-        }
-        u32 weight[PAGE / 16][4];
-#pragma unroll
-        for (int step = 0; step < PAGE / 16; step++) {
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const float* pair = &score[step * 2 + i / 2][i % 2 * 2];
-                weight[step][i] = Values::pair(pair[0], pair[1]);
-            }
-            add_weights(sums.total[0], weight[step]);
-        }
+    for (int part = 0; part < VALUE_UNITS; part++) {
+        const luce_rows_t v = arrived(shared, place);
         luce_wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < PAGE / 16; step++)
+        for (int step = 0; step < UNIT_ROWS / 16; step++)
+            luce_wgmma_wide<Element, HEAD>(value, weight[part * (UNIT_ROWS / 16) + step],
+                                           luce_wgmma_rows_further(v, step * 16 * 128), UNIT_ROWS * 128);
+    }
+    luce_wgmma_close();
+}
+
+LUCE_FN void release_values(Shared& shared, Place& read) {
 #pragma unroll
-            for (int panel = 0; panel < HEAD / 64; panel++)
-                luce_wgmma<VElement>(value + panel * 8, weight[step],
-                                     shared.v[stage] + (panel * PAGE + step * 16) * 128);
-        luce_wgmma_wait();
+    for (int part = 0; part < VALUE_UNITS; part++) release(shared, read);
+}
+
+// Adds the next PAGES pages, one or two, from `entry` on. `place` is the next unit, `read` the first one that was not
+// released.
+template <int PAGES>
+LUCE_FN void add_pages(const Tile& tile, Shared& shared, int entry, Place& place, Place& read, Sums& sums) {
+    float(&value)[COLUMN_TILES][4] = sums.value[0];
+    const int at = tile.first[entry], second = PAGES == 2 ? tile.first[entry + 1] : 0;
+    float score[PAGES][KEY_TILES][4];
+    multiply_keys<PAGES>(shared, place, score[0]);
+    luce_wgmma_wait<0>();
+    luce_wgmma_hold(score[0]);
+    luce_wgmma_hold(score[PAGES - 1]);
+#pragma unroll
+    for (int panel = 0; panel < KEY_UNITS; panel++) release(shared, read);
+
+    float keep[2];
+    u32 weight[PAGE / 16][4];
+    weigh(tile, score[0], at, sums, keep, weight);
+    add_all_weights(sums.total[0], keep, weight);
+    keep_values(value, keep);
+    multiply_values(shared, place, value, weight);
+    if (PAGES == 2) {
+        u32 more[PAGE / 16][4];
+        weigh(tile, score[PAGES - 1], second, sums, keep, more);
+        add_all_weights(sums.total[0], keep, more);
+        luce_wgmma_wait<0>();
+        luce_wgmma_hold(value);
+        release_values(shared, read);
+        keep_values(value, keep);
+        multiply_values(shared, place, value, more);
+    }
+    luce_wgmma_wait<0>();
+    luce_wgmma_hold(value);
+    release_values(shared, read);
+}
+
+// The sums of each of the runs of pages of a tile: `runs` calls its argument with the pages [begin, end) of each run, and
+// with what `done` gets beside the sums.
+template <typename Runs, typename Done>
+LUCE_FN void attend_runs(const Tile& tile, Shared& shared, const Queries& queries, Runs runs, Done done) {
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < SLOTS; i++) {
+            luce_gate_begin(&shared.full[i], LUCE_LANES);
+            luce_gate_begin(&shared.read[i], LOADING / LUCE_LANES);
+        }
+        luce_gate_begin(&shared.queries, LOADING);
+        luce_gate_ready();
+    }
+    luce_sync();
+    if (threadIdx.x >= LOADING) {
+        luce_wgmma_fewer_registers<FETCHING_REGISTERS>();
+        int unit = 0;
+        runs([&](int begin, int end, int) { unit = fetch_pages(tile, shared, begin, end, unit); });
+    } else {
+        luce_wgmma_more_registers<MULTIPLYING_REGISTERS>();
+        load_queries(tile, shared.q, queries);
+        luce_wgmma_share();
+        luce_gate_arrive(&shared.queries);
+        luce_gate_wait(&shared.queries, 0);
+        Place place, read;
+        runs([&](int begin, int end, int pages) {
+            Sums sums;
+            clear(sums);
+            int entry = begin;
+#pragma unroll 1
+            for (; entry + TOGETHER <= end; entry += TOGETHER) add_pages<TOGETHER>(tile, shared, entry, place, read, sums);
+            if (TOGETHER == 2 && entry < end) add_pages<1>(tile, shared, entry, place, read, sums);
+            done(sums, pages);
+        });
     }
 }

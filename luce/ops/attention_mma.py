@@ -26,6 +26,9 @@ from luce.runtime.step import PAGE, PageView, SpanArrays
 _HEADS = (64, 128, 256, 512)
 _SPLITS = 64
 _FOLD_THREADS = 256
+# As in kernels/attention_wgmma.h, and the threads that bring pages.
+_UNIT = 16384
+_FETCHING = 128
 # More than any position, and small enough to be added to one without overflow.
 _NO_WINDOW = 2**30
 # Most float32 values of splits in memory at a time: 128 MiB.
@@ -113,14 +116,15 @@ class Tile:
     def threads(self) -> int:
         """Threads of the block."""
         if self.grouped:
-            return 2 * self.queries
+            return 2 * self.queries + _FETCHING
         return 256 if self.queries * self.head > 64 * 256 else 128
 
     @property
     def shared(self) -> int:
         """Bytes of its shared memory: `Shared` in attention_wgmma.h and in attention_sync.h."""
         if self.grouped:
-            size, unit = 2 * self.head * (self.queries + 4 * PAGE), 1024
+            slots, gate = 10 if self.head == 256 else 12, 8
+            size, unit = 2 * self.head * self.queries + slots * (_UNIT + 2 * gate) + gate, 1024
         else:
             size, unit = 2 * (self.head * (self.queries + 2 * PAGE) + self.queries * PAGE) + 16 * self.queries, 128
         return -(-size // unit) * unit

@@ -135,6 +135,7 @@ def test_gated(device: Device, heads: int, kv_heads: int, d: int, lengths: Lengt
         (4, 2, 32, [(130, 2), (3, 1)], 5.0, False, None),
         (4, 2, 64, [(130, 1), (0, 20)], 0.0, True, 70),
         (6, 2, 16, [(300, 3), (0, 1)], 4.0, True, None),
+        (2, 1, 256, [(130, 2), (60, 20)], 5.0, True, 100),
     ],
     host=[
         (4, 2, 32, [(130, 2), (3, 1)], 5.0, False, None),
