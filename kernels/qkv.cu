@@ -12,6 +12,17 @@
 #define MOST (HEAD ? HEAD : 512)
 #define EACH (MOST / LUCE_LANES)
 
+// A wave's head to a pool's row, from element `first` on.
+template <typename Type>
+LUCE_FN void write(typename Type::Element* pool, i64 row, int first, const float (&value)[EACH], int d) {
+#pragma unroll
+    for (int e = 0; e < EACH; e++) {
+        if (e * LUCE_LANES >= d) break;
+        const int i = luce_lane() + e * LUCE_LANES;
+        Type::store(pool + Type::offset(row), first + i, value[e], i < d);
+    }
+}
+
 // Rows of `heads` query heads and `kv_heads` key and value heads of d = `size` elements, each at its row and head stride.
 // `norms`: if bits 0, 1 and 2 are set, queries, keys and values are divided by their root mean square and multiplied by
 // q_norm, k_norm and v_norm [d]. Then pair i < half of queries and keys, elements (i * step, i * step + gap), is turned
@@ -50,13 +61,16 @@ LUCE_FN void prepare(Number* q, const i64 q_row, const i64 q_head, const float* 
     const float rescale = scales ? scales[blockIdx.x] : 1.0f;
     const i64 row = kind ? (i64)dest[blockIdx.x] * kv_heads * d : 0;
     const int turned = kind == 2 ? 0 : half;
+    const float2* angles = table + (i64)blockIdx.x * half;
     float2 turn[EACH / 2] = {};
 #pragma unroll
     for (int e = 0; e < EACH; e++)
         if (lane + e * LUCE_LANES < d) value[e] = luce_f32(at[lane + e * LUCE_LANES]) * rescale;
 #pragma unroll
-    for (int e = 0; e < EACH / 2; e++)
-        if (lane + e * LUCE_LANES < turned) turn[e] = table[(i64)blockIdx.x * half + lane + e * LUCE_LANES];
+    for (int e = 0; e < EACH / 2; e++) {
+        if (e * LUCE_LANES >= turned) break;
+        if (lane + e * LUCE_LANES < turned) turn[e] = angles[lane + e * LUCE_LANES];
+    }
 
     if (normed) {
         float sum = 0.0f;
@@ -69,11 +83,14 @@ LUCE_FN void prepare(Number* q, const i64 q_row, const i64 q_head, const float* 
     if (turned) {
         float* own = pairs[luce_wave()];
 #pragma unroll
-        for (int e = 0; e < EACH; e++)
+        for (int e = 0; e < EACH; e++) {
+            if (e * LUCE_LANES >= 2 * turned) break;
             if (lane + e * LUCE_LANES < 2 * turned) own[lane + e * LUCE_LANES] = value[e];
+        }
         luce_sync_lanes();
 #pragma unroll
         for (int e = 0; e < EACH / 2; e++) {
+            if (e * LUCE_LANES >= turned) break;
             const int pair = lane + e * LUCE_LANES;
             if (pair < turned) {
                 float* first = own + pair * step;
@@ -84,21 +101,26 @@ LUCE_FN void prepare(Number* q, const i64 q_row, const i64 q_head, const float* 
         }
         luce_sync_lanes();
 #pragma unroll
-        for (int e = 0; e < EACH; e++)
+        for (int e = 0; e < EACH; e++) {
+            if (e * LUCE_LANES >= 2 * turned) break;
             if (lane + e * LUCE_LANES < 2 * turned) value[e] = own[lane + e * LUCE_LANES];
-    }
-#pragma unroll
-    for (int e = 0; e < EACH; e++) {
-        const int i = lane + e * LUCE_LANES;
-        if (e * LUCE_LANES >= d) break;
-        if (q_to) {
-            if (i < d && kind == 0) q_to[((i64)blockIdx.x * heads + head) * d + i] = value[e];
-        } else if constexpr (sizeof(Number) == sizeof(float)) {
-            if (i < d && (kind == 0 || keep)) at[i] = value[e];
         }
-        if (kind == 1) KTYPE::store(k_pool + KTYPE::offset(row), head * d + i, value[e], i < d);
-        if (kind == 2) VTYPE::store(v_pool + VTYPE::offset(row), head * d + i, value[e], i < d);
     }
+    // A loop for each place: in one for all, branches and addresses took more time than memory.
+    float* floats = nullptr;
+    if (q_to) {
+        if (kind == 0) floats = q_to + ((i64)blockIdx.x * heads + head) * d;
+    } else if constexpr (sizeof(Number) == sizeof(float)) {
+        if (kind == 0 || keep) floats = at;
+    }
+    if (floats) {
+        floats += lane;
+#pragma unroll
+        for (int e = 0; e < EACH; e++)
+            if (lane + e * LUCE_LANES < d) floats[e * LUCE_LANES] = value[e];
+    }
+    if (kind == 1) write<KTYPE>(k_pool, row, head * d, value, d);
+    if (kind == 2) write<VTYPE>(v_pool, row, head * d, value, d);
 }
 
 extern "C" __global__ void __launch_bounds__(WAVES* LUCE_LANES)

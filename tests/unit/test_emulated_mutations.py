@@ -306,6 +306,8 @@ HARMLESS = (
     ("block_sparse.cu", "LUCE_LANES) top"),  # scores are only read twice
     ("qkv.cu", "LUCE_LANES)\n"),  # arrays and loops are only larger than needed
     ("qkv.cu", "LUCE_LANES >= d) break;"),
+    ("qkv.cu", "LUCE_LANES >= turned) break;"),
+    ("qkv.cu", "LUCE_LANES >= 2 * turned) break;"),
     ("qkv.cu", "LUCE_LANES < 2 * turned) own["),
     ("moe_prefill.cu", "LUCE_LANES"),  # never launched with 64
     ("moe_router.cu", "LUCE_LANES"),
