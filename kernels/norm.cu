@@ -140,150 +140,203 @@ extern "C" __global__ void __launch_bounds__(1024)
     norm_any(FloatRow{out + (i64)blockIdx.x * d, bytes}, whole, row, row, more, weight, d, eps);
 }
 
-// What is added to a row before its norm, if anything: floats, or with `features` the exact sums of int8 products of one row
-// with this scale (products.h).
-struct SumsDelta {
-    const float* values;
+// What is added to a row before its norm, to WIDTH neighbouring elements from a column on, a multiple of WIDTH. Nothing,
+struct NothingAdded {
+    static constexpr bool ADDS = false;
+
+    template <int WIDTH> __device__ __forceinline__ void add(float (&)[WIDTH], int) const {}
+};
+
+// floats,
+struct FloatsAdded {
+    static constexpr bool ADDS = true;
+    const float* from;
+
+    template <int WIDTH> __device__ __forceinline__ void add(float (&to)[WIDTH], int column) const {
+        const auto unit = *reinterpret_cast<const Floats<WIDTH, WIDTH * 4>*>(from + column);
+#pragma unroll
+        for (int e = 0; e < WIDTH; e++) to[e] += unit.at[e];
+    }
+};
+
+// halves times the scale of their row (products.h),
+template <int WIDTH> struct alignas(WIDTH * 2) HalfUnit {
+    f16_t at[WIDTH];
+};
+struct HalvesAdded {
+    static constexpr bool ADDS = true;
+    const f16_t* from;
+    float scale;
+
+    template <int WIDTH> __device__ __forceinline__ void add(float (&to)[WIDTH], int column) const {
+        const auto unit = *reinterpret_cast<const HalfUnit<WIDTH>*>(from + column);
+#pragma unroll
+        for (int e = 0; e < WIDTH; e++) to[e] += luce_f32(unit.at[e]) * scale;
+    }
+};
+
+// or the exact sums of int8 products of a row with this scale (products.h).
+struct SumsAdded {
+    static constexpr bool ADDS = true;
+    const float* from;
     const float* features;
     float scale;
 
-    __device__ __forceinline__ explicit operator bool() const { return values; }
-    template <int WIDTH, int ALIGN> __device__ __forceinline__ Floats<WIDTH, ALIGN> at(int column) const {
-        Floats<WIDTH, ALIGN> unit = *reinterpret_cast<const Floats<WIDTH, ALIGN>*>(values + column);
-        if (features)
+    template <int WIDTH> __device__ __forceinline__ void add(float (&to)[WIDTH], int column) const {
+        const auto unit = *reinterpret_cast<const Floats<WIDTH, WIDTH * 4>*>(from + column);
 #pragma unroll
-            for (int e = 0; e < WIDTH; e++)
-                unit.at[e] = int8_product((i32)__float_as_uint(unit.at[e]), scale, features[column + e]);
-        return unit;
+        for (int e = 0; e < WIDTH; e++)
+            to[e] += int8_product((i32)__float_as_uint(unit.at[e]), scale, features[column + e]);
     }
 };
 
-// The same of floats, or of halves if `halves` says so.
-struct HalvesDelta {
-    const float* values;
-    bool halves;
-    float scale;
-
-    __device__ __forceinline__ explicit operator bool() const { return values; }
-    template <int WIDTH, int ALIGN> __device__ __forceinline__ Floats<WIDTH, ALIGN> at(int column) const {
-        if (!halves) return *reinterpret_cast<const Floats<WIDTH, ALIGN>*>(values + column);
-        const f16_t* from = reinterpret_cast<const f16_t*>(values) + column;
-        Floats<WIDTH, ALIGN> unit;
-        if constexpr (WIDTH == 4) {
-            const FourHalves four = *reinterpret_cast<const FourHalves*>(from);
+// luce_block_reduce of numbers that are not negative, for a kernel that calls it once for an operation: without the barrier
+// behind it, and with four waves' numbers in a load.
+template <typename Op> LUCE_FN float reduce_once(float value, Op op) {
+    constexpr int MOST = 1024 / LUCE_LANES;
+    __shared__ Floats<4, 16> partial[MOST / 4];
+    const int waves = luce_threads() / LUCE_LANES, t = luce_thread();
+    value = luce_lane_reduce(value, op);
+    if (luce_lane() == 0) partial[luce_wave() / 4].at[luce_wave() % 4] = value;
+    if (t >= waves && t < MOST) partial[t / 4].at[t % 4] = 0.0f;
+    luce_sync();
+    value = 0.0f;
+#pragma unroll 1
+    for (int w = 0; w < waves; w += 4) {
+        const Floats<4, 16> four = partial[w / 4];
 #pragma unroll
-            for (int e = 0; e < WIDTH; e++) unit.at[e] = luce_f32(four.at[e]) * scale;
-        } else {
-            unit.at[0] = luce_f32(*from) * scale;
+        for (int e = 0; e < 4; e++) value = op(value, four.at[e]);
+    }
+    return value;
+}
+
+// One of many rows of at most HELD elements a thread, as fp16 or int8 with a scale: the sums of norm_row, element by element in
+// its order. Its time is that of memory: all of a thread's loads start before its first store, which the compiler cannot know to
+// be elsewhere, and there are two barriers. Other blocks of the multiprocessor have loads under way meanwhile: of 640 threads
+// two run with 40 registers. So weights are loaded behind the sum, from the first-level cache.
+template <typename Row, typename Added>
+LUCE_FN void norm_held(Row& to, float* row, const Added& added, const float* __restrict__ weight, int d, float eps) {
+    using Unit = Floats<4, 16>;
+    const int step = (int)blockDim.x * 4, first = (int)threadIdx.x * 4;
+    Unit held[HELD / 4];
+#pragma unroll
+    for (int n = 0; n < HELD / 4; n++) {
+        const int i = first + n * step;
+        held[n] = {};
+        if (i < d) held[n] = *reinterpret_cast<const Unit*>(row + i);
+        if (i < d) added.add(held[n].at, i);
+    }
+    float sum = 0.0f;
+#pragma unroll
+    for (int n = 0; n < HELD / 4; n++) {
+        const int i = first + n * step;
+        if (Added::ADDS && i < d) *reinterpret_cast<Unit*>(row + i) = held[n];
+#pragma unroll
+        for (int e = 0; e < 4; e++) sum = fmaf(held[n].at[e], held[n].at[e], sum);
+    }
+    const float scale = 1.0f / sqrtf(reduce_once(sum, luce_add()) / (float)d + eps);
+    const auto put = [&] {
+#pragma unroll
+        for (int n = 0; n < HELD / 4; n++) {
+            if (first + n * step < d) to.put(first + n * step, held[n].at);
         }
-        return unit;
+    };
+#pragma unroll
+    for (int n = 0; n < HELD / 4; n++) {
+        if (first + n * step >= d) continue;
+        const Unit factor = *reinterpret_cast<const Unit*>(weight + first + n * step);
+#pragma unroll
+        for (int e = 0; e < 4; e++) held[n].at[e] = held[n].at[e] * scale * factor.at[e];
     }
-};
+    put();
+    if (to.again(reduce_once(to.most, luce_maximum()), luce_thread() == 0)) put();
+}
 
-// One of many rows, as fp16 or int8 with a scale: the sums of norm_row, element by element in its order. Its time is that of
-// memory, so other blocks of the multiprocessor have loads under way while one waits. Of 640 threads three blocks run with 32
-// registers; with 64 it was one, at 44 % of an H200's bandwidth. So weights are loaded behind the sum, from the first-level
-// cache, loops are not unrolled, and only rows of HELD elements a thread are KEPT until the result; longer ones are read again.
-template <int WIDTH, int ALIGN, bool KEPT, typename Row, typename Delta>
-LUCE_FN void norm_many(Row& to, float* row, const Delta& more, const float* __restrict__ weight, int d, float eps) {
-    using Unit = Floats<WIDTH, ALIGN>;
+// The same of rows that are longer, or lie anywhere, element by element; each thread reads back only its own writes. A thread
+// has WIDTH neighbouring elements, 4 where norm_row has.
+template <int WIDTH, typename Row, typename Added>
+LUCE_FN void norm_read_again(Row& to, float* row, const Added& added, const float* __restrict__ weight, int d, float eps) {
     const int step = (int)blockDim.x * WIDTH, first = (int)threadIdx.x * WIDTH;
     float sum = 0.0f;
-    const auto summed = [&](int i) {
-        Unit unit = *reinterpret_cast<const Unit*>(row + i);
-        if (more) {
-            const Unit added = more.template at<WIDTH, ALIGN>(i);
-#pragma unroll
-            for (int e = 0; e < WIDTH; e++) unit.at[e] += added.at[e];
-            *reinterpret_cast<Unit*>(row + i) = unit;
-        }
-#pragma unroll
-        for (int e = 0; e < WIDTH; e++) sum = fmaf(unit.at[e], unit.at[e], sum);
-        return unit;
-    };
-    Unit held[HELD / WIDTH];
-    if constexpr (KEPT) {
-#pragma unroll
-        for (int n = 0; n < HELD / WIDTH; n++) {
-            if (first + n * step < d) held[n] = summed(first + n * step);
-        }
-    } else {
 #pragma unroll 1
-        for (int i = first; i < d; i += step) summed(i);
+    for (int i = first; i < d; i += step) {
+#pragma unroll
+        for (int e = 0; e < WIDTH; e++) {
+            float value[1] = {row[i + e]};
+            added.add(value, i + e);
+            if (Added::ADDS) row[i + e] = value[0];
+            sum = fmaf(value[0], value[0], sum);
+        }
     }
     const float scale = 1.0f / sqrtf(luce_block_sum(sum) / (float)d + eps);
-    const auto times = [&](Unit& unit, int i) {
-        const Unit factor = *reinterpret_cast<const Unit*>(weight + i);
-#pragma unroll
-        for (int e = 0; e < WIDTH; e++) unit.at[e] = unit.at[e] * scale * factor.at[e];
-    };
-    if constexpr (KEPT) {
-#pragma unroll
-        for (int n = 0; n < HELD / WIDTH; n++) {
-            if (first + n * step < d) times(held[n], first + n * step);
-        }
-    }
     do {
-        if constexpr (KEPT) {
-#pragma unroll
-            for (int n = 0; n < HELD / WIDTH; n++) {
-                if (first + n * step < d) to.put(first + n * step, held[n].at);
-            }
-        } else {
-            // Each thread reads back only its own writes.
 #pragma unroll 1
-            for (int i = first; i < d; i += step) {
-                Unit unit = *reinterpret_cast<const Unit*>(row + i);
-                times(unit, i);
-                to.put(i, unit.at);
-            }
+        for (int i = first; i < d; i += step) {
+            float result[WIDTH];
+#pragma unroll
+            for (int e = 0; e < WIDTH; e++) result[e] = row[i + e] * scale * weight[i + e];
+            to.put(i, result);
         }
     } while (to.again());
 }
 
-// norm_many by the widest accesses that the addresses allow, if they are `whole`; FOURS: d is always a multiple of 4. A
-// delta's scale is that of row blockIdx.x of delta_rows, if there are such.
-template <bool FOURS, typename Row, typename Delta>
-LUCE_FN void norm_scaled(Row& to, bool whole, float* row, Delta more, const float* __restrict__ delta_rows,
-                         const float* __restrict__ weight, int d, float eps) {
-    luce_release();
-    luce_await();
-    if (delta_rows) more.scale = delta_rows[blockIdx.x];
+// `whole`: all addresses allow accesses of 16 bytes; FOURS: d is always a multiple of 4.
+template <bool FOURS, typename Row, typename Added>
+LUCE_FN void norm_many(Row& to, bool whole, float* row, const Added& added, const float* __restrict__ weight, int d, float eps) {
     if (!FOURS && d % 4)
-        norm_many<1, 4, false>(to, row, more, weight, d, eps);
+        norm_read_again<1>(to, row, added, weight, d, eps);
     else if (!whole || d > (int)blockDim.x * HELD)
-        norm_many<4, 4, false>(to, row, more, weight, d, eps);
+        norm_read_again<4>(to, row, added, weight, d, eps);
     else
-        norm_many<4, 16, true>(to, row, more, weight, d, eps);
+        norm_held(to, row, added, weight, d, eps);
 }
+
+// Without the 1, NVRTC takes 32 registers and spills.
+#define MANY_BOUNDS __launch_bounds__(1024, 1)
 
 // The norms of rows as fp16 alone, with a scale for each (fp16_rows.h): half has rows of `padded` columns, with zeros
 // from d on. If `added`, x += delta first, where with delta_rows delta are halves with these scales; rows are
 // delta_stride floats apart. Grid: n blocks.
-extern "C" __global__ void __launch_bounds__(1024, 2)
+extern "C" __global__ void MANY_BOUNDS
     rms_norm_to_fp16(f16_t* __restrict__ half, float* __restrict__ scale, float* x, const i64 x_stride,
                      const float* __restrict__ delta, const i64 delta_stride, const int added,
                      const float* __restrict__ delta_rows, const float* __restrict__ weight, const int d,
                      const int padded, const float eps, const int top) {
+    luce_release();
+    luce_await();
     float* row = x + blockIdx.x * x_stride;
-    const HalvesDelta more = {added ? delta + blockIdx.x * delta_stride : nullptr, delta_rows != nullptr};
-    const bool whole = aligned(x, x_stride) && (!added || delta_rows || aligned(delta, delta_stride));
+    const float* more = delta + blockIdx.x * delta_stride;
+    const bool whole = aligned(x, x_stride);
     Fp16Row to(half + (i64)blockIdx.x * padded, scale + blockIdx.x, top);
-    norm_scaled<false>(to, whole, row, more, delta_rows, weight, d, eps);
+    if (!added) {
+        norm_many<false>(to, whole, row, NothingAdded(), weight, d, eps);
+    } else if (delta_rows) {
+        const HalvesAdded halves = {reinterpret_cast<const f16_t*>(more), delta_rows[blockIdx.x]};
+        norm_many<false>(to, whole, row, halves, weight, d, eps);
+    } else {
+        norm_many<false>(to, whole && aligned(delta, delta_stride), row, FloatsAdded{more}, weight, d, eps);
+    }
     to.pad(d, padded);
 }
 
 // The same as int8 (int8_rows.h), where with `features` delta are the sums of int8 rows with the scales delta_rows.
-extern "C" __global__ void __launch_bounds__(1024, 2)
+extern "C" __global__ void MANY_BOUNDS
     rms_norm_to_int8(u8* __restrict__ values, float* __restrict__ scale, float* x, const i64 x_stride,
                      const float* __restrict__ delta, const i64 delta_stride, const int added,
                      const float* __restrict__ delta_rows, const float* __restrict__ features,
                      const float* __restrict__ weight, const int d, const int padded, const float eps) {
+    luce_release();
+    luce_await();
     float* row = x + blockIdx.x * x_stride;
-    const SumsDelta more = {added ? delta + blockIdx.x * delta_stride : nullptr, features};
-    const bool whole = aligned(x, x_stride) && (!added || aligned(delta, delta_stride));
+    const float* more = delta + blockIdx.x * delta_stride;
+    const bool whole = aligned(x, x_stride), both = whole && aligned(delta, delta_stride);
     Int8Row to(values + (i64)blockIdx.x * padded, scale + blockIdx.x);
-    norm_scaled<true>(to, whole, row, more, delta_rows, weight, d, eps);
+    if (!added)
+        norm_many<true>(to, whole, row, NothingAdded(), weight, d, eps);
+    else if (features)
+        norm_many<true>(to, both, row, SumsAdded{more, features, delta_rows[blockIdx.x]}, weight, d, eps);
+    else
+        norm_many<true>(to, both, row, FloatsAdded{more}, weight, d, eps);
     to.pad(d, padded);
 }
 

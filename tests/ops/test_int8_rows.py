@@ -133,11 +133,14 @@ def test_gates_of_sums(device: Device, cols: int, activation: Activation) -> Non
 
 @on_devices("d", [8, 136, 5128], host=[])
 @pytest.mark.parametrize("added", [False, True])
-def test_norms(device: Device, d: int, added: bool) -> None:
+@pytest.mark.parametrize("beside, more_beside", [(0, 0), (1, 0), (0, 1)])
+def test_norms(device: Device, d: int, added: bool, beside: int, more_beside: int) -> None:
+    """`beside`: columns of the stream behind the d of its rows; `more_beside`: of what is added."""
     rng = np.random.default_rng(d)
     x, delta, weight = (rng.standard_normal(shape).astype(F32) for shape in ((3, d), (3, d), d))
-    stream = device.upload(x)
-    made = rms_norm_to_int8(device, stream, device.upload(delta) if added else None, device.upload(weight), 1e-6)
+    stream = device.upload(np.pad(x, ((0, 0), (0, beside))))[:, :d]
+    more = device.upload(np.pad(delta, ((0, 0), (0, more_beside))))[:, :d] if added else None
+    made = rms_norm_to_int8(device, stream, more, device.upload(weight), 1e-6)
     total = x + delta if added else x
     np.testing.assert_array_equal(device.download(stream), total)
     exact = total.astype(np.float64)

@@ -75,7 +75,12 @@ def test_quantised_norm(device: Device, n: int, d: int, adding: bool, group: int
     checks.check_quantised_norm(device, n, d, adding=adding, group=group)
 
 
-@on_devices("n, d", host=[], emulated=[(3, 63), (4, 260), (2, 8300), (2, 8301)], gpu=[(9, 5120), (3, 63), (5, 17408)])
+@on_devices(
+    "n, d",
+    host=[],
+    emulated=[(3, 63), (4, 260), (3, 2500), (2, 8000), (2, 8300), (2, 8301)],
+    gpu=[(9, 5120), (3, 63), (5, 17408), (700, 5120), (1000, 2048), (300, 8192)],
+)
 def test_norm_as_fp16(device: Device, n: int, d: int) -> None:
     for adding in (False, True):
         checks.check_fp16_norm(device, n, d, adding=adding)
@@ -84,6 +89,7 @@ def test_norm_as_fp16(device: Device, n: int, d: int) -> None:
 @on_devices("d", host=[], emulated=[260], gpu=[5120])
 def test_norm_as_fp16_of_rows_that_wide_loads_do_not_reach(device: Device, d: int) -> None:
     checks.check_fp16_norm(device, 4, d, adding=True, beside=5, top=-2)
+    checks.check_fp16_norm(device, 4, d, adding=True, more_beside=1)
 
 
 @on_devices("n, d", host=[], emulated=[(3, 64), (4, 264), (2, 8304)], gpu=[(9, 5120), (3, 64), (5, 17408)])

@@ -124,15 +124,17 @@ def check_no_rows(device: Device) -> None:
     assert rms_norm(device, device.zeros((0, 8)), w, EPS).shape == (0, 8)
 
 
-def check_fp16_norm(device: Device, n: int, d: int, *, adding: bool, beside: int = 4, top: int = 15) -> None:
+def check_fp16_norm(
+    device: Device, n: int, d: int, *, adding: bool, beside: int = 4, more_beside: int = 0, top: int = 15
+) -> None:
     """The halves of the norm's floats, and the same sums; rows that need a scale, and an infinity.
 
-    `beside`: columns of the stream behind the d of its rows.
+    `beside`: columns of the stream behind the d of its rows; `more_beside`: of what is added.
     """
     x, delta, weight = rows(n, d), rows(n, d, 1), device.upload(vector(d) * np.float32(2.0**-9))
     x[-1, -1] = np.inf
     streams = [device.upload(np.pad(x, ((0, 0), (0, beside)))) for _ in range(2)]
-    more = device.upload(delta) if adding else None
+    more = device.upload(np.pad(delta, ((0, 0), (0, more_beside))))[:, :d] if adding else None
     halves = rms_norm_to_fp16(device, streams[0][:, :d], more, weight, EPS, top)
     other = streams[1][:, :d]
     floats = rms_norm(device, other, weight, EPS) if more is None else add_rms_norm(device, other, more, weight, EPS)

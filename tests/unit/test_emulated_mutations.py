@@ -67,7 +67,11 @@ def _norm(device: Device) -> None:
     op_checks_norm.check_add_rms_norm(device, 2, 1000)
     op_checks_norm.check_quantised_norm(device, 3, 992, adding=True, group=128)
     op_checks_norm.check_add_rms_norm(device, 2, 8203)
-    op_checks_norm.check_fp16_norm(device, 2, 8203, adding=True)
+    for adding in (True, False):
+        op_checks_norm.check_fp16_norm(device, 2, 1000, adding=adding)
+    op_checks_norm.check_added_halves(device, 2, 2504)
+    for d in (8203, 8204):
+        op_checks_norm.check_fp16_norm(device, 2, d, adding=True)
     op_checks_norm.check_head_rms_norm(device, 2, 5, 80)
     op_checks_norm.check_layer_norm(device, 4, 1000, biased=True)
 
@@ -290,6 +294,7 @@ CHECKS: dict[str, Callable[[Device], None]] = {
 HARMLESS = (
     ("reduce.h", "LUCE_LANES];"),  # an array is only larger than needed
     ("reduce.h", "LUCE_LANES) return __reduce"),  # for CUDA alone
+    ("norm.cu", "LUCE_LANES;\n    __shared__"),  # an array is only larger than needed
     ("sample.cu", "LUCE_LANES];"),
     ("deltanet_rows.h", "LUCE_LANES == 0,"),
     ("moe.cu", "LUCE_LANES) {\n        route_loaded<8>"),  # 64 lanes have at most eight experts each
