@@ -62,6 +62,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 2 * LUCE_LANES, 2) LUCE_C
     }
     luce_cluster_wait<SPLIT>();
     luce_await();  // until here: reads of spans, and of data that kernels of earlier steps wrote
+    luce_release();
     float alpha = 0.0f, beta = 0.0f;
     if (wave == WAVES) {
         alpha = x[layout.alpha(head)], beta = x[layout.beta(head)];
@@ -106,7 +107,6 @@ extern "C" __global__ void __launch_bounds__(THREADS + 2 * LUCE_LANES, 2) LUCE_C
         if (thread % GROUP == 0) luce_cluster_send<SPLIT>(&r.answer[0][column], o, &arrived);
         update(s, key, row[ROW_FADE], u);
     }
-    luce_release();
     if (wave < WAVES) {
 #pragma unroll
         for (int c = 0; c < COLUMNS; c++)

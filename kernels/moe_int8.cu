@@ -36,7 +36,12 @@ extern "C" __global__ void __launch_bounds__(64)
         const u8* matrix = feature < GATED_FEATURES ? gate : up;
         return Operands{matrix + (first + feature % GATED_FEATURES) * row_bytes(cols), matrix + all, x};
     };
-    const float* partial = block_sums<1, GATED_STAGES>(operands, 1, cols, shared);
+    const auto prepare = [&] {
+        // Of one row, all blocks run at once, and those of the downs too: these ask for weights of the same ids meanwhile. They
+        // read the ids before they wait, so not earlier.
+        if (gridDim.z == 1) luce_release();
+    };
+    const float* partial = block_sums<1, GATED_STAGES>(operands, 1, cols, shared, prepare);
     const int feature = luce_thread();
     if (feature >= GATED_FEATURES) return;
     const float own = chain_sum(partial + feature, PARTIAL_STRIDE(16));
@@ -93,6 +98,7 @@ extern "C" __global__ void __launch_bounds__(640)
     float* const shares = results + 16 * slots;
     i32* const experts_of = reinterpret_cast<i32*>(shares + slots);
     const int feature0 = (int)blockIdx.x * 16, row = (int)blockIdx.y, pairs = (int)gridDim.y * slots;
+    if (gridDim.y == 1) luce_release();  // all blocks run at once: the next kernel's ask for weights meanwhile
     if (luce_thread() < slots) {
         const int slot = luce_thread();
         const bool chosen = slot < k;

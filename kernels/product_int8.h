@@ -80,6 +80,7 @@ LUCE_FN void product_int8(int block, const u8* __restrict__ weight, const u8* __
 // it; factors float32 [cols], and cols is at most 512 * CHAINS. In shared memory that row lies in front of the units.
 LUCE_FN void norm_product_int8(int block, const u8* __restrict__ weight, const float* x, const float* __restrict__ factors,
                              float eps, float* __restrict__ out, int rows, int cols, int first, u8* shared) {
+    luce_release();  // the next kernel's blocks ask for weights, or recurrent states, meanwhile
     const int feature0 = block * NORM_FEATURES, feature = (int)threadIdx.x;
     const NormAlone<512 * CHAINS, NORM_THREADS> norm(factors, cols);
     const u8* end = weight + rows * row_bytes(cols);
