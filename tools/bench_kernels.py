@@ -37,7 +37,7 @@ from luce.ops.block_sparse import BlockSparse
 from luce.ops.deltanet import RECURRENT_ROWS, DeltaWeights, RecurrentState, gated_delta_net
 from luce.ops.matmul import FEW_ROWS, matmul
 from luce.ops.matmul_prefill import BLAS_ROWS
-from luce.ops.moe import expert_matmul, route
+from luce.ops.moe import RoutingOptions, expert_matmul, route
 from luce.ops.moe_int8 import ExpertWeights, expert_mlp
 from luce.ops.moe_rows import expert_mlp_rows
 from luce.ops.norm import add_rms_norm
@@ -295,9 +295,7 @@ def experts(device: Device) -> Iterator[Case]:
         for n in (32, 512, 2048, 8192):
             x = normal(device, n, cols) if shared else normal(device, n, k, cols)
             logits = normal(device, n, count)
-            routing = route(
-                device, logits, top_k=k, gating="softmax", bias=None, normalise=True, scale=1.0, expert_scale=None
-            )
+            routing = route(device, logits, RoutingOptions(k, "softmax"))
             calls = [partial(expert_matmul, device, x, weight, count, routing) for weight in weights]
             moved = weights[0].nbytes + int(x.nbytes) + 4 * n * k * rows
             yield Case(f"{name} {rows}x{cols} n={n}", calls, moved, 2 * n * k * rows * cols)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from gguf import GGMLQuantizationType
 
 from luce.layers.mlp import GatedMLPLayer
@@ -14,7 +12,7 @@ from luce.ops.activation import FUSED
 from luce.ops.int8_rows import Int8Rows, to_int8
 from luce.ops.matmul import MANY_ROWS, int8_group, matmul, matmul_row, sole_int8_group
 from luce.ops.matmul_prefill import multiplies_int8
-from luce.ops.moe import add_shared, combine, expert_invariant_rows, route
+from luce.ops.moe import RoutingOptions, add_shared, combine, expert_invariant_rows, route
 from luce.ops.moe_int8 import expert_mlp, expert_weights
 from luce.ops.moe_router import RowRouter, norm_route, row_router
 from luce.ops.moe_rows import expert_mlp_rows
@@ -47,16 +45,9 @@ class MoELayer:
     ) -> None:
         self._device = device
         self._spec = spec
-        # Arguments of `route`.
-        self._choice: dict[str, Any] = {
-            "top_k": spec.used,
-            "gating": spec.gating,
-            "bias": bias,
-            "normalise": spec.normalise,
-            "scale": spec.scale,
-            "expert_scale": expert_scale,
-            "groups": spec.groups,
-        }
+        self._routing = RoutingOptions(
+            spec.used, spec.gating, bias, spec.normalise, spec.scale, expert_scale, spec.groups
+        )
         self._router = router
         self._row_router: RowRouter | None = None
         #: for many rows, the router's rows of the experts and that of the gate
@@ -118,11 +109,11 @@ class MoELayer:
         if isinstance(y, Unnormed):
             assert self._row_router is not None
             group = int8_group(device, 1, self.input_weight)
-            y, routing, shared_gate = norm_route(device, y, self._row_router, group, **self._choice)
+            y, routing, shared_gate = norm_route(device, y, self._row_router, group, self._routing)
         else:
             scores, shared_gate = self._scores(y if routed_by is None else routed_by)
             multiplies = isinstance(experts, RoutedExperts) and int8 is None and not prompt_int8
-            routing = route(device, scores, multiplies=multiplies, **self._choice)
+            routing = route(device, scores, self._routing, multiplies=multiplies)
         if isinstance(experts, OffloadedExperts):
             finish = experts.begin(y.x if isinstance(y, Quantised) else y, routing)
             # The device computes the shared MLP while the CPU computes the experts.

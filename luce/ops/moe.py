@@ -56,6 +56,56 @@ class Groups:
 
 
 @dataclass(frozen=True)
+class RoutingOptions:
+    """How the experts of a row follow from its logits.
+
+    p is the softmax over all experts or the sigmoid of each, in float32. The experts with the largest p + bias are
+    chosen; on ties the lowest number, NaN last. A weight is p without the bias, divided by the sum over the chosen
+    experts if `normalise`, times `scale`, times expert_scale[id]. With `groups` (DeepSeek-V3, arXiv 2412.19437, section
+    2.1.2) only experts of the best groups are chosen.
+    """
+
+    top_k: int
+    gating: Gating
+    #: float32 [experts]; None: 0
+    bias: Array | None = None
+    normalise: bool = True
+    scale: float = 1.0
+    #: float32 [experts]; None: 1
+    expert_scale: Array | None = None
+    groups: ExpertGroups | None = None
+
+    def check(self, experts: int) -> None:
+        """Raise ValueError for more than MAX_EXPERTS experts, a top_k beyond MAX_CHOSEN or the number of experts that
+        can be chosen, or groups that are too many or of unequal size."""
+        top_k, groups = self.top_k, self.groups
+        if experts > MAX_EXPERTS or not 0 < top_k <= min(experts, MAX_CHOSEN):
+            raise ValueError(
+                f"route: {top_k} of {experts} experts; at most {MAX_CHOSEN} of at most {MAX_EXPERTS} can be chosen"
+            )
+        if groups is not None:
+            size, fits = experts // groups.count, 0 < groups.used <= groups.count <= MAX_GROUPS
+            if not fits or experts % groups.count or size < 2 or top_k > groups.used * size:
+                raise ValueError(f"route: {top_k} of {experts} experts in {groups.used} of {groups.count} groups")
+
+    @property
+    def arguments(self) -> tuple[np.int32 | np.float32, ...]:
+        """The last arguments of kernels that choose experts."""
+        groups = self.groups
+        return (
+            np.int32(self.top_k),
+            np.int32(self.gating == "sigmoid"),
+            np.int32(self.bias is not None),
+            np.int32(self.normalise),
+            np.int32(self.expert_scale is not None),
+            np.float32(self.scale),
+            np.int32(0 if groups is None else groups.count),
+            np.int32(0 if groups is None else groups.used),
+            np.int32(groups is not None and groups.score == "two best"),
+        )
+
+
+@dataclass(frozen=True)
 class Routing:
     """The experts of each row, best score first."""
 
@@ -67,86 +117,32 @@ class Routing:
     groups: Groups | None
 
 
-def route(
-    device: Device,
-    logits: Array,
-    *,
-    top_k: int,
-    gating: Gating,
-    bias: Array | None,
-    normalise: bool,
-    scale: float,
-    expert_scale: Array | None,
-    groups: ExpertGroups | None = None,
-    multiplies: bool = True,
-) -> Routing:
-    """Choose `top_k` experts for each row of logits float32 [n, experts] (any row stride).
+def route(device: Device, logits: Array, options: RoutingOptions, *, multiplies: bool = True) -> Routing:
+    """Choose experts for each row of logits float32 [n, experts] (any row stride).
 
-    p is the softmax over all experts or the sigmoid of each, in float32. The experts with the largest p + bias (float32
-    [experts], None: 0) are chosen; on ties the lowest number, NaN last. A weight is p without the bias, divided by the
-    sum over the chosen experts if `normalise`, times `scale`, times expert_scale[id] (float32 [experts], None: 1).
-    With `groups` (DeepSeek-V3, arXiv 2412.19437, section 2.1.2) only experts of the best groups are chosen.
-    `multiplies`: whether this device multiplies with the experts' weights, for which it groups many rows.
-
-    Raises ValueError for more than MAX_EXPERTS experts, a top_k beyond MAX_CHOSEN or the number of experts that can be
-    chosen, or groups that are too many or of unequal size.
+    `multiplies`: whether this device multiplies with the experts' weights, for which it groups many rows. Raises
+    ValueError as `options.check`.
     """
     n, experts = logits.shape
-    check_choice(experts, top_k, groups)
-    ids, weights = device.empty((n, top_k), np.int32), device.empty((n, top_k))
+    options.check(experts)
+    ids, weights = device.empty((n, options.top_k), np.int32), device.empty((n, options.top_k))
     if isinstance(device, HostDevice):
-        choose = partial(_host_route, gating, bias, normalise, scale, expert_scale, groups)
-        device.call_host(choose, logits, ids, weights)
+        device.call_host(partial(_host_route, options), logits, ids, weights)
         return Routing(ids, weights, None)
     if n:
         args = (
             logits,
             # Without bias or scales, pointers that the kernel does not dereference.
-            logits if bias is None else bias,
-            logits if expert_scale is None else expert_scale,
+            logits if options.bias is None else options.bias,
+            logits if options.expert_scale is None else options.expert_scale,
             ids,
             weights,
             np.int32(logits.strides[0] // 4),
             np.int32(experts),
-            *choice_arguments(top_k, gating, bias, normalise, scale, expert_scale, groups),
+            *options.arguments,
         )
         device.launch("moe", "route", (n,), (device.lanes,), args)
     return Routing(ids, weights, group(device, ids, experts) if multiplies else None)
-
-
-def check_choice(experts: int, top_k: int, groups: ExpertGroups | None) -> None:
-    """Raise what `route` says of sizes that it does not take."""
-    if experts > MAX_EXPERTS or not 0 < top_k <= min(experts, MAX_CHOSEN):
-        raise ValueError(
-            f"route: {top_k} of {experts} experts; at most {MAX_CHOSEN} of at most {MAX_EXPERTS} can be chosen"
-        )
-    if groups is not None:
-        size, fits = experts // groups.count, 0 < groups.used <= groups.count <= MAX_GROUPS
-        if not fits or experts % groups.count or size < 2 or top_k > groups.used * size:
-            raise ValueError(f"route: {top_k} of {experts} experts in {groups.used} of {groups.count} groups")
-
-
-def choice_arguments(
-    top_k: int,
-    gating: Gating,
-    bias: Array | None,
-    normalise: bool,
-    scale: float,
-    expert_scale: Array | None,
-    groups: ExpertGroups | None,
-) -> tuple[np.int32 | np.float32, ...]:
-    """The last arguments of kernels that choose as `route` does."""
-    return (
-        np.int32(top_k),
-        np.int32(gating == "sigmoid"),
-        np.int32(bias is not None),
-        np.int32(normalise),
-        np.int32(expert_scale is not None),
-        np.float32(scale),
-        np.int32(0 if groups is None else groups.count),
-        np.int32(0 if groups is None else groups.used),
-        np.int32(groups is not None and groups.score == "two best"),
-    )
 
 
 def group(device: Device, ids: Array, experts: int) -> Groups | None:
@@ -333,35 +329,25 @@ def _host_combine(y: Array, weights: Array) -> Array:
     return out
 
 
-def _host_route(
-    gating: Gating,
-    bias: Array | None,
-    normalise: bool,
-    scale: float,
-    expert_scale: Array | None,
-    groups: ExpertGroups | None,
-    logits: Array,
-    ids: Array,
-    weights: Array,
-) -> None:
-    if gating == "sigmoid":
+def _host_route(options: RoutingOptions, logits: Array, ids: Array, weights: Array) -> None:
+    if options.gating == "sigmoid":
         # exp(-x) of a very negative x is infinite and gives the right 0.
         with np.errstate(over="ignore"):
             p = 1 / (1 + np.exp(-logits))
     else:
         p = np.exp(logits - logits.max(axis=1, keepdims=True))
         p /= p.sum(axis=1, keepdims=True)
-    score = p if bias is None else p + bias
-    if groups is not None:
-        score = _within_groups(score, groups)
+    score = p if options.bias is None else p + options.bias
+    if options.groups is not None:
+        score = _within_groups(score, options.groups)
     # Stable, so that the lower number comes first on ties; NaN sorts last.
     ids[...] = np.argsort(-score, axis=1, kind="stable")[:, : ids.shape[1]]
     weights[...] = np.take_along_axis(p, ids, axis=1)
-    if normalise:
+    if options.normalise:
         weights /= weights.sum(axis=1, keepdims=True)
-    weights *= np.float32(scale)
-    if expert_scale is not None:
-        weights *= expert_scale[ids]
+    weights *= np.float32(options.scale)
+    if options.expert_scale is not None:
+        weights *= options.expert_scale[ids]
 
 
 def _within_groups(score: Array, groups: ExpertGroups) -> Array:

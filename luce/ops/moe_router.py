@@ -4,19 +4,15 @@ the bits of the launches that it replaces: on CUDA devices that multiply matrice
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from gguf import GGMLQuantizationType
 
-from luce.ops.moe import MAX_EXPERTS, Routing, check_choice, choice_arguments
+from luce.ops.moe import MAX_EXPERTS, Routing, RoutingOptions
 from luce.ops.norm import Unnormed
 from luce.ops.quantise import BLOCK, SECTION, Quantised, empty_quantised
 from luce.ops.weight import Weight, WeightPart
 from luce.runtime.device import Array, Device
-
-if TYPE_CHECKING:
-    from luce.models.spec import ExpertGroups, Gating
 
 # The constants of kernels/moe_router.cu.
 _WAVES, _FEATURES = 4, 2
@@ -49,18 +45,7 @@ def row_router(device: Device, router: Weight, experts: int) -> RowRouter | None
 
 
 def norm_route(
-    device: Device,
-    x: Unnormed,
-    router: RowRouter,
-    group: int,
-    *,
-    top_k: int,
-    gating: Gating,
-    bias: Array | None,
-    normalise: bool,
-    scale: float,
-    expert_scale: Array | None,
-    groups: ExpertGroups | None,
+    device: Device, x: Unnormed, router: RowRouter, group: int, options: RoutingOptions
 ) -> tuple[Quantised, Routing, Array | None]:
     """rms_norm of a row as int8 in `group`, its experts as luce.ops.moe.route chooses them, and its products with the
     router's rows behind those of the experts: float32 [1, rows], None without such.
@@ -68,10 +53,10 @@ def norm_route(
     Raises ValueError as `route`.
     """
     experts = router.experts
-    check_choice(experts, top_k, groups)
+    options.check(experts)
     others = router.part.rows - experts
     quantised = empty_quantised(device, 1, router.cols, group)
-    ids, weights = device.empty((1, top_k), np.int32), device.empty((1, top_k))
+    ids, weights = device.empty((1, options.top_k), np.int32), device.empty((1, options.top_k))
     gate = device.empty((1, others)) if others else None
     args = (
         router.part.data.view(np.float32),
@@ -82,14 +67,14 @@ def norm_route(
         gate,
         quantised.data,
         np.int32(group == SECTION),
-        bias,
-        expert_scale,
+        options.bias,
+        options.expert_scale,
         ids,
         weights,
         np.int32(router.part.rows),
         np.int32(router.cols),
         np.int32(experts),
-        *choice_arguments(top_k, gating, bias, normalise, scale, expert_scale, groups),
+        *options.arguments,
     )
     grid, block = (-(-router.part.rows // _FEATURES),), (_WAVES * device.lanes,)
     defines = {"EXPERTS": next(most for most in _MOST_EXPERTS if experts <= most)}

@@ -13,7 +13,7 @@ from luce.ops.attention_mma import AttentionInputs
 from luce.ops.deltanet import DeltaWeights, RecurrentState, gated_delta_net
 from luce.ops.kvtype import AUTO
 from luce.ops.matmul import matmul
-from luce.ops.moe import combine, route
+from luce.ops.moe import RoutingOptions, combine, route
 from luce.ops.norm import rms_norm
 from luce.ops.weight import Weight
 from luce.runtime.device import Device
@@ -128,9 +128,7 @@ def routing_part(device: Device, experts: int, used: int) -> Part:
     results = device.zeros((1, used, 64))
 
     def run() -> None:
-        routing = route(
-            device, logits, top_k=used, gating="softmax", bias=None, normalise=True, scale=1.0, expert_scale=None
-        )
+        routing = route(device, logits, RoutingOptions(used, "softmax"))
         combine(device, results, routing.weights)
 
     return Part(run)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ import pytest
 from luce.models.spec import Activation, ExpertGroups
 from luce.ops import moe_rows
 from luce.ops.matmul import FEW_ROWS
-from luce.ops.moe import expert_matmul, route
+from luce.ops.moe import RoutingOptions, expert_matmul, route
 from luce.ops.moe_prefill import PROMPT_ROWS
 from luce.ops.moe_router import row_router
 from luce.ops.weight import upload_experts, upload_weight
@@ -76,10 +76,9 @@ def test_route_within_groups(
     ("count", "used", "experts", "top_k"), [(3, 1, 8, 2), (4, 1, 8, 3), (8, 2, 8, 1), (2, 3, 8, 1)]
 )
 def test_groups_have_limits(count: int, used: int, experts: int, top_k: int) -> None:
-    rest: dict[str, Any] = {"bias": None, "normalise": True, "scale": 1.0, "expert_scale": None}
     with pytest.raises(ValueError, match=f"route: {top_k} of {experts} experts in {used} of {count} groups"):
-        groups = ExpertGroups(count, used, "best")
-        route(HOST, np.zeros((1, experts), np.float32), top_k=top_k, gating="softmax", groups=groups, **rest)
+        options = RoutingOptions(top_k, "softmax", groups=ExpertGroups(count, used, "best"))
+        route(HOST, np.zeros((1, experts), np.float32), options)
 
 
 @on_devices("n, k, rows", [(1, 1, 1), (3, 4, 257), (5, 2, 600)], gpu=[(1, 1, 1), (3, 4, 257), (600, 4, 5760)])
@@ -99,9 +98,8 @@ def test_a_row_is_routed_alone(device: Device, experts: int, top_k: int, rows: i
 
 @pytest.mark.parametrize(("experts", "top_k"), [(513, 1), (64, 17), (4, 5), (4, 0)])
 def test_route_has_limits(experts: int, top_k: int) -> None:
-    rest: dict[str, Any] = {"bias": None, "normalise": True, "scale": 1.0, "expert_scale": None}
     with pytest.raises(ValueError, match=f"route: {top_k} of {experts} experts"):
-        route(HOST, np.zeros((1, experts), np.float32), top_k=top_k, gating="softmax", **rest)
+        route(HOST, np.zeros((1, experts), np.float32), RoutingOptions(top_k, "softmax"))
 
 
 @on_devices(

@@ -13,7 +13,16 @@ from numpy.typing import NDArray
 from luce.errors import DeviceError
 from luce.models.spec import ExpertGroups, Gating
 from luce.ops.matmul import FEW_ROWS, matmul
-from luce.ops.moe import Routing, add_expert_bias, add_shared, combine, expert_matmul, group, route
+from luce.ops.moe import (
+    Routing,
+    RoutingOptions,
+    add_expert_bias,
+    add_shared,
+    combine,
+    expert_matmul,
+    group,
+    route,
+)
 from luce.ops.moe_int8 import expert_mlp, expert_weights
 from luce.ops.moe_router import norm_route, row_router
 from luce.ops.moe_rows import expert_mlp_rows
@@ -59,7 +68,7 @@ def _route(device: Device, logits: Floats, top_k: int, family: str, seed: int = 
     if asked["expert_scale"]:
         asked["expert_scale"] = rng.uniform(0.5, 2, experts).astype(np.float32)
     given = {name: device.upload(v) if isinstance(v, np.ndarray) else v for name, v in asked.items()}
-    routing = route(device, device.upload(logits), top_k=top_k, **given)
+    routing = route(device, device.upload(logits), RoutingOptions(top_k, **given))
     return Routing(device.download(routing.ids), device.download(routing.weights), None), asked
 
 
@@ -140,7 +149,7 @@ def check_route_neighbours(device: Device, experts: int, top_k: int, family: str
         np.testing.assert_array_equal(alone.ids[0], whole.ids[row])
         np.testing.assert_array_equal(alone.weights[0], whole.weights[row])
     given = {name: device.upload(v) if isinstance(v, np.ndarray) else v for name, v in asked.items()}
-    sliced = route(device, device.upload(wide)[:, 2 : 2 + experts], top_k=top_k, **given)
+    sliced = route(device, device.upload(wide)[:, 2 : 2 + experts], RoutingOptions(top_k, **given))
     np.testing.assert_array_equal(device.download(sliced.ids), whole.ids)
     np.testing.assert_array_equal(device.download(sliced.weights), whole.weights)
 
@@ -173,17 +182,9 @@ def check_grouped(
     logits = (rng.permuted(np.tile(np.arange(experts), (rows, 1)), axis=1) / experts * 8 - 4).astype(np.float32)
     logits[-1] = 0
     bias = (rng.choice([-0.5, 0, 0.25, 0.5], experts)).astype(np.float32) if biased else None
-    routing = route(
-        device,
-        device.upload(logits),
-        top_k=top_k,
-        gating="sigmoid",
-        bias=None if bias is None else device.upload(bias),
-        normalise=True,
-        scale=2.5,
-        expert_scale=None,
-        groups=ExpertGroups(count, used, score),
-    )
+    own = None if bias is None else device.upload(bias)
+    options = RoutingOptions(top_k, "sigmoid", own, scale=2.5, groups=ExpertGroups(count, used, score))
+    routing = route(device, device.upload(logits), options)
     ids, weights = device.download(routing.ids), device.download(routing.weights)
     for row, p in enumerate(probabilities(logits, "sigmoid")):
         values = p if bias is None else p + bias
@@ -385,7 +386,7 @@ def check_layer(device: Device, family: str, n: int) -> None:
 def check_empty(device: Device) -> None:
     """No rows in, none out."""
     logits = device.zeros((0, 8))
-    routing = route(device, logits, top_k=2, gating="softmax", bias=None, normalise=True, scale=1.0, expert_scale=None)
+    routing = route(device, logits, RoutingOptions(2, "softmax"))
     assert routing.ids.shape == routing.weights.shape == (0, 2)
     weight = upload_experts(device, _tensors([("F32", 5)], 8, 12), 8)
     assert expert_matmul(device, device.zeros((0, 12)), weight, 8, routing).shape == (0, 2, 5)
@@ -532,8 +533,9 @@ def check_norm_route(
         stream = device.upload(x)
         normed = quantised_rms_norm(device, stream, None, weight, 1e-6, group)
         logits = matmul(device, normed, router)
-        expected = route(device, logits[:, :experts], top_k=top_k, **asked)
-        row, routing, gate = norm_route(device, Unnormed(stream, weight, 1e-6), own, group, top_k=top_k, **asked)
+        options = RoutingOptions(top_k, **asked)
+        expected = route(device, logits[:, :experts], options)
+        row, routing, gate = norm_route(device, Unnormed(stream, weight, 1e-6), own, group, options)
         pairs = [(row.data, normed.data), (routing.ids, expected.ids), (routing.weights, expected.weights)]
         assert (gate is None) == (rows == experts)
         if gate is not None:
@@ -549,10 +551,10 @@ def check_slots(device: Device) -> None:
     row = Unnormed(device.upload(np.ones((1, 64), np.float32)), device.upload(np.ones(64, np.float32)), 1e-6)
     own = row_router(device, router, 6)
     assert own is not None
-    asked = {"bias": None, "expert_scale": None, "groups": None} | FAMILIES["bare"]
+    options = RoutingOptions(2, **(FAMILIES["bare"] | {"bias": None, "expert_scale": None}))
     held = device.upload(np.where(np.arange(6) == 4, np.int32(0), np.int32(-1)).astype(np.int32))
     with pytest.raises(DeviceError, match=r"block \(2, 0, 0\), thread \(0, 0, 0\).*from which nobody has taken"):
-        norm_route(device, row, replace(own, slots=held), 128, top_k=2, **asked)
+        norm_route(device, row, replace(own, slots=held), 128, options)
     short = replace(own.part, rows=4)
     with pytest.raises(DeviceError, match="takes a number that no block before its own has posted"):
-        norm_route(device, row, replace(own, part=short), 128, top_k=2, **asked)
+        norm_route(device, row, replace(own, part=short), 128, options)
