@@ -45,8 +45,8 @@ def separate_prompts(step: Step, invariant_rows: int = FEW_ROWS) -> list[Step]:
 def default_microbatch_rows(shards: int) -> int:
     """The default rows of a microbatch. More rows take fewer launches; fewer rows fill and drain the pipeline sooner.
 
-    Measured with a 27B model and prompts of 8192 tokens, in microbatches of 512, 683 and 1024 rows: 15520, 15080 and
-    15790 tok/s on two H200s, 28200, 26570 and 26290 tok/s on four.
+    Measured with a 27B model and prompts of 8192 tokens, in microbatches of 512, 683 and 1024 rows: 18900, 18350 and
+    19190 tok/s on two H200s, by an earlier build 28200, 26570 and 26290 tok/s on four.
     """
     return 1024 if shards <= 2 else 512
 
