@@ -51,7 +51,7 @@ class Arena:
         self.input_flag: NDArray[np.uint32] = self.memory[0:4].view(np.uint32)
         #: uint32 [1], the number of outputs that the daemon's GPUs have made ready
         self.output_flag: NDArray[np.uint32] = self.memory[64:68].view(np.uint32)
-        #: float32 [1], for what tries whether devices reach this memory
+        #: float32 [1], which devices copy to try whether they reach this memory
         self.scratch: NDArray[np.float32] = self.memory[128:132].view(np.float32)
         self._used = _PAGE_BYTES
         self._unpin: dict[str, Callable[[], None]] = {}

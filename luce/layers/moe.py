@@ -73,7 +73,7 @@ class MoELayer:
         joins = self._int8 is not None and other is not None and self._int8.joins(other)
         self._joined = other if joins else None
         group = int8_group(device, 1, self.input_weight)
-        # The row exists in one form alone.
+        # norm_route writes the row in one quantised form, which the shared MLP then has to read too.
         reads = shared is None or joins or sole_int8_group(device, 1, shared.input_weight) == group
         if self._int8 is not None and reads:
             self._row_router = row_router(device, router, spec.experts)
