@@ -7,12 +7,19 @@
 // A block has a value head: it reads the state once, keeps it in registers over the span's rows and writes it back.
 // Columns of the state (one per value element) never mix, so the rows need no barriers between them: a thread has
 // COLUMNS columns, of which PARTS adjacent lanes have 8 key elements each. All loads start before the first wait, as
-// latency is most of the time of a single row; the time of many rows is that of their instructions.
+// latency is most of the time of a single row; the time of many rows is that of their instructions. So where blocks
+// share a head, half of the threads have the columns: more columns for each element of key and query that they read.
 //
 // SPLIT blocks, a cluster, share the head of a span whose rows may be speculative, as deltanet_step.cu describes. What
 // blocks read in common, the leader writes, behind the cluster's barrier.
+#if defined(SPLIT)
+#define COLUMNS (8 / SPLIT)
+#endif
 #include "cluster.h"
 #include "deltanet_rows.h"
+
+// The threads that have the state's columns are the first ones.
+#define HOLDERS (HEAD / SPLIT / COLUMNS * PARTS)
 
 #if SPLIT == 1 || LUCE_WGMMA
 
@@ -56,8 +63,9 @@ LUCE_FN void steps(const float* __restrict__ x, const float* __restrict__ filter
     const int rows = MOST == 1 ? 1 : TREE == ACCEPT || (PENDING && span.rows > MOST) ? 0 : way.before + span.rows;
     const int head = (int)blockIdx.x / SPLIT, rank = (int)blockIdx.x % SPLIT, heads = (int)gridDim.x / SPLIT;
     const Layout layout = {key_heads, heads};
-    // A thread's columns are `own ^ c`, among those of its block.
+    // A holder's columns are `own ^ c`, among those of its block.
     const int thread = (int)threadIdx.x, part = thread % PARTS, own = thread / GROUP;
+    const bool holds = HOLDERS == THREADS || luce_ballot(thread < HOLDERS);
 #if SPLIT > 1
     __shared__ Bulk arrived;
     if (rank == LEADER && thread == 0) luce_cluster_begin(&arrived, rows * HEAD * sizeof(float));
@@ -78,37 +86,47 @@ LUCE_FN void steps(const float* __restrict__ x, const float* __restrict__ filter
 #pragma unroll
             for (int half = 0; half < 2; half++) put4(place(c, half), s[c][half]);
     };
-    if (span.position) {
+    if (span.position && holds) {
 #pragma unroll
         for (int c = 0; c < COLUMNS; c++)
 #pragma unroll
             for (int half = 0; half < 2; half++) get4(s[c][half], place(c, half));
     }
     const float head_decay = decay[head], head_bias = dt_bias[head];
+    // Rows after the first one that the slot has stored.
+    const auto kept_at = [&](int row) { return path ? path[row] : row; };
     if (PENDING && accepted) {
-        // The sums of `advance`, without its costly part.
-#pragma unroll 4
-        for (int row = 0; row < accepted; row++) {
-            const int kept_row = TREE ? path[row] : row;
-            const float* from = kept + kept_row * KEPT * HEAD;
-            float key[2][4];
-#pragma unroll
-            for (int half = 0; half < 2; half++) get4(key[half], from + KEPT_KEY * HEAD + half * (HEAD / 2) + part * 4);
-            update(s, key, fades[kept_row], from[KEPT_CHANGE * HEAD + rank * VALUES + own]);
+        // Kept keys, and of the changes behind them the block's own, to the places of keys and values.
+        for (int i = 4 * thread; i < accepted * (HEAD + VALUES); i += 4 * THREADS) {
+            const int row = i / (HEAD + VALUES), of_row = i % (HEAD + VALUES);
+            const int at = of_row < HEAD ? of_row : of_row + rank * VALUES;
+            luce_copy16(&r.vectors[row][KEY * HEAD + at], kept + (kept_at(row) * KEPT + KEPT_KEY) * HEAD + at, true);
         }
+        luce_copy_close();
+        if (thread < accepted) r.factor[thread][FADE] = fades[kept_at(thread)];
     }
-    constexpr int BATCH = MOST < 2 ? MOST : 2;
-    Element<BATCH> elements[OWN];
+    Element elements[OWN];
 #pragma unroll
     for (int n = 0; n < OWN; n++) {
         elements[n].index = element_at(thread + n * THREADS, rank);
         if (SPLIT > 1 && elements[n].index < 0) continue;
         elements[n].begin(x, stride, way, filter, norm, layout, head, taps, elements[n].index);
         elements[n].remember(taps, span.position, [&](int tap) {
-            // Rows after the first one that the slot has stored.
             const int row = accepted + tap - (TAPS - 1);
-            return row < 0 ? past + (row + taps - 1) * VECTORS * HEAD : kept + (path ? path[row] : row) * KEPT * HEAD;
+            return row < 0 ? past + (row + taps - 1) * VECTORS * HEAD : kept + kept_at(row) * KEPT * HEAD;
         });
+    }
+    const int column = rank * VALUES + own;
+    if (PENDING && accepted) {
+        luce_copy_wait<0>();
+        luce_sync();
+        // The sums of `advance`, without its costly part.
+        for (int row = 0; holds && row < accepted; row++) {
+            float key[2][4];
+#pragma unroll
+            for (int half = 0; half < 2; half++) get4(key[half], &r.vectors[row][KEY * HEAD + half * (HEAD / 2) + part * 4]);
+            update(s, key, r.factor[row][FADE], r.vectors[row][VALUE * HEAD + column]);
+        }
     }
 #if SPLIT > 1
     luce_cluster_arrive_behind_reads();
@@ -116,22 +134,30 @@ LUCE_FN void steps(const float* __restrict__ x, const float* __restrict__ filter
 #endif
     if (TREE != BRANCHES) luce_await();  // until here: reads of spans, and of data that kernels of earlier steps wrote
     if (PENDING && accepted) {
-        if (tentative || !rows) write();
-        // Before a row is overwritten, or a fade.
+        if (holds && (tentative || !rows)) write();
+        // Before a row is overwritten, or a fade, here and in `kept`.
         luce_sync();
     }
 #pragma unroll
     for (int n = 0; n < OWN; n++)
-        if (SPLIT == 1 || elements[n].index >= 0) elements[n].fetch(0, rows);
-    if (thread < rows) {
-        const float* row = x + way.at(thread) * stride;
+        if (SPLIT == 1 || elements[n].index >= 0) fetch(r, rows, elements[n]);
+    // In a cluster's blocks the last threads have no elements.
+    const int rated = SPLIT == 1 ? thread : thread - (THREADS - STEPS);
+    if (0 <= rated && rated < rows) {
+        const float* row = x + way.at(rated) * stride;
         const float raw[FACTORS] = {row[layout.alpha(head)], head_decay, row[layout.beta(head)], head_bias};
-        put4(r.factor[thread], raw);
+        if (MOST == 1) {
+            put4(r.factor[0], raw);
+        } else {
+            const Rates rates = rates_of(raw);
+            put4(r.factor[rated], {rates.fade, rates.rate, 0.0f, 0.0f});
+        }
     }
+    if (MOST > 1) luce_copy_wait<0>();
 #pragma unroll
     for (int n = 0; n < OWN; n++) {
-        Element<BATCH>& e = elements[n];
-        if (SPLIT > 1 && e.index < 0) continue;
+        Element& e = elements[n];
+        if (SPLIT > 1 && (e.index < 0 || e.kind == VECTORS)) continue;
         const bool writes = rank == LEADER || e.kind == VALUE;
         // Other blocks may still read the state before the tree, which must not change.
         if (TREE != BRANCHES && tentative && writes) e.leave(past, taps);
@@ -140,22 +166,32 @@ LUCE_FN void steps(const float* __restrict__ x, const float* __restrict__ filter
         if (!tentative && writes) e.leave(past, taps);
     }
     luce_sync();
-    scale(r, rows, thread, [&](int row, float fade) {
+    scale<(MOST > 1)>(r, rows, thread, [&](int row, float fade) {
         if (tentative && rank == LEADER && row >= way.before) fades[way.kept(row)] = fade;
     });
     luce_sync();
-    const int column = rank * VALUES + own;
     float* changes = tentative ? kept + (way.kept(way.before) * KEPT + KEPT_CHANGE) * HEAD : nullptr;
-    advance(r, rows, s, thread, column, [&](int row, float o, float u) {
-#if SPLIT == 1
-        r.answer[row][column] = o;
-#else
-        luce_cluster_send<SPLIT>(&r.answer[row][column], o, &arrived);
+    if (holds) {
+#if SPLIT > 1
+        // Or the loop would make the address again for each row.
+        Bulk* const bulk = reinterpret_cast<Bulk*>(luce_held(reinterpret_cast<u8*>(&arrived)));
 #endif
-        if (changes && row >= way.before) changes[(row - way.before) * KEPT * HEAD + column] = u;
-    });
-    luce_release();
-    if (!tentative && rows) write();
+        advance(r, rows, s, thread, column, [&](int row, float o, float u) {
+#if SPLIT == 1
+            r.answer[row][column] = o;
+#else
+            luce_cluster_send<SPLIT>(&r.answer[row][column], o, bulk);
+#endif
+            if (changes && row >= way.before) changes[(row - way.before) * KEPT * HEAD + column] = u;
+        });
+        luce_release();
+        if (!tentative && rows) write();
+    } else {
+        // Nothing before the output needs the gates.
+#pragma unroll
+        for (int n = 0; n < OWN; n++)
+            if (elements[n].index >= 0 && elements[n].kind == VECTORS) convolve(r, rows, elements[n], nullptr, 0);
+    }
     if (rank != LEADER) return;
     luce_sync();
 #if SPLIT > 1

@@ -70,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS)
             if (i < turns) fetch(items[i], i);
     }
 
-    Element<1> elements[OWN];
+    Element elements[OWN];
     float raw[FACTORS];
     // Fetches what does not come from earlier kernels of the step, and what does.
     const auto begin = [&](const Item& item) {
@@ -85,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS)
     };
     const auto follow = [&](const Item& item) {
 #pragma unroll
-        for (int i = 0; i < OWN; i++) elements[i].fetch(0, 1);
+        for (int i = 0; i < OWN; i++) elements[i].fetch();
         const float* row = x + item.span.start * stride;
         raw[ALPHA] = row[layout.alpha(item.head)], raw[BETA] = row[layout.beta(item.head)];
     };
@@ -110,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS)
         if (thread == 0) put4(r.factor[0], raw);
         if (turn + 1 < turns) begin(items[1]), follow(items[1]);
         luce_sync();
-        scale(r, 1, thread, [](int, float) {});
+        scale<false>(r, 1, thread, [](int, float) {});
         if (turn) put(rows[1 - turn % 2], before);
         luce_sync();
 

@@ -4,12 +4,15 @@
 // A thread has COLUMNS columns of the state, of which PARTS adjacent lanes have 8 key elements each.
 #pragma once
 #include "deltanet.h"
+#include "mma.h"
 #include "quantise.h"
 
 #if !defined(SPLIT)
 #define SPLIT 1
 #endif
+#if !defined(COLUMNS)
 #define COLUMNS (4 / SPLIT)
+#endif
 #define PARTS (HEAD / 8)
 #define THREADS (HEAD / 4 * PARTS)
 #define WAVES (THREADS / LUCE_LANES)
@@ -70,17 +73,16 @@ struct Way {
     __device__ __forceinline__ int kept(int row) const { return row - before + (before ? start - behind[0] : 0); }
 };
 
-// An element of vectors and gates that belongs to one thread: no other thread reads or writes its inputs. BATCH: rows
-// whose inputs are loaded at once, while the previous rows are computed.
-template <int BATCH> struct Element {
+// An element of vectors and gates that belongs to one thread: no other thread reads or writes its inputs.
+struct Element {
     const float* row;  // of the span's first row
     int stride;
     Way way;
     int kind, index;  // among a row's VECTORS + 1 vectors
     // The last weight multiplies the row itself; a gate's is the norm's.
     float weight[TAPS];
-    // The inputs before the next row, and the next ones.
-    float before[TAPS - 1], next[BATCH];
+    // The inputs before the next row, and a sole row's own.
+    float before[TAPS - 1], sole;
 
     // Of the span whose first row is at `x`.
     __device__ __forceinline__ void begin(const float* x, i64 stride, const Way& way, const float* __restrict__ filter,
@@ -105,11 +107,8 @@ template <int BATCH> struct Element {
         for (int tap = 0; tap < TAPS - 1; tap++)
             before[tap] = kind < VECTORS && tap >= TAPS - taps && any ? inputs(tap)[index] : 0.0f;
     }
-    __device__ __forceinline__ void fetch(int first, int rows) {
-#pragma unroll
-        for (int b = 0; b < BATCH; b++)
-            if (first + b < rows) next[b] = row[way.at(first + b) * stride];
-    }
+    __device__ __forceinline__ const float* input(int number) const { return row + way.at(number) * stride; }
+    __device__ __forceinline__ void fetch() { sole = *input(0); }
     // For the next span, `taps` - 1 inputs.
     __device__ __forceinline__ void leave(float* past, int taps) const {
         if (kind == VECTORS) return;
@@ -147,33 +146,33 @@ template <int MOST> struct Rows {
     float answer[MOST][HEAD], scale[MOST];
 };
 
-// Computes an element of `rows` rows, whose first inputs have been fetched. Rows from `first` on store their inputs,
-// and the keys made of them, from `kept` on if it is not null.
-template <int MOST, int BATCH>
-LUCE_FN void convolve(Rows<MOST>& r, int rows, Element<BATCH>& own, float* kept, int first) {
+// Asks for an element's inputs of `rows` rows: each lies where its result will, but a sole row's is the element's own.
+template <int MOST> LUCE_FN void fetch(Rows<MOST>& r, int rows, Element& own) {
+    if (MOST == 1) return own.fetch();
+#pragma unroll 4
+    for (int row = 0; row < rows; row++) luce_copy4(&r.vectors[row][own.index], own.input(row));
+    luce_copy_close();
+}
+
+// Computes an element of `rows` rows, whose inputs have arrived. Rows from `first` on store their inputs, and the keys
+// made of them, from `kept` on if it is not null.
+template <int MOST> LUCE_FN void convolve(Rows<MOST>& r, int rows, Element& own, float* kept, int first) {
     const bool gate = own.kind == VECTORS;
-    for (int from = 0; from < rows; from += BATCH) {
-        float input[TAPS - 1 + BATCH];
+    for (int row = 0; row < rows; row++) {
+        const float input = MOST == 1 ? own.sole : r.vectors[row][own.index];
+        float sum = 0.0f;
 #pragma unroll
-        for (int i = 0; i < TAPS - 1 + BATCH; i++) input[i] = i < TAPS - 1 ? own.before[i] : own.next[i - (TAPS - 1)];
-        own.fetch(from + BATCH, rows);
-#pragma unroll
-        for (int b = 0; b < BATCH; b++) {
-            const int row = from + b;
-            if (row >= rows) break;
-            float sum = 0.0f;
-#pragma unroll
-            for (int tap = 0; tap < TAPS; tap++) sum = fmaf(input[b + tap], own.weight[tap], sum);
-            const float value = silu(gate ? input[TAPS - 1 + b] : sum) * (gate ? own.weight[TAPS - 1] : 1.0f);
-            r.vectors[row][own.index] = value;
-            if (kept && row >= first) {
-                float* to = kept + (row - first) * KEPT * HEAD;
-                *to = input[TAPS - 1 + b];
-                if (own.kind == KEY) to[(KEPT_KEY - KEY) * HEAD] = value;
-            }
-#pragma unroll
-            for (int tap = 0; tap < TAPS - 1; tap++) own.before[tap] = input[b + 1 + tap];
+        for (int tap = 0; tap < TAPS; tap++)
+            sum = fmaf(tap < TAPS - 1 ? own.before[tap] : input, own.weight[tap], sum);
+        const float value = silu(gate ? input : sum) * (gate ? own.weight[TAPS - 1] : 1.0f);
+        r.vectors[row][own.index] = value;
+        if (kept && row >= first) {
+            float* to = kept + (row - first) * KEPT * HEAD;
+            *to = input;
+            if (own.kind == KEY) to[(KEPT_KEY - KEY) * HEAD] = value;
         }
+#pragma unroll
+        for (int tap = 0; tap < TAPS - 1; tap++) own.before[tap] = tap < TAPS - 2 ? own.before[tap + 1] : input;
     }
 }
 
@@ -194,21 +193,32 @@ template <int MOST> LUCE_FN Sums vector_sums(const Rows<MOST>& r, int row, int l
     return {luce_lane_sum(queries), luce_lane_sum(keys), luce_lane_sum(overlap)};
 }
 
-// Computes scales, and factors in the places of the raw values. One thread calls keep(row, fade) for each row.
+// Of a row's raw values: what it multiplies the state by, and the rate of what it adds.
+struct Rates {
+    float fade, rate;
+};
 enum { ALPHA, DECAY, BETA, BIAS };
-template <int MOST, typename Keep> LUCE_FN void scale(Rows<MOST>& r, int rows, int thread, const Keep& keep) {
+LUCE_FN Rates rates_of(const float (&raw)[FACTORS]) {
+    return {expf(log_fade(raw[ALPHA], raw[DECAY], raw[BIAS])), sigmoid(raw[BETA])};
+}
+
+// Computes scales, and factors in the places of the raw values, or of rates where RATED. One thread calls
+// keep(row, fade) for each row.
+template <bool RATED, int MOST, typename Keep>
+LUCE_FN void scale(Rows<MOST>& r, int rows, int thread, const Keep& keep) {
     const int lane = thread % LUCE_LANES;
     for (int row = thread / LUCE_LANES; row < rows; row += WAVES) {
         float raw[FACTORS];
         get4(raw, r.factor[row]);
         const Sums sums = vector_sums(r, row, lane);
-        const float fade = expf(log_fade(raw[ALPHA], raw[DECAY], raw[BIAS])), unit = unit_scale(KEY, sums.keys);
-        const float factor[FACTORS] = {fade, fade * unit, sigmoid(raw[BETA]) * unit, sums.overlap};
+        const Rates rates = RATED ? Rates{raw[0], raw[1]} : rates_of(raw);
+        const float unit = unit_scale(KEY, sums.keys);
+        const float factor[FACTORS] = {rates.fade, rates.fade * unit, rates.rate * unit, sums.overlap};
         luce_sync_lanes();  // all have read
         if (lane == 0) {
             put4(r.factor[row], factor);
             r.scale[row] = unit_scale(QUERY, sums.queries);
-            keep(row, fade);
+            keep(row, rates.fade);
         }
     }
 }

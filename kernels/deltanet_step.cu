@@ -40,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 2 * LUCE_LANES, 2) LUCE_C
     // Key elements 4 part ... 4 part + 3, and the same HEAD / 2 later; the lanes of a group read together.
     const auto place = [&](int c, int half) { return memory + (own ^ c) * HEAD + half * (HEAD / 2) + part * 4; };
     float s[COLUMNS][2][4] = {};
-    Element<1> elements[OWN];
+    Element elements[OWN];
     float head_decay = 0.0f, head_bias = 0.0f;
     if (wave == WAVES) {
         head_decay = decay[head], head_bias = dt_bias[head];
@@ -69,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 2 * LUCE_LANES, 2) LUCE_C
     } else if (wave < WAVES) {
 #pragma unroll
         for (int i = 0; i < OWN; i++)
-            if (elements[i].index >= 0) elements[i].fetch(0, 1);
+            if (elements[i].index >= 0) elements[i].fetch();
 #pragma unroll
         for (int i = 0; i < OWN; i++)
             if (elements[i].index >= 0) convolve(r, 1, elements[i], nullptr, 0);

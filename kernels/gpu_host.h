@@ -62,6 +62,7 @@ void luce_host_sync_lanes();
 void luce_host_await();
 int luce_host_read_now(const i32* from);
 void luce_host_copy16(void* to, const void* from, bool valid);
+void luce_host_copy4(void* to, const void* from);
 u64 luce_host_copy_close();
 void luce_host_copy_wait(int groups);
 void luce_host_copy_land(u64 group);

@@ -331,6 +331,18 @@ LUCE_FN void luce_copy16(void* to, const void* from, bool valid) {
 #endif
 }
 
+// The same of 4 bytes, whose addresses are multiples of 4.
+LUCE_FN void luce_copy4(void* to, const void* from) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    const u32 at = (u32)__cvta_generic_to_shared(to);
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(at), "l"(from) : "memory");
+#elif defined(LUCE_HOST)
+    luce_host_copy4(to, from);
+#else
+    *reinterpret_cast<u32*>(to) = *reinterpret_cast<const u32*>(from);
+#endif
+}
+
 // Closes the group of the copies that this thread asked for since the last call.
 LUCE_FN void luce_copy_close() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800

@@ -94,10 +94,10 @@ constexpr u32 POISON = 0x7FF17FF5;  // a NaN as half, float and double; emulated
 enum Wait : u8 { NEW, READY, AT_SYNC, AT_LANES, AT_GATE, ENDED };
 enum LaneOp : u8 { SHUFFLE, BALLOT, SYNC_LANES };
 
-struct Copy {  // of 16 bytes that are on their way to shared memory
+struct Copy {  // of 16 bytes or less that are on their way to shared memory
     u8* to;
     u8 bytes[16];
-    u64 group, begun;  // begun: the stamp of when it was asked for
+    u64 size, group, begun;  // begun: the stamp of when it was asked for
     void* site;
 };
 
@@ -449,12 +449,12 @@ inline void check(void* address, u64 size, Access access, void* site, u64 alignm
 // --- copies to shared memory in the background: they end when they are waited for, or with their thread, as late as on
 // a GPU at worst. Until then nobody may touch the place, and it holds no numbers.
 
-void begin_copy(u8* to, const u8* from, bool valid, void* site) {
-    if (valid) check(const_cast<u8*>(from), 16, READ, site, 16);
-    check(to, 16, WRITE, site, 16);
-    Copy copy = {to, {}, current->group, own_stamp(WRITE), site};
-    if (valid) memcpy(copy.bytes, from, 16);
-    memset(to, 0xff, 16);
+void begin_copy(u8* to, const u8* from, u64 size, bool valid, void* site) {
+    if (valid) check(const_cast<u8*>(from), size, READ, site, size);
+    check(to, size, WRITE, site, size);
+    Copy copy = {to, {}, size, current->group, own_stamp(WRITE), site};
+    if (valid) memcpy(copy.bytes, from, size);
+    memset(to, 0xff, size);
     current->copies.push_back(copy);
 }
 
@@ -466,13 +466,13 @@ void land(u64 end) {
         const Copy& copy = copies[count];
         for (const Space& space : shared_space)
             if (copy.to >= space.base && copy.to < space.end)
-                for (u64 i = 0; i < 16; i++) {
+                for (u64 i = 0; i < copy.size; i++) {
                     Cell& cell = space.cells[copy.to + i - space.base];
                     const Stamp other = cell.reader ? cell.reader : cell.writer;
                     if (other != copy.begun) return fail_access(RACE_SHARED, WRITE, copy.to + i, 1, copy.site, other);
                     cell.writer = own_stamp(WRITE);
                 }
-        memcpy(copy.to, copy.bytes, 16);
+        memcpy(copy.to, copy.bytes, copy.size);
         current->unshared = true;
     }
     copies.erase(copies.begin(), copies.begin() + count);
@@ -701,7 +701,10 @@ int luce_host_read_now(const int* from) {
     return *from;
 }
 void luce_host_copy16(void* to, const void* from, bool valid) {
-    begin_copy(static_cast<u8*>(to), static_cast<const u8*>(from), valid, __builtin_return_address(0));
+    begin_copy(static_cast<u8*>(to), static_cast<const u8*>(from), 16, valid, __builtin_return_address(0));
+}
+void luce_host_copy4(void* to, const void* from) {
+    begin_copy(static_cast<u8*>(to), static_cast<const u8*>(from), 4, true, __builtin_return_address(0));
 }
 u64 luce_host_copy_close() { return current->group++; }
 void luce_host_copy_wait(int groups) {

@@ -320,10 +320,12 @@ def check_shared_heads(
 
     monkeypatch.setattr(device, "launch", recording)
     sizes: dict[str, Any] = {"key_heads": 1, "heads": heads, "d": 128, "taps": taps}
-    case = make_case(4 * count, **sizes, slots=count + 1)
+    most = MOST if count == 1 else 4
+    case = make_case(most * count, **sizes, slots=count + 1)
     single = spread_spans(count + 1, (1,) * count)
-    drafts = [(i, 4 * i, 4, 9 * (i % 2), 0, 1) for i in range(count)]
-    later = [(i, 4 * i, 4 if i else 0, 12, 3 - i, 1) for i in range(count)]
+    drafts = [(i, most * i, most, 9 * (i % 2), 0, 1) for i in range(count)]
+    later = [(i, most * i, most, 12, (most - 1 - i) % most, 1) for i in range(count)]
+    last = [(i, most * i, most if i else 0, 30, 3 - i % 4, 1) for i in range(count)]
     results = []
     for blocks in (split, 1):
         # With fewer multiprocessors the other kernels of single rows would be chosen.
@@ -332,7 +334,8 @@ def check_shared_heads(
         if blocks > 1:
             check_formula(device, (1,) * count, **sizes)
         steps = [run(device, case.rows(slice(0, count)), single), run(device, case, drafts)]
-        steps.append(run(device, case, later, steps[-1][1]))
+        for spans in (later, last):
+            steps.append(run(device, case, spans, steps[-1][1]))
         results.append([(np.where(np.isnan(out), 0, out), *vars(state).values()) for out, state in steps])
         for group in (32, 128) if count <= 16 else ():
             rows, _ = queue(device, case.rows(slice(0, count)), single, int8_group=group)
