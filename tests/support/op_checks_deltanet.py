@@ -323,9 +323,9 @@ def check_shared_heads(
     most = MOST if count == 1 else 4
     case = make_case(most * count, **sizes, slots=count + 1)
     single = spread_spans(count + 1, (1,) * count)
-    drafts = [(i, most * i, most, 9 * (i % 2), 0, 1) for i in range(count)]
-    later = [(i, most * i, most, 12, (most - 1 - i) % most, 1) for i in range(count)]
-    last = [(i, most * i, most if i else 0, 30, 3 - i % 4, 1) for i in range(count)]
+    drafts = [(i + 1, most * i, most, 9 * (i % 2), 0, 1) for i in range(count)]
+    later = [(i + 1, most * i, most, 12, (most - 1 - i) % most, 1) for i in range(count)]
+    last = [(i + 1, most * i, most if i else 0, 30, 3 - i % 4, 1) for i in range(count)]
     results = []
     for blocks in (split, 1):
         # With fewer multiprocessors the other kernels of single rows would be chosen.
