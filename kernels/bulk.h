@@ -1,8 +1,8 @@
 // Copies of contiguous pieces between global and shared memory by the hardware's copy engine: the threads neither wait for
 // them nor hold them in registers. For targets with LUCE_WGMMA (wgmma.h). Addresses and sizes are multiples of 16.
 //
-// A wave's first lane asks for copies and waits for what it stored; a Bulk in shared memory tells the wave that a load has
-// arrived.
+// A wave's first lanes ask for copies, as many times each; the first one waits for what it stored. A Bulk in shared memory tells
+// the wave that a load has arrived.
 //
 //   luce_bulk_begin(bulk, pieces = 1)     before its first load, of so many copies; then, behind the last one of these calls,
 //   luce_bulk_ready()                     before the first load, and a barrier before the first wait
@@ -23,17 +23,14 @@ typedef u64 Bulk;
 
 #if defined(LUCE_HOST)
 
-// The first lane's alone: the number of pieces so far, that of a load, and in the upper half the group of the last one's copies.
-LUCE_FN void luce_bulk_begin(Bulk* bulk, u32 pieces = 1) { *bulk = pieces << 24; }
+LUCE_FN void luce_bulk_begin(Bulk* bulk, u32 pieces = 1) { luce_host_bulk_begin(bulk, pieces); }
 LUCE_FN void luce_bulk_ready() {}
 LUCE_FN void luce_bulk_load(void* to, const void* from, u32 bytes, Bulk* bulk) {
-    for (u32 i = 0; i < bytes; i += 16) luce_host_copy16((u8*)to + i, (const u8*)from + i, true);
-    *bulk = luce_host_copy_close() << 32 | (u32)(*bulk + 1);
+    for (u32 i = 0; i < bytes; i += 16) luce_host_bulk_copy16((u8*)to + i, (const u8*)from + i, bulk);
+    luce_host_bulk_close(bulk);
 }
 LUCE_FN void luce_bulk_wait(Bulk* bulk, int turn) {
-    // A wait for the other phase returns at once, and whoever touches the place of the copy races with it.
-    const u64 all = *bulk, pieces = all >> 24 & 255, loads = (all & 0xffffff) / pieces;
-    if (luce_lane() == 0 && (loads - 1) % 2 == turn % 2) luce_host_copy_land(all >> 32);
+    luce_host_bulk_wait(bulk, turn);
     luce_sync_lanes();
 }
 LUCE_FN void luce_bulk_prefetch(const void*, u32) {}

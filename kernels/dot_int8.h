@@ -11,11 +11,12 @@
 // chains, and both paths do the same float operations: so a row's result has the same bits for every count of rows, on
 // tensor cores and without, on every target.
 //
-// 32 neighbouring threads (a worker) take one of CHAINS chains of 16 weight rows (a tile); a thread has two rows and one
-// set. On targets with tensor cores, these multiply many rows of x (mma_int8.h).
+// 32 neighbouring threads (a worker) have WORKER_ROWS weight rows with all CHAINS chains; a thread has two rows, one chain and
+// one set. A worker copies what it multiplies, and waits for no other. On targets with tensor cores, these multiply many rows
+// of x (mma_int8.h).
 #ifndef DOT_INT8_H
 #define DOT_INT8_H
-#include "mma.h"
+#include "bulk.h"
 #include "quantise.h"
 #include "quants_int8.h"
 
@@ -44,7 +45,7 @@ struct Rows8 {
 // Bytes of a row that a block quantises into its shared memory, as if it were the only one.
 LUCE_FN int alone_bytes(int cols) { return luce_ceil_div(cols, SECTION) * section_bytes(1, INTEGER_SCALES); }
 
-// A row of a weight, the end of its memory, and the rows of x that it is multiplied with, which a tile shares.
+// A row of a weight, the end of its memory, and the rows of x that it is multiplied with, which a worker's rows share.
 struct Operands {
     const u8* row;
     const u8* end;
@@ -57,6 +58,8 @@ struct Operands {
 // Bytes of a row's next units, one for each chain, and the threads that copy them.
 #define STEP_BYTES (CHAINS * UNIT_BYTES)
 #define SHARE (2 * CHAINS)
+// Rows of a worker.
+#define WORKER_ROWS (16 / CHAINS)
 
 // Of a thread's `left` bytes, whose pieces of 16 lie `step` bytes apart, a power of two: how many can be copied by whole
 // pieces, as the memory behind a matrix may not be read. Copies a piece that crosses its `end` by halves, with zeros behind
@@ -189,28 +192,24 @@ LUCE_FN SetWeights load_set(const Unit& unit, int set, int groups) {
 LUCE_FN void add_row(const SetWeights& w, const SetRow& row, int groups, float& sum) {
 #if INTEGER_SCALES
     i32 products = 0, minimums = 0;
-    float factor = 0.0f, scale = 0.0f, minimum = 0.0f;
-    if (groups > 0) {
-        factor = row.scale[0], scale = w.scales.scale, minimum = w.scales.minimum;
 #pragma unroll
-        for (int k = 0; k < SET_GROUPS; k++) {
-            i32 group = 0;
+    for (int k = 0; k < SET_GROUPS; k++) {
+        i32 group = 0;
 #pragma unroll
-            for (int word = 0; word < GROUP_WORDS; word++) {
-                const u32 numbers = w.words[k][word];
-                const i32 values = (i32)row.words[k][word];
-                group = HIGH_NIBBLES && k ? luce_dot4_high(numbers, values, group)
-                                          : luce_dot4((i32)numbers, values, group);
-            }
-            products += (HIGH_NIBBLES && k ? group >> 4 : group) * w.scales.groups[k];
+        for (int word = 0; word < GROUP_WORDS; word++) {
+            const u32 numbers = w.words[k][word];
+            const i32 values = (i32)row.words[k][word];
+            group = HIGH_NIBBLES && k ? luce_dot4_high(numbers, values, group) : luce_dot4((i32)numbers, values, group);
         }
-#if HAS_MINIMUM
-        minimums = luce_dot4((i32)w.scales.minimums, (i32)row.high, 0) * 32;
-        minimums = luce_dot4((i32)w.scales.minimums, (i32)row.low, minimums);
-#endif
+        products += (HIGH_NIBBLES && k ? group >> 4 : group) * w.scales.groups[k];
     }
+#if HAS_MINIMUM
+    minimums = luce_dot4((i32)w.scales.minimums, (i32)row.high, 0) * 32;
+    minimums = luce_dot4((i32)w.scales.minimums, (i32)row.low, minimums);
+#endif
     products += luce_shfl_xor(products, 1);
-    sum = fmaf(factor, section_value(products, (float)minimums, scale, minimum), sum);
+    const float next = fmaf(row.scale[0], section_value(products, (float)minimums, w.scales.scale, w.scales.minimum), sum);
+    if (groups > 0) sum = next;
 #else
 #pragma unroll
     for (int k = 0; k < SET_GROUPS; k++) {
@@ -232,18 +231,15 @@ LUCE_FN void add_set(const Unit (&in)[2], const Rows8& x, const u8* section, con
     if constexpr (COUNT <= MOST_AHEAD) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            SetWeights w;
-            if (groups > 0) w = load_set(in[i], set, groups);
+            const SetWeights w = load_set(in[i], set, groups);
 #pragma unroll
             for (int r = 0; r < COUNT; r++) add_row(w, rows[r], groups, sum[i][r]);
         }
     } else {
-        SetWeights w[2];
-        if (groups > 0) w[0] = load_set(in[0], set, groups), w[1] = load_set(in[1], set, groups);
+        const SetWeights w[2] = {load_set(in[0], set, groups), load_set(in[1], set, groups)};
 #pragma unroll
         for (int r = 0; r < COUNT; r++) {
-            SetRow row;
-            if (groups > 0) row = load_row(section, x.first + r, x.padded, set);
+            const SetRow row = load_row(section, x.first + r, x.padded, set);
 #pragma unroll
             for (int i = 0; i < 2; i++) add_row(w[i], row, groups, sum[i][r]);
         }
@@ -253,87 +249,138 @@ LUCE_FN void add_set(const Unit (&in)[2], const Rows8& x, const u8* section, con
 // Stride between rows of x in the result of block_sums: neither its writers nor its readers share a bank.
 #define PARTIAL_STRIDE(features) ((features) + 4)
 
-// The products of `tiles` times 16 weight rows with COUNT rows of x each, by 32 * CHAINS * tiles threads; any more idle.
-// `operands(feature)` returns Operands. STAGES units of every row and chain are in flight or in use. Every thread calls
-// `prepare` when earlier kernels' results can be read, before x is. Shared memory: STAGES * 16 * tiles * TILE_STRIDE bytes
-// or what the result takes. Returns, complete for all threads,
-// partial[(chain * COUNT + r) * PARTIAL_STRIDE(16 * tiles) + feature].
-template <int COUNT, int STAGES, typename Source, typename Prepare>
-LUCE_FN float* block_sums(const Source& operands, int tiles, int cols, u8* shared, const Prepare& prepare) {
-    const int units = whole_units(cols), stage_bytes = 16 * tiles * TILE_STRIDE;
-    const int worker = luce_thread() / 32, lane = luce_thread() % 32, g = lane / 4, t = lane % 4;
-    const bool live = worker < tiles * CHAINS;
-    shared = luce_held(shared);
-    const int tile = luce_min(worker / CHAINS, tiles - 1) * 16, chain = worker % CHAINS;
+// Whether each row of a worker comes by one bulk copy a step, or by many small ones; the most workers of a block then.
+#define BY_BULK (LUCE_WGMMA && CHAINS >= 4)
+#define BULK_WORKERS 16
 
+#if BY_BULK
+// A worker's copies of rows, one row a lane, for STAGES steps in flight.
+template <int STAGES> struct RowCopies {
+    Bulk* arrived;
+    int rows;
+
+    // Before luce_await; `rows`: the worker's, 0 if it has none.
+    __device__ __forceinline__ RowCopies(int rows) : rows(rows) {
+        // Dynamic shared memory lies behind it: 64 bytes off, three tiles of 16 rows take 24.5 us instead of 22.3.
+        __shared__ Bulk all[BULK_WORKERS][STAGES];
+        static_assert(sizeof(all) % 128 == 0, "the units begin at a multiple of 128");
+        arrived = all[luce_thread() / 32];
+        if (rows > 0 && luce_lane() == 0) {
+#pragma unroll
+            for (int stage = 0; stage < STAGES; stage++) luce_bulk_begin(&arrived[stage], rows);
+            luce_bulk_ready();
+        }
+        luce_sync_lanes();
+    }
+    // Copies a row's next STEP_BYTES, or what is left of them, to `to` + (their address % 16).
+    __device__ __forceinline__ void copy(u8* to, TileCopy& copy, const u8* end, int stage) const {
+        if (luce_lane() >= rows) return;
+        const int skew = ODD_UNITS ? (int)((u64)copy.from & 15) : 0;
+        const u8* from = copy.from - skew;
+        int size = luce_min(copy.left, STEP_BYTES) + skew + (ODD_UNITS ? 4 : 0);
+        copy.from += STEP_BYTES;
+        copy.left -= STEP_BYTES;
+        if (ODD_UNITS) size = copy_end(to, from, size, end, 16) + 15 & ~15;
+        luce_bulk_load(to, from, size, &arrived[stage]);
+    }
+    // Until those to `stage` have arrived, the `turn`-th time.
+    __device__ __forceinline__ void wait(int stage, int turn) const {
+        if (rows > 0) luce_bulk_wait(&arrived[stage], turn);
+    }
+};
+#endif
+
+// The products of `features` weight rows, a multiple of WORKER_ROWS, with COUNT rows of x each, by as many workers; the rest of
+// the last wave idles. `operands(feature)` returns Operands. STAGES units of every row and chain are in flight or in use. Every thread
+// calls `prepare` when earlier kernels' results can be read, before x is. Shared memory: STAGES * features * TILE_STRIDE bytes
+// or what the result takes. Returns, complete for all threads, partial[(chain * COUNT + r) * PARTIAL_STRIDE(features) + feature].
+template <int COUNT, int STAGES, typename Source, typename Prepare>
+LUCE_FN float* block_sums(const Source& operands, int features, int cols, u8* shared, const Prepare& prepare) {
+    const int units = whole_units(cols), workers = features / WORKER_ROWS, stage_bytes = features * TILE_STRIDE;
+    const int worker = luce_thread() / 32, lane = luce_thread() % 32, g = lane / 4, t = lane % 4;
+    const bool live = worker < workers;
+    shared = luce_held(shared);
+    const int chain = g % CHAINS, feature = luce_min(worker, workers - 1) * WORKER_ROWS + g / CHAINS;
+
+#if BY_BULK
+    const RowCopies<STAGES> arrived(live ? WORKER_ROWS : 0);
+    const int copied = worker * WORKER_ROWS + lane % WORKER_ROWS, share = 0;
+#else
     const int copied = luce_thread() / SHARE, share = luce_thread() % SHARE;
-    const Operands source = operands(luce_min(copied, 16 * tiles - 1));
+#endif
+    const Operands source = operands(luce_min(copied, features - 1));
     TileCopy mine = {source.row + share * 16, (int)row_bytes(cols) - share * 16};
     u8* const to = shared + copied * TILE_STRIDE + share * 16;
-    const auto copy = [&](int unit, int place) {
-        if (unit < units && copied < 16 * tiles) copy_step(to + place, mine, share, source.end);
+    const auto copy = [&](int unit, int stage) {
+#if BY_BULK
+        if (unit < units) arrived.copy(to + stage * stage_bytes, mine, source.end, stage);
+#else
+        if (unit < units && live) copy_step(to + stage * stage_bytes, mine, share, source.end);
         luce_copy_close();
+#endif
     };
 
-    const Operands upper = operands(tile + g), lower = operands(tile + g + 8);
+    const Operands upper = operands(feature), lower = operands(feature + 8 / CHAINS);
     const Rows8 x = upper.x;
     const int section = section_bytes(x.padded, INTEGER_SCALES);
     int met = (chain * 2 + t / 2) * section;  // where this step has its section of x
-    const u8* const own = shared + (tile + g) * TILE_STRIDE + (ODD_UNITS ? 0 : chain * UNIT_BYTES);
+    const u8* const own = shared + feature * TILE_STRIDE;
     u32 skew[2] = {(u32)(u64)upper.row % 16, (u32)(u64)lower.row % 16};
     float sum[2][COUNT] = {};
 
 #pragma unroll
-    for (int stage = 0; stage < STAGES - 1; stage++) copy(stage * CHAINS, stage * stage_bytes);
+    for (int stage = 0; stage < STAGES - 1; stage++) copy(stage * CHAINS, stage);
     luce_await();  // until here, only weights were fetched
     prepare();
-    int take = 0;  // offset of the stage that is read next
+    int take = 0, turn = 0;  // the stage that is read next, and how often it has been
 #pragma unroll 1
     for (int unit0 = 0; unit0 < units; unit0 += CHAINS) {
         const int unit = unit0 + chain;
         SetRow rows[MOST_AHEAD];
-        // In a wave of 64 lanes, one half may have one unit more than the other.
-        const int groups = LUCE_LANES > 32 && unit >= units ? 0 : live_groups(unit, cols, t);
-        if (COUNT <= MOST_AHEAD && unit < units && groups > 0) {
+        const int groups = unit < units ? live_groups(unit, cols, t) : 0;
+        // Lanes without a unit take part with the first chain's, and add nothing.
+        const u8* const at = x.data + (groups > 0 ? met : 0);
+        const int begin = groups > 0 ? chain * UNIT_BYTES : 0;
+        if (COUNT <= MOST_AHEAD) {
             // Before the wait: these loads have the same latency.
 #pragma unroll
-            for (int r = 0; r < COUNT; r++) rows[r] = load_row(x.data + met, x.first + r, x.padded, t);
+            for (int r = 0; r < COUNT; r++) rows[r] = load_row(at, x.first + r, x.padded, t);
         }
+#if BY_BULK
+        arrived.wait(take, turn);
+#else
         luce_copy_wait<STAGES - 2>();
-        luce_sync();  // this step's units have arrived, and the units overwritten next have been read
-        const int last = (STAGES - 1) * stage_bytes;
-        copy(unit0 + (STAGES - 1) * CHAINS, take == 0 ? last : take - stage_bytes);
+#endif
+        luce_sync_lanes();  // this step's units have arrived, and the units overwritten next have been read
+        copy(unit0 + (STAGES - 1) * CHAINS, take == 0 ? STAGES - 1 : take - 1);
         Unit in[2];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const int at = ODD_UNITS ? (int)skew[i] + chain * UNIT_BYTES : 0;
-            in[i] = {own + take + i * 8 * TILE_STRIDE + (at & ~3), (u32)(at & 2) * 8};
+            const int from = begin + (ODD_UNITS ? (int)skew[i] : 0);
+            in[i].at = own + take * stage_bytes + i * (8 / CHAINS) * TILE_STRIDE + (from & ~3);
+            in[i].shift = (u32)(from & 2) * 8;
             if (STEP_BYTES % 16) skew[i] = (skew[i] + STEP_BYTES) % 16;
         }
-        take = take == last ? 0 : take + stage_bytes;
-        if (LUCE_LANES > 32 || unit < units) add_set(in, x, x.data + met, rows, groups, t, sum);
+        turn += take == STAGES - 1;
+        take = take == STAGES - 1 ? 0 : take + 1;
+        add_set(in, x, at, rows, groups, t, sum);
         met += 2 * CHAINS * section;
     }
     luce_release();
     luce_sync();  // the partial sums take the units' place
 
     float* const partial = reinterpret_cast<float*>(shared);
-    float* const to_sum = partial + chain * COUNT * PARTIAL_STRIDE(16 * tiles) + tile + g;
+    float* const to_sum = partial + chain * COUNT * PARTIAL_STRIDE(features) + feature;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
 #pragma unroll
         for (int r = 0; r < COUNT; r++) {
             const float total = INTEGER_SCALES ? sum[i][r] + luce_shfl_xor(sum[i][r], 2) : luce_lane_sum<4>(sum[i][r]);
-            if (live && t == 0) to_sum[r * PARTIAL_STRIDE(16 * tiles) + i * 8] = total;
+            if (live && t == 0) to_sum[r * PARTIAL_STRIDE(features) + i * (8 / CHAINS)] = total;
         }
     }
     luce_sync();
     return partial;
-}
-
-template <int COUNT, int STAGES, typename Source>
-LUCE_FN float* block_sums(const Source& operands, int tiles, int cols, u8* shared) {
-    return block_sums<COUNT, STAGES>(operands, tiles, cols, shared, [] {});
 }
 
 // The sum of the chains of one result; `partial` points to the first one's, `step` is from chain to chain.

@@ -3,7 +3,7 @@
 //
 // Products of two weight matrices of different types with the same quantised rows of x, in one launch: the blocks of
 // the second use multiprocessors that the first leaves idle.
-#include "mma.h"
+#include "bulk.h"
 #include "norm_alone.h"
 
 #define QTYPE FIRST
@@ -32,13 +32,13 @@ namespace second_of_pair {
 #include "product_int8.h"
 }
 
-// Arguments as of matmul_int8; both parts have as many chains. Grid: ceil(rows / 16) blocks for each of both.
-extern "C" __global__ void __launch_bounds__(BOUNDS)
+// Arguments as of matmul_int8; both parts have as many chains. Grid: ceil(rows / FEATURES) blocks for each of both.
+extern "C" __global__ void __launch_bounds__(BOUNDS(BLOCKS_HELD))
     matmul_int8_pair(const u8* __restrict__ weight, const u8* __restrict__ second, const u8* __restrict__ x,
                    float* __restrict__ out, const int n, const int rows, const int second_rows, const int cols,
                    const int out_stride, const int first, const int second_first, const int adds) {
     LUCE_DYNAMIC_SHARED(u8, shared);
-    const int block = (int)blockIdx.x, blocks = luce_ceil_div(rows, 16);
+    const int block = (int)blockIdx.x, blocks = luce_ceil_div(rows, FEATURES);
     if (block < blocks) {
         first_of_pair::product_int8(block, weight, x, out, n, rows, cols, out_stride, first, adds, shared);
     } else {

@@ -29,6 +29,11 @@
 // and 315, 305.
 #define AHEAD (!INTEGER_SCALES || SHARED_X ? 0 : ROWS == 16 ? 2 : HAS_MINIMUM ? 0 : 1)
 
+// Whether rows of weights come by bulk copies. H200, 16 rows, us with and without: Q6_K 5120 x 17408 35.7 and 37.6, 62080 x
+// 5120 91 and 102, Q4_K 5120 x 17408 22.3 and 23.1, 5120 x 6144 9.1 and 9.4, but Q4_K 34816 x 5120 37.3 and 36.5, Q8_0 5120 x
+// 5120 15.4 and 13.7.
+#define TILES_BY_BULK (BY_BULK && INTEGER_SCALES && (CHAINS == 8 || QTYPE == Q6_K))
+
 #if LUCE_MMA_S8
 
 // A unit of a tile's 16 rows: `in` are rows lane / 4 and 8 more, `line` is row lane % 16 at byte lane / 16 * 16.
@@ -232,6 +237,16 @@ template <typename Source> LUCE_FN const float* tile_sums(const Source& row, con
     const int units = whole_units(cols);
     const int thread = luce_thread(), chain = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
 
+#if TILES_BY_BULK
+    // A lane has one of the rows that its wave copies for all.
+    const RowCopies<TILE_STAGES> arrived(WORKER_ROWS * TILES);
+    const int copied = lane / WORKER_ROWS * 16 + chain * WORKER_ROWS + lane % WORKER_ROWS;
+    const TileRow source = row(luce_min(copied, 16 * TILES - 1));
+    TileCopy mine = {source.from, (int)row_bytes(cols)};
+    const auto copy_weights = [&](int unit, int stage) {
+        if (unit < units) arrived.copy(shared + copied * TILE_STRIDE + stage, mine, source.end, stage / TILE_STAGE);
+    };
+#else
     TileCopy mine[TILES];
 #pragma unroll
     for (int i = 0; i < TILES; i++)
@@ -245,6 +260,7 @@ template <typename Source> LUCE_FN const float* tile_sums(const Source& row, con
         for (int i = 0; i < TILES; i++)
             copy_step(to + stage + i * 16 * TILE_STRIDE, mine[i], thread % SHARE, row(i * 16).end);
     };
+#endif
     // The x of a step's units lies together.
     const auto copy_x = [&](int unit, int stage) {
         if (!SHARED_X || unit >= units) return;
@@ -256,6 +272,9 @@ template <typename Source> LUCE_FN const float* tile_sums(const Source& row, con
         }
     };
     int put = 0, take = 0;  // offsets of the stages that are filled and read next
+#if TILES_BY_BULK
+    int turn = 0;  // how often all stages have been read
+#endif
     const auto next = [](int stage) { return stage == (TILE_STAGES - 1) * TILE_STAGE ? 0 : stage + TILE_STAGE; };
 
     // This chain's x of this step; in shared memory counted from the stage's place.
@@ -291,6 +310,10 @@ template <typename Source> LUCE_FN const float* tile_sums(const Source& row, con
 #pragma unroll
             for (int i = 0; i < AHEAD; i++) load_section(met + i * section_bytes(ROWS, true), sections[i]);
         }
+#if TILES_BY_BULK
+        arrived.wait(take / TILE_STAGE, turn);
+        turn += next(take) == 0;
+#endif
         luce_copy_wait<TILE_STAGES - 2>();
         luce_sync();  // this step's units have arrived, and the units overwritten next have been read
         copy_weights(unit0 + (TILE_STAGES - 1) * CHAINS, put);

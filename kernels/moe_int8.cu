@@ -41,11 +41,11 @@ extern "C" __global__ void __launch_bounds__(64)
         // read the ids before they wait, so not earlier.
         if (gridDim.z == 1) luce_release();
     };
-    const float* partial = block_sums<1, GATED_STAGES>(operands, 1, cols, shared, prepare);
+    const float* partial = block_sums<1, GATED_STAGES>(operands, 2 * GATED_FEATURES, cols, shared, prepare);
     const int feature = luce_thread();
     if (feature >= GATED_FEATURES) return;
-    const float own = chain_sum(partial + feature, PARTIAL_STRIDE(16));
-    const float other = chain_sum(partial + feature + GATED_FEATURES, PARTIAL_STRIDE(16));
+    const float own = chain_sum(partial + feature, PARTIAL_STRIDE(2 * GATED_FEATURES));
+    const float other = chain_sum(partial + feature + GATED_FEATURES, PARTIAL_STRIDE(2 * GATED_FEATURES));
     out[(i64)(row * slots + slot) * half + feature0 + feature] = (gelu_gate ? gelu(own) : silu(own)) * other;
 }
 
@@ -129,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(640)
             if (adds && own < 16 && feature0 + own < rows) before = *to;
             if (quantises) quantise_alone(values + (i64)row * slots * cols, quantised, slots, cols);
         };
-        const float* partial = block_sums<1, 2>(operands, at_once, cols, shared, prepare);
+        const float* partial = block_sums<1, 2>(operands, 16 * at_once, cols, shared, prepare);
         const int feature = luce_thread();
         if (feature < 16 * luce_min(at_once, slots - slot0)) {
             results[slot0 * 16 + feature] = chain_sum(partial + feature, PARTIAL_STRIDE(16 * at_once));

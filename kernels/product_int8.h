@@ -12,20 +12,21 @@
 
 // Features of a block; its threads, and the blocks that a multiprocessor should hold: BLOCKS of 256 threads.
 // Registers limit these. Trials on an H200 with two, three and four, us: 16 rows of Q4_K 34816 x 5120 38.4, 44.7 and
-// 60.4, 8 rows 33.5, 31.0 and 36.2, of 5120 x 17408 24.7, 17.3 and 23.8. One row of four chains has nine blocks of 128
-// threads where registers suffice: with eight, 132 multiprocessors have room for 1056 of the 2176 blocks of 34816 features,
-// and the last 64 ran alone.
+// 60.4, 8 rows 33.5, 31.0 and 36.2, of 5120 x 17408 24.7, 17.3 and 23.8. Without tiles a block has up to four workers.
 #if BY_TILES
 #define FEATURES (16 * TILES)
+#define BLOCK_THREADS (32 * CHAINS)
 #define BLOCKS (TILES > 1 ? 1 : ROWS == 8 ? 3 : 2)
 #else
-#define FEATURES 16
+#define FEATURES (CHAINS == 8 ? 8 : 16)
+#define BLOCK_THREADS (32 * FEATURES / WORKER_ROWS)
 #define BLOCKS (ROWS >= 16 ? 2 : ROWS >= 2 ? 3 : 4)
 #endif
+#define BLOCKS_HELD (BLOCKS * 256 / BLOCK_THREADS)
 #if LUCE_MMA_S8
-#define BOUNDS 32 * CHAINS, (ROWS == 1 && CHAINS == 4 && HAS_MINIMUM ? 9 : BLOCKS * 8 / CHAINS)
+#define BOUNDS(held) BLOCK_THREADS, held
 #else
-#define BOUNDS (CHAINS > 1 ? 32 * CHAINS : LUCE_LANES)
+#define BOUNDS(held) (BLOCK_THREADS < LUCE_LANES ? LUCE_LANES : BLOCK_THREADS)
 #endif
 
 // out[r, first + j] = sum over k of x[r, k] * weight[j, k], for r < n <= ROWS and the FEATURES features j from
@@ -49,7 +50,7 @@ LUCE_FN void product_int8(int block, const u8* __restrict__ weight, const u8* __
         const int feature = (int)threadIdx.x;
         if (early && adds && feature < luce_min(FEATURES, rows - feature0)) before = to[feature];
     };
-    const float* partial = block_sums<ROWS, 2>(operands, 1, cols, shared, prepare);
+    const float* partial = block_sums<ROWS, 2>(operands, FEATURES, cols, shared, prepare);
 #endif
     const int stride = PARTIAL_STRIDE(FEATURES);
 #pragma unroll 1
@@ -88,7 +89,7 @@ LUCE_FN void norm_product_int8(int block, const u8* __restrict__ weight, const f
         return Operands{weight + luce_min(feature0 + of, rows - 1) * row_bytes(cols), end, {shared, 1, 0}};
     };
     const auto prepare = [&] { norm_alone(norm, x, eps, shared, INTEGER_SCALES); };
-    const float* partial = block_sums<1, 2>(operands, NORM_TILES, cols, shared + alone_bytes(cols), prepare);
+    const float* partial = block_sums<1, 2>(operands, NORM_FEATURES, cols, shared + alone_bytes(cols), prepare);
     if (feature < luce_min(NORM_FEATURES, rows - feature0))
         out[first + feature0 + feature] = chain_sum(partial + feature, PARTIAL_STRIDE(NORM_FEATURES));
 }

@@ -28,9 +28,11 @@ _FLOAT_SCALES = frozenset({_T.Q4_0, _T.Q8_0})
 # The constants of dot_int8.h and mma_int8.h: rows of a tile, threads of a worker, columns of a unit, units in flight.
 _TILE, _WORKER, _UNIT_COLS, _STAGES = 16, 32, 256, 2
 _PARTIAL_PAD = 4
-# Of a product that norms its row (kernels/product_int8.h): log2 of the chains, the most units of one, tiles of a block,
-# bytes of shared memory for the waves' sums.
-_NORM_BITS, _NORM_UNITS, _NORM_TILES, _NORM_SUMS = 2, 2, 3, 128
+# Of a product that norms its row (kernels/product_int8.h): log2 of the chains, the most units of one, features of a
+# block, bytes of shared memory for the waves' sums.
+_NORM_BITS, _NORM_UNITS, _NORM_FEATURES, _NORM_SUMS = 2, 2, 48, 128
+# Features of a dense block of few rows, by the bits of its chains.
+_FEATURES = (16, 16, 16, 8)
 # A weight of so few rows makes fewer blocks than large GPUs have multiprocessors.
 _FEW_FEATURES = 1024
 # From so many rows of x on, tensor cores multiply; log2 of the chains that their kernels are built with.
@@ -57,8 +59,8 @@ class Shape:
     threads: int
     #: bytes of shared memory
     shared: int
-    #: tiles of weight rows per block
-    tiles: int = 1
+    #: weight rows per block
+    features: int
     #: further defines of the kernel
     defines: Mapping[str, int | str] = field(default_factory=dict)
 
@@ -87,7 +89,7 @@ def multiply(
     sizes: tuple[int, ...] = (*rows, cols, *firsts)
     if isinstance(x, Quantised):
         sizes = (x.count, *rows, cols, out.strides[0] // 4, *firsts, adds)
-    features = _TILE * shapes[0].tiles
+    features = shapes[0].features
     device.launch(
         kernel,
         f"norm_{kernel}" if isinstance(x, Unnormed) else kernel,
@@ -104,11 +106,11 @@ _PAIRS = frozenset({(_T.Q5_K, _T.Q4_K), (_T.Q4_K, _T.Q6_K)})
 
 
 def pairs(device: Device, x: Quantised, first: WeightPart, second: WeightPart, cols: int) -> bool:
-    """Whether `multiply` joins these parts: a kernel has both types, with as many chains and one tile a block."""
+    """Whether `multiply` joins these parts: a kernel has both types, with as many chains and at most a tile a block."""
     if (first.type, second.type) not in _PAIRS:
         return False
     one, other = (_part_shape(device, x, part, cols) for part in (first, second))
-    return one.chain_bits == other.chain_bits and one.tiles == other.tiles == 1
+    return one.chain_bits == other.chain_bits and one.features == other.features <= _TILE
 
 
 def norms(device: Device, parts: Sequence[WeightPart], cols: int) -> bool:
@@ -131,9 +133,9 @@ def _part_shape(device: Device, x: Quantised | Unnormed, part: WeightPart, cols:
 @lru_cache(1024)
 def norm_shape(type: GGMLQuantizationType, rows: int, cols: int, lanes: int) -> Shape:
     """The thread block of a dense product that norms its row, which lies in front of the units in shared memory."""
-    shape = block_shape(type, cols, 1, _NORM_TILES, chain_bits(type, rows, cols), lanes)
+    shape = block_shape(type, cols, 1, _NORM_FEATURES, chain_bits(type, rows, cols), lanes)
     row = -(-cols // SECTION) * section_bytes(1, group_for(type))
-    return replace(shape, shared=shape.shared + row, tiles=_NORM_TILES)
+    return replace(shape, shared=shape.shared + row)
 
 
 @lru_cache(1024)
@@ -142,7 +144,7 @@ def dense_shape(type: GGMLQuantizationType, rows: int, cols: int, padded: int, l
     multiply int8, 0 on other devices."""
     bits = chain_bits(type, rows, cols)
     if not limit or padded < _TILE_ROWS or bits not in _TILE_BITS:
-        return block_shape(type, cols, padded, 1, bits, lanes)
+        return block_shape(type, cols, padded, _FEATURES[bits], bits, lanes)
     tiles = tiles_per_block(type, rows, cols, padded, bits)
     shape = tile_shape(type, padded, bits, tiles, shared_x=tiles > 1 or type in _FLOAT_SCALES)
     # If two blocks of one tile do not fit a multiprocessor, x is better left to the caches.
@@ -178,7 +180,7 @@ def tile_shape(
     weights = _TILE * tiles * _stride(type, chains)
     shared = max(stages * (weights + x), 4 * chains * padded * (_TILE * tiles + _PARTIAL_PAD))
     defines = {"CHAINS": chains} | ({"TILES": tiles} if tiles > 1 else {}) | ({"SHARED_X": 1} if shared_x else {})
-    return Shape(bits, _WORKER * chains, int(shared), tiles, defines)
+    return Shape(bits, _WORKER * chains, int(shared), _TILE * tiles, defines)
 
 
 def _stride(type: GGMLQuantizationType, chains: int) -> int:
@@ -205,16 +207,20 @@ def chain_bits(type: GGMLQuantizationType, rows: int, cols: int) -> int:
 def most_chains(type: GGMLQuantizationType, cols: int, tiles: int, bits: int) -> int:
     """log2 of the chains of `tiles` tiles: `bits`, or less if there are fewer units or too little shared memory."""
     bits = min(bits, (-(-cols // _UNIT_COLS)).bit_length() - 1)
-    while bits and max(block_shape(type, cols, padded, tiles, bits, 32).shared for padded in _ROWS) > MOST_SHARED:
+    while (
+        bits and max(block_shape(type, cols, padded, _TILE * tiles, bits, 32).shared for padded in _ROWS) > MOST_SHARED
+    ):
         bits -= 1
     return bits
 
 
 def block_shape(
-    type: GGMLQuantizationType, cols: int, padded: int, tiles: int, bits: int, lanes: int, stages: int = _STAGES
+    type: GGMLQuantizationType, cols: int, padded: int, features: int, bits: int, lanes: int, stages: int = _STAGES
 ) -> Shape:
-    """The thread block of block_sums for `tiles` tiles, 1 << bits chains and up to `stages` units of each in flight."""
+    """The thread block of block_sums for `features` weight rows, 1 << bits chains and up to `stages` units of each in
+    flight."""
     chains = 1 << bits
     stages = min(stages, -(-cols // (chains * _UNIT_COLS)))  # no more than there are steps to fill
-    shared = max(stages * _TILE * tiles * _stride(type, chains), 4 * chains * padded * (_TILE * tiles + _PARTIAL_PAD))
-    return Shape(bits, -(-_WORKER * tiles * chains // lanes) * lanes, shared, defines={"CHAINS": chains})
+    shared = max(stages * features * _stride(type, chains), 4 * chains * padded * (features + _PARTIAL_PAD))
+    threads = _WORKER * features * chains // _TILE
+    return Shape(bits, -(-threads // lanes) * lanes, shared, features, {"CHAINS": chains})

@@ -189,7 +189,7 @@ def down_bits(type: GGMLQuantizationType, cols: int) -> int:
 
 @lru_cache(256)
 def _gated_shape(type: GGMLQuantizationType, cols: int, lanes: int) -> Shape:
-    return block_shape(type, cols, 1, 1, gated_bits(type, cols), lanes, _GATED_STAGES)
+    return block_shape(type, cols, 1, 2 * _GATED_FEATURES, gated_bits(type, cols), lanes, _GATED_STAGES)
 
 
 @lru_cache(256)
@@ -201,13 +201,13 @@ def _down_shape(
     columns give the chains."""
     bits = down_bits(type, cols)
     at_once = slots if single else min(_DOWN_SLOTS, slots)
-    shape = block_shape(type, cols, 1, at_once, bits, lanes)
+    shape = block_shape(type, cols, 1, 16 * at_once, bits, lanes)
     kept = slots * -(-cols // SECTION) * section_bytes(1, group_for(type))
     if single and shape.threads <= _DOWN_THREADS and shape.shared + kept + _BESIDE * slots <= limit:
         return shape, slots, kept
     while shape.threads > _DOWN_THREADS or shape.shared + _BESIDE * slots > MOST_SHARED:
         at_once -= 1
-        shape = block_shape(type, cols, 1, at_once, bits, lanes)
+        shape = block_shape(type, cols, 1, 16 * at_once, bits, lanes)
     return shape, at_once, 0
 
 

@@ -22,7 +22,7 @@ from luce.ops.weight import KERNEL_TYPES, Weight, WeightPart, upload_weight
 from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
 from tests.support import op_checks_matmul as checks
-from tests.support.devices import emulated_only, on_devices
+from tests.support.devices import EMULATED, emulated_only, on_devices
 from tests.support.emulated import EmulatedDevice
 from tests.support.quant_blocks import FORMATS, PLAIN, block_cols, decoded, random_tensor, whole_blocks
 from tests.support.quantised import INT8, seen
@@ -30,6 +30,8 @@ from tests.support.quantised import INT8, seen
 if TYPE_CHECKING:
     from luce.models.spec import Activation
 
+# The device whose rows of weights come by bulk copies.
+BULK = ("emulated, wgmma",)
 # Row counts one below, at and above what a variant of matmul_vec holds would compile them all for every format; each
 # format meets one variant here, and one format meets all of them below.
 FEW = {name: (1, 2, 4)[i % 3] for i, name in enumerate(FORMATS)}
@@ -363,6 +365,15 @@ def test_int8_sums_are_the_same_on_all_emulated_devices(name: str, n: int) -> No
 
 
 @pytest.mark.parametrize("name", INT8)
+@pytest.mark.parametrize("n", [1, 2, 16])
+@on_devices(host=[], gpu=[], emulated_devices=BULK)
+def test_int8_sums_are_the_same_where_rows_come_by_bulk_copies(device: Device, name: str, n: int) -> None:
+    # Four chains, and eight in three steps; missing and cut off units; rows that begin anywhere; the end of memory.
+    for rows, units in ((19, 5), (11, 18)):
+        checks.check_same_everywhere([device, EmulatedDevice(32)], name, rows, units * 256 + block_cols(name) % 256, n)
+
+
+@pytest.mark.parametrize("name", INT8)
 @pytest.mark.parametrize("lanes", [32, 64])
 @on_devices(host=[], emulated=[])
 def test_int8_sums_are_the_same_on_a_gpu(device: Device, name: str, lanes: int) -> None:
@@ -403,7 +414,7 @@ def test_parts_lie_side_by_side(device: Device, n: int) -> None:
 NORMED = [("Q8_0", 5, 992), ("Q4_0", 50, 1760), ("Q6_K", 17, 1024), ("Q4_K", 97, 1280), ("Q5_K", 1030, 2048)]
 
 
-@on_devices("name, rows, cols", NORMED, host=[])
+@on_devices("name, rows, cols", NORMED, host=[], emulated_devices=(*EMULATED, *BULK))
 def test_product_that_norms_its_row(device: Device, name: str, rows: int, cols: int) -> None:
     checks.check_norm_within(device, [name], [rows], cols)
 
@@ -460,7 +471,7 @@ def test_products_that_are_not_added() -> None:
 
 
 @pytest.mark.parametrize(("first", "second"), [("Q5_K", "Q4_K"), ("Q4_K", "Q6_K")])
-@on_devices("n", host=[], emulated=[1, 5, 16], gpu=[1, 2, 8, 16])
+@on_devices("n", host=[], emulated=[1, 5, 16], gpu=[1, 2, 8, 16], emulated_devices=(*EMULATED, *BULK))
 def test_two_formats_in_one_launch(device: Device, n: int, first: str, second: str) -> None:
     checks.check_pair(device, first, second, n)
 

@@ -94,11 +94,16 @@ constexpr u32 POISON = 0x7FF17FF5;  // a NaN as half, float and double; emulated
 enum Wait : u8 { NEW, READY, AT_SYNC, AT_LANES, AT_GATE, ENDED };
 enum LaneOp : u8 { SHUFFLE, BALLOT, SYNC_LANES };
 
+struct Bulk {  // in the kernel's shared memory: the copies of a load, and those so far
+    u32 pieces, asked;
+};
+
 struct Copy {  // of 16 bytes or less that are on their way to shared memory
     u8* to;
     u8 bytes[16];
-    u64 size, group, begun;  // begun: the stamp of when it was asked for
+    u64 size, group, begun;  // begun: the stamp of when it was asked for; group: of a bulk copy its load
     void* site;
+    const Bulk* bulk;
 };
 
 struct Store {  // of 16 bytes that are on their way from shared memory
@@ -132,6 +137,7 @@ struct Fiber {
     const Gate* gate;  // and `source` is the turn
     bool unshared;     // it wrote to shared memory since luce_wgmma_share
     std::vector<Copy> copies;   // that it asked for and did not wait for, the oldest first
+    std::vector<Copy> bulk_copies;
     u64 group;                  // of the next one
     std::vector<Store> stores;  // the same for copies from shared memory
     u64 store_group;
@@ -218,11 +224,13 @@ void to_fiber(Fiber& from, Fiber& to) { luce_switch(&from.stack_pointer, to.stac
 #endif
 
 void fail(Fault fault, u32 thread, void* site);
-void land(u64 end);
+bool any(const Copy&);
+template <typename Chosen> void land(std::vector<Copy>& copies, const Chosen& chosen);
 
 void fiber_main() {
     launch.call(launch.arguments);
-    land(~u64{0});
+    land(current->copies, any);
+    land(current->bulk_copies, any);
     if (!current->stores.empty()) fail(UNREAD, current_thread, current->stores[0].site);
     if (!current->awaited) fail(UNAWAITED, current_thread, reinterpret_cast<void*>(launch.call));
     current->wait = ENDED;
@@ -449,21 +457,22 @@ inline void check(void* address, u64 size, Access access, void* site, u64 alignm
 // --- copies to shared memory in the background: they end when they are waited for, or with their thread, as late as on
 // a GPU at worst. Until then nobody may touch the place, and it holds no numbers.
 
-void begin_copy(u8* to, const u8* from, u64 size, bool valid, void* site) {
+void begin_copy(u8* to, const u8* from, u64 size, bool valid, const Bulk* bulk, void* site) {
     if (valid) check(const_cast<u8*>(from), size, READ, site, size);
     check(to, size, WRITE, site, size);
-    Copy copy = {to, {}, size, current->group, own_stamp(WRITE), site};
+    const u64 group = bulk ? bulk->asked / bulk->pieces : current->group;
+    Copy copy = {to, {}, size, group, own_stamp(WRITE), site, bulk};
     if (valid) memcpy(copy.bytes, from, size);
     memset(to, 0xff, size);
-    current->copies.push_back(copy);
+    (bulk ? current->bulk_copies : current->copies).push_back(copy);
 }
 
-// Ends the current thread's copies of groups before `end`.
-void land(u64 end) {
-    std::vector<Copy>& copies = current->copies;
-    u64 count = 0;
-    for (; count < copies.size() && copies[count].group < end; count++) {
-        const Copy& copy = copies[count];
+bool any(const Copy&) { return true; }
+
+// Ends the chosen copies of the current thread.
+template <typename Chosen> void land(std::vector<Copy>& copies, const Chosen& chosen) {
+    for (const Copy& copy : copies) {
+        if (!chosen(copy)) continue;
         for (const Space& space : shared_space)
             if (copy.to >= space.base && copy.to < space.end)
                 for (u64 i = 0; i < copy.size; i++) {
@@ -475,7 +484,7 @@ void land(u64 end) {
         memcpy(copy.to, copy.bytes, copy.size);
         current->unshared = true;
     }
-    copies.erase(copies.begin(), copies.begin() + count);
+    copies.erase(std::remove_if(copies.begin(), copies.end(), chosen), copies.end());
 }
 
 // Copies from shared memory: they read it and write when they are waited for.
@@ -619,6 +628,7 @@ void run_block() {
                 fibers[t].joined = 0;
                 fibers[t].unshared = false;
                 fibers[t].copies.clear();
+                fibers[t].bulk_copies.clear();
                 fibers[t].group = 0;
                 fibers[t].stores.clear();
                 fibers[t].store_group = 0;
@@ -701,16 +711,33 @@ int luce_host_read_now(const int* from) {
     return *from;
 }
 void luce_host_copy16(void* to, const void* from, bool valid) {
-    begin_copy(static_cast<u8*>(to), static_cast<const u8*>(from), 16, valid, __builtin_return_address(0));
+    begin_copy(static_cast<u8*>(to), static_cast<const u8*>(from), 16, valid, nullptr, __builtin_return_address(0));
 }
 void luce_host_copy4(void* to, const void* from) {
-    begin_copy(static_cast<u8*>(to), static_cast<const u8*>(from), 4, true, __builtin_return_address(0));
+    begin_copy(static_cast<u8*>(to), static_cast<const u8*>(from), 4, true, nullptr, __builtin_return_address(0));
 }
-u64 luce_host_copy_close() { return current->group++; }
+void luce_host_copy_close() { current->group++; }
 void luce_host_copy_wait(int groups) {
-    if (current->group > static_cast<u64>(groups)) land(current->group - groups);
+    land(current->copies, [&](const Copy& copy) { return copy.group + groups < current->group; });
 }
-void luce_host_copy_land(u64 group) { land(group + 1); }
+void luce_host_bulk_begin(Bulk* bulk, u32 pieces) {
+    check(bulk, sizeof(Bulk), WRITE, __builtin_return_address(0), sizeof(Bulk));
+    *bulk = {pieces, 0};
+}
+void luce_host_bulk_copy16(void* to, const void* from, const Bulk* bulk) {
+    begin_copy(static_cast<u8*>(to), static_cast<const u8*>(from), 16, true, bulk, __builtin_return_address(0));
+}
+void luce_host_bulk_close(Bulk* bulk) {
+    check(&bulk->pieces, 4, READ, __builtin_return_address(0), 4);
+    check(&bulk->asked, 4, ATOMIC, __builtin_return_address(0), 4);
+    bulk->asked++;
+}
+// Each lane that asked ends its own copies, which the others see behind their next barrier. A wait for the other phase ends
+// none, and whoever touches the place of a copy races with it.
+void luce_host_bulk_wait(Bulk* bulk, int turn) {
+    check(&bulk->pieces, 4, READ, __builtin_return_address(0), 4);
+    land(current->bulk_copies, [&](const Copy& copy) { return copy.bulk == bulk && copy.group % 2 == (turn & 1u); });
+}
 void luce_host_store16(void* to, const void* from) {
     begin_store(static_cast<u8*>(to), static_cast<const u8*>(from), __builtin_return_address(0));
 }
