@@ -140,7 +140,8 @@ def _dflash(target: Target, file: GGUFFile, spec: DFlashSpec) -> DrafterSpec:
 
     def make(device: Device, ring: FeatureRing | None, head: TargetHead | None) -> Drafter:
         assert ring is not None and head is not None
-        model = DFlashModel(file, spec, device, slots=slots, context=context, rows=ring.rows, mask=mask)
+        sizes = {"slots": slots, "context": context}
+        model = DFlashModel(file, spec, device, **sizes, rows=ring.rows, mask=mask, embedding=head.embedding)
         return DFlashDrafter(model, ring, head)
 
     def size(device: Device) -> tuple[int, int]:

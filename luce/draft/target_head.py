@@ -9,6 +9,7 @@ import numpy as np
 
 from luce.gguf.reader import GGUFFile
 from luce.layers.build import LayerBuilder
+from luce.layers.decoder_layer import Embedding
 from luce.layers.state import StateOptions
 from luce.models.spec import ModelSpec
 from luce.ops.sample import find_candidates
@@ -23,6 +24,10 @@ class HeadShard(Protocol):
     @property
     def device(self) -> Device:
         """The device of its arrays."""
+
+    @property
+    def embedding(self) -> Embedding | None:
+        """The token table where it is in this process; only the first shard has it."""
 
     def embed(self, tokens: Int32) -> Array:
         """Rows of the token table; only the first shard has it."""
@@ -39,6 +44,11 @@ class TargetHead:
     device: Device
     first: HeadShard
     last: HeadShard
+
+    @property
+    def embedding(self) -> Embedding | None:
+        """The target's embedding where the draft's device has it, for work that takes tokens there."""
+        return self.first.embedding if self.first.device is self.device else None
 
     def embed(self, tokens: Int32) -> Array:
         """Rows of the target's table, without its scale: int32 [n] -> float32 [n, hidden] on the draft's device."""
@@ -63,12 +73,12 @@ class LoadedHead:
     def __init__(self, file: GGUFFile, spec: ModelSpec, device: Device) -> None:
         self.device = device
         builder = LayerBuilder(file, spec, range(0), device, StateOptions([0] * len(spec.page_groups), 0))
-        self._embedding = builder.embedding()
+        self.embedding = builder.embedding()
         self._head = builder.head()
 
     def embed(self, tokens: Int32) -> Array:
         """As TargetHead.embed."""
-        return self._embedding.rows(self.device.upload(tokens))
+        return self.embedding.rows(self.device.upload(tokens))
 
     def project(self, hidden: Array, *, top: int = 0, scale: float = 0.0, softcap: float = 0.0) -> Pending:
         """As TargetHead.project, for rows on this device."""

@@ -240,9 +240,9 @@ class Embedding:
             scale(self.device, x, self.scale)
         return x
 
-    def rows(self, tokens: Array) -> Array:
-        """Rows of the table, without the model's scale: int32 [n] -> float32 [n, hidden]."""
-        return embed(self.device, self.table, tokens)
+    def rows(self, tokens: Array, to: Array | None = None) -> Array:
+        """Rows of the table, without the model's scale: int32 [n] -> float32 [n, hidden], in `to` if it is given."""
+        return embed(self.device, self.table, tokens, to)
 
 
 @dataclass(frozen=True)

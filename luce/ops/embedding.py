@@ -14,16 +14,21 @@ from luce.runtime.host import HostDevice
 _THREADS = (256,)
 
 
-def embed(device: Device, table: Weight, tokens: Array) -> Array:
-    """Rows `tokens` (int32 [n], each in [0, table.rows)) of the table, dequantised: float32 [n, cols].
+def embed(device: Device, table: Weight, tokens: Array, to: Array | None = None) -> Array:
+    """Rows `tokens` (int32 [n], each in [0, table.rows)) of the table, dequantised: float32 [n, cols]. `to`, if given,
+    is the array to write them to: C-contiguous, at a multiple of 16 bytes.
 
     The values equal those of gguf.quants.dequantize, bit for bit. The table is a weight of one part; on the host it is
     a matrix or raw quant blocks.
     """
     (part,) = table.parts
     if isinstance(device, HostDevice):
-        return device.compute(partial(_host_rows, part, table.cols), (len(tokens), table.cols), tokens)
-    out = device.empty((len(tokens), table.cols))
+        rows = device.compute(partial(_host_rows, part, table.cols), (len(tokens), table.cols), tokens)
+        if to is None:
+            return rows
+        device.call_host(np.copyto, to, rows)
+        return to
+    out = device.empty((len(tokens), table.cols)) if to is None else to
     if len(tokens):
         args = (part.data, tokens, out, np.int32(table.cols))
         device.launch("embedding", "embed", (len(tokens),), _THREADS, args, defines={"QTYPE": part.type.name})

@@ -115,6 +115,8 @@ class RemoteRanking:
 class RemoteEnds:
     """Token table and head in the daemon. See luce.shard.shard."""
 
+    embedding = None
+
     def __init__(self, requests: Requests, device: Device, hidden: int, vocab: int) -> None:
         self.device = device
         self._requests = requests

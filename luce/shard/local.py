@@ -258,13 +258,13 @@ class LocalEnds:
     def __init__(self, device: Device, layers: range, embedding: Embedding | None, head: Head | None) -> None:
         self.device = device
         self._layers = f"{layers.start}..{layers.stop - 1}"
-        self._embedding = embedding
+        self.embedding = embedding
         self._head = head
 
     def embed(self, tokens: Int32) -> Array:
-        if self._embedding is None:
+        if self.embedding is None:
             raise BackendError(f"{self.device.name}: only the first shard embeds, this one has layers {self._layers}")
-        return self._embedding.rows(self.device.upload(tokens))
+        return self.embedding.rows(self.device.upload(tokens))
 
     def project(
         self, hidden: Array, *, top: int = 0, logits: bool = False, scale: float = 0.0, softcap: float = 0.0
@@ -283,4 +283,4 @@ class LocalEnds:
 
     def close(self) -> None:
         """Release the weights. Idempotent."""
-        self._embedding = self._head = None
+        self.embedding = self._head = None

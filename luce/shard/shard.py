@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from luce.layers.decoder_layer import Embedding
 from luce.ops.matmul import FEW_ROWS
 from luce.runtime.device import Array, Device, Flag
 from luce.runtime.step import Int32, Output, Step
@@ -175,6 +176,10 @@ class ShardEnds(Protocol):
     @property
     def device(self) -> Device:
         """The shard's device."""
+
+    @property
+    def embedding(self) -> Embedding | None:
+        """The token table, for work on the shard's device; None if the shard is remote, or not the first one."""
 
     def embed(self, tokens: Int32) -> Array:
         """Rows of the token table, without the model's scale: int32 [n] -> float32 [n, H].

@@ -187,6 +187,7 @@ class Ends:
     device: Device
     table: F32
     head: F32
+    embedding = None
 
     def embed(self, tokens: Int32) -> Array:
         return self.device.upload(self.table[tokens])

@@ -19,6 +19,7 @@ from luce.draft.dflash.safetensors import is_checkpoint, open_checkpoint
 from luce.draft.dflash.spec import DFlashSpec, read_dflash
 from luce.gguf.quants import dequantize
 from luce.gguf.reader import GGUFFile, open_gguf
+from luce.layers.decoder_layer import Embedding
 from luce.layers.rotary import frequencies
 from luce.models.keys import Source
 from luce.models.spec import Attention, GatedMLP
@@ -147,10 +148,12 @@ class DraftedText:
         *,
         slots: int = 1,
         context: int = 4096,
+        embedding: Embedding | None = None,
     ) -> None:
         self.device = device
+        sizes = {"slots": slots, "context": context}
         rows = device.upload(captured)
-        self.model = DFlashModel(file, spec, device, slots=slots, context=context, rows=rows, mask=mask)
+        self.model = DFlashModel(file, spec, device, **sizes, rows=rows, mask=mask, embedding=embedding)
 
     def append_context(self, to: int, slot: int = 0, chunk: int = 500) -> None:
         """Append the rows up to a position to a slot's context."""
@@ -160,7 +163,14 @@ class DraftedText:
 
     def draft_block(self, *seeds: F32, slots: tuple[int, ...] = (0,)) -> F32:
         """A block behind the context of each slot."""
-        result: F32 = self.device.download(self.model.draft_block(slots, self.device.upload(np.stack(seeds))))
+        return self._block(slots, self.device.upload(np.stack(seeds)))
+
+    def draft_block_of(self, *tokens: int, slots: tuple[int, ...] = (0,)) -> F32:
+        """The same behind tokens, with an embedding."""
+        return self._block(slots, np.array(tokens, np.int32))
+
+    def _block(self, slots: tuple[int, ...], seeds: Any) -> F32:
+        result: F32 = self.device.download(self.model.draft_block(slots, seeds))
         return result.copy()
 
 

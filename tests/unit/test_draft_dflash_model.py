@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,12 @@ import pytest
 
 from luce.draft.context import CONTEXT_CHUNK
 from luce.draft.dflash.spec import DFlashSpec, read_dflash
+from luce.draft.feature_window import as_table
 from luce.gguf.reader import open_gguf
+from luce.layers.decoder_layer import Embedding
 from luce.models.keys import Source
+from luce.runtime.cpu import CpuDevice
+from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
 from tests.support.drafts import F32, DraftedText, formula, spec_of
 from tests.support.made_drafts import MadeDraft
@@ -29,12 +34,14 @@ class Made:
         self.seed, self.mask = rng.standard_normal((2, self.spec.hidden), np.float32)
         self.context, self.slots = context, slots
 
-    def drafting(self, *, context: int = 0, captured: F32 | None = None) -> DraftedText:
-        """A draft that remembers nothing yet."""
-        rows = self.captured if captured is None else captured
-        return DraftedText(
-            self.file, self.spec, HostDevice(), rows, self.mask, slots=self.slots, context=context or self.context
-        )
+    def drafting(
+        self, *, context: int = 0, captured: F32 | None = None, device: Device | None = None, table: F32 | None = None
+    ) -> DraftedText:
+        """A draft that remembers nothing yet. `table`: of an embedding on its device."""
+        rows, device = self.captured if captured is None else captured, device or HostDevice()
+        embedding = None if table is None else Embedding(device, as_table(table), 2.0)
+        sizes = {"slots": self.slots, "context": context or self.context}
+        return DraftedText(self.file, self.spec, device, rows, self.mask, **sizes, embedding=embedding)
 
     def expected(self, at: int, first: int = 0) -> np.ndarray[Any, np.dtype[np.float64]]:
         """The formula's block behind the captured rows first .. at - 1."""
@@ -205,6 +212,25 @@ def test_several_slots(tmp_path: Path) -> None:
         alone.append_context(length)
         own = both[index * (made.spec.block - 1) : (index + 1) * (made.spec.block - 1)]
         np.testing.assert_allclose(own, alone.draft_block(seed), rtol=0, atol=1e-5)
+        # Behind another seed, so that nothing of the block before serves.
+        again = together.draft_block(seed / 2, slots=((2, 0, 1)[index],))
+        np.testing.assert_allclose(again, alone.draft_block(seed / 2), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", [HostDevice, CpuDevice])
+def test_seeds_are_embedded_within_the_step(tmp_path: Path, device: Callable[[], Device]) -> None:
+    made = Made(tmp_path, MadeDraft.random(5, layers=3, **sliding_keys()), 100, slots=3)
+    table = np.random.default_rng(1).standard_normal((9, made.spec.hidden)).astype(np.float32)
+    embeds, copies = (made.drafting(device=device(), table=own) for own in (table, None))
+    assert embeds.model.embeds and not copies.model.embeds
+    for drafting in (embeds, copies):
+        for slot in range(3):
+            drafting.append_context(20 + 30 * slot, slot)
+    # Eager, captured and replayed where the device captures, by turns with other numbers of texts.
+    for tokens in [(3, 8, 0), (5,), (8, 8, 1), (2,), (0, 1, 2), (7,), (4, 2)]:
+        slots = (2, 0, 1)[: len(tokens)]
+        found = embeds.draft_block_of(*tokens, slots=slots)
+        np.testing.assert_array_equal(found, copies.draft_block(*table[list(tokens)], slots=slots))
 
 
 def test_rehearsing_changes_nothing(tmp_path: Path) -> None:

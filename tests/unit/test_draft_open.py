@@ -83,6 +83,17 @@ def test_it_sees_no_more_than_it_was_trained_with(trained: int, reach: int, tmp_
         assert loaded_drafter(model).context.reach == reach
 
 
+@pytest.mark.parametrize(("device", "embeds"), [("cpu:0", True), ("cpu:1", False), ("cpu:2", False)])
+def test_it_embeds_where_the_target_does(device: str, embeds: bool) -> None:
+    fields = {"target_devices": "cpu:0,cpu:1", "max_ctx": 64, "draft": str(FIT), "draft_device": device}
+    with luce.load(TARGET.path, **fields) as model:
+        drafter = loaded_drafter(model)
+        assert drafter._model.embeds is embeds
+        drafter.close()
+        # Its graphs would read a table that may be gone.
+        assert not drafter._model.embeds
+
+
 def test_the_model_s_own_block(stack: ExitStack) -> None:
     prepared = prepare(stack, "mtp", reference=Reference("qwen35-b-Q4_K_M"))
     assert prepared is not None and prepared.ring is not None and prepared.ring.layers == (5,)

@@ -44,7 +44,7 @@ class DFlashDrafter(FeatureDrafter):
         for parts in self._missing(slots, [len(asked[index].tokens) - 1 for index in ready]):
             self._append(parts)
         seeds = np.array([asked[index].tokens[-1] for index in ready], np.int32)
-        rows = self._model.draft_block(slots, self._head.embed(seeds))
+        rows = self._model.draft_block(slots, seeds if self._model.embeds else self._head.embed(seeds))
         correction, spec = self._model.correction, self._spec
         read = None if correction is None else self._head.device.fetch(correction.read(rows))
         draws = Draws([asked[index].draw for index in ready], [len(asked[index].tokens) for index in ready])

@@ -23,7 +23,7 @@ from luce.errors import UnsupportedError
 from luce.gguf.reader import GGUFFile, TensorInfo
 from luce.layers.attention import AttentionLayer
 from luce.layers.build import LayerBuilder
-from luce.layers.decoder_layer import DecoderLayer, Residual
+from luce.layers.decoder_layer import DecoderLayer, Embedding, Residual
 from luce.layers.rotary import Rotary
 from luce.layers.state import KVPool, StateOptions
 from luce.layers.tensors import placed_bytes
@@ -47,7 +47,8 @@ class DFlashModel:
 
     `rows` uint16 (bfloat16) or float32 [n, captures * hidden] on the device: the captured rows, those of a position
     side by side, layers ascending (luce.layers.features). `mask` float32 [hidden]: the input of the rows behind the
-    seed, unless the draft has its own.
+    seed, unless the draft has its own. `embedding`: the target's, if it is on the device; without it seeds come
+    embedded.
 
     Raises UnsupportedError naming the tensor that is missing, of another shape or unknown.
     """
@@ -62,6 +63,7 @@ class DFlashModel:
         context: int,
         rows: Array,
         mask: NDArray[np.float32],
+        embedding: Embedding | None = None,
     ) -> None:
         self.spec = spec
         self.device = device
@@ -80,6 +82,9 @@ class DFlashModel:
         self._inputs = device.zeros((1 + slots, hidden))
         own = weights.vector(MASK_EMBEDDING, hidden) if spec.mask_embedding else device.upload(mask)
         device.copy(self._inputs[0], own)
+        self._embedding = embedding
+        #: by the number of texts, which of `_inputs` the rows of their blocks begin with
+        self._places: dict[int, Array] = {}
         self._layers: list[DecoderLayer] = []
         for index in range(len(spec.layers)):
             layer = builder.layer(index)
@@ -129,21 +134,31 @@ class DFlashModel:
     def draft_block(self, slots: Sequence[int], seeds: Array) -> Array:
         """Compute a block of each slot behind its context.
 
-        `seeds` float32 [len(slots), hidden]: the target's embeddings of the tokens that the blocks begin with ->
-        float32 [len(slots) * (block - 1), hidden]: the rows behind the seeds, inputs of the target's head, valid until
-        the device runs the next step.
+        `seeds`: the tokens that the blocks begin with, int32 [len(slots)] on the host; where this does not embed, the
+        target's embeddings of them, float32 [len(slots), hidden] on the device -> float32 [len(slots) * (block - 1),
+        hidden]: the rows behind the seeds, inputs of the target's head, valid until the device runs the next step.
         """
-        block = self.spec.block
-        self.device.copy(self._inputs[1 : 1 + len(slots)], seeds)
-        step = self.context.step(slots, [block] * len(slots), *_block_rows(block, len(slots)))
+        block, texts = self.spec.block, len(slots)
+        tokens = np.zeros(block * texts, np.int32)
+        if self.embeds:
+            tokens[:texts] = seeds
+        else:
+            self.device.copy(self._inputs[1 : 1 + texts], seeds)
+        step = self.context.step(slots, [block] * texts, tokens, _output_rows(block, texts))
         (result,) = self._drafting.run(step, ())
         return result
+
+    @property
+    def embeds(self) -> bool:
+        """Whether `draft_block` takes tokens: their embedding is one of its step's launches then, and they reach the
+        device with the step."""
+        return self._embedding is not None
 
     def close(self) -> None:
         """Release weights and context. Idempotent."""
         self._appending.close()
         self._drafting.close()
-        self._layers = []
+        self._layers, self._embedding = [], None
 
     def fuse(self, rows: Array) -> Array:
         """One feature for each position: float32 [n, captures * hidden], overwritten -> float32 [n, hidden]."""
@@ -170,7 +185,14 @@ class DFlashModel:
 
     def _draft(self, step: DeviceStep, _: tuple[Array, ...]) -> tuple[Array, ...]:
         device, spec = self.device, self.spec
-        stream = Residual(device, take_rows(device, self._inputs, step.tokens))
+        texts = step.shape.spans
+        if self._embedding is not None:
+            # The first `texts` tokens are the seeds; the others mean nothing.
+            self._embedding.rows(step.tokens[:texts], self._inputs[1 : 1 + texts])
+        if texts not in self._places:
+            # No step is captured before one of its shape has run.
+            self._places[texts] = device.upload(_input_places(spec.block, texts))
+        stream = Residual(device, take_rows(device, self._inputs, self._places[texts]))
         if spec.embedding_scale != 1:
             scale(device, stream.x, spec.embedding_scale)
         for layer in self._layers:
@@ -200,12 +222,17 @@ def draft_layers(file: GGUFFile, spec: DFlashSpec, device: Device) -> tuple[Laye
     return tuple(layers)
 
 
-@functools.lru_cache
-def _block_rows(block: int, texts: int) -> tuple[Int32, Int32]:
-    """Indices of the blocks' input rows, and of their output rows. Shared; never written to."""
+def _input_places(block: int, texts: int) -> Int32:
+    """The inputs of the blocks' rows: 0 for the mask, 1 + text for its seed."""
     places = np.arange(block * texts, dtype=np.int32)
-    rows = np.where(places % block == 0, places // block + 1, 0).astype(np.int32)
-    return rows, places[places % block > 0]
+    return np.where(places % block == 0, places // block + 1, 0).astype(np.int32)
+
+
+@functools.lru_cache
+def _output_rows(block: int, texts: int) -> Int32:
+    """The rows of the blocks behind the seeds. Shared; never written to."""
+    places = np.arange(block * texts, dtype=np.int32)
+    return places[places % block > 0]
 
 
 def _needed(file: GGUFFile, spec: DFlashSpec) -> Mapping[str, TensorInfo]:
