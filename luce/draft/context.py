@@ -38,6 +38,11 @@ class PageRing:
         """Number of pages: enough, at any offset, for `rows` rows and all that the first of them sees."""
         return -(-(self.seen + self.rows) // PAGE) + 1
 
+    @property
+    def size(self) -> int:
+        """Number of rows."""
+        return self.pages * PAGE
+
     def low(self, written: int) -> int:
         """The first page that `written` rows have not overwritten; below 0 if that is all of them."""
         return (written - 1) // PAGE - self.pages + 1
@@ -133,9 +138,8 @@ class Context:
             state.written = max(state.written, state.length + behind + rows)
             begin += rows
 
-        def views(_: Int32, __: Int32, positions: Int32) -> tuple[PageView, ...]:
-            places = np.divmod(positions, np.int32(PAGE))
-            return tuple(self._view(index, spans, *places) for index in range(len(self._rings)))
+        def views(slots: Int32, row_slots: Int32, positions: Int32) -> tuple[PageView, ...]:
+            return tuple(self._view(index, spans, slots, row_slots, positions) for index in range(len(self._rings)))
 
         return Step.of_spans(spans, tokens, views, output_rows, needs_candidates=candidates)
 
@@ -153,7 +157,7 @@ class Context:
         of_row, table = np.repeat(slots, whole), np.zeros((1, 1), np.int32)
         views = []
         for ring in self._rings:
-            dest = (of_row * ring.pages + positions // PAGE % ring.pages) * PAGE + positions % PAGE
+            dest = of_row * ring.size + positions % ring.size
             views.append(PageView(table, table, np.ones(1, np.int32), dest.astype(np.int32)))
         # The step needs no output row, but only steps with output rows are replayed.
         step = Step.of_spans([Span(slots[0], 0, len(tokens), 0)], tokens, tuple(views), np.zeros(1, np.int32))
@@ -172,26 +176,21 @@ class Context:
         for slot, count in zip(slots, counts, strict=True):
             self._slots[slot].length += count
 
-    def _view(self, index: int, spans: Sequence[Span], pages: Int32, within: Int32) -> PageView:
-        """The pages of a ring that rows of each span see or write: row `within` of entries `pages`."""
-        ring, entries = self._rings[index], []
+    def _view(self, index: int, spans: Sequence[Span], slots: Int32, row_slots: Int32, positions: Int32) -> PageView:
+        """The pages of a ring that rows of each span see or write. Behind `count` entries of a span come any."""
+        ring, begins, counts = self._rings[index], [], []
         for span in spans:
             state = self._slots[span.slot]
             low = max(state.lows[index], ring.low(state.written), (span.position - ring.seen) // PAGE)
-            entries.append(np.arange(low, (span.position + span.rows - 1) // PAGE + 1, dtype=np.int32))
-        count = np.array([len(own) for own in entries], np.int32)
-        first = np.zeros((len(spans), count.max()), np.int32)
-        table: Int32 = first.copy()
-        dest: Int32 = pages % np.int32(ring.pages)
-        for row, (span, own) in enumerate(zip(spans, entries, strict=True)):
-            base = np.int32(span.slot * ring.pages)
-            first[row, : len(own)] = own * np.int32(PAGE)
-            table[row, : len(own)] = base + own % np.int32(ring.pages)
-            dest[span.start : span.start + span.rows] += base
-        dest *= np.int32(PAGE)
-        dest += within
+            begins.append(low)
+            counts.append((span.position + span.rows - 1) // PAGE + 1 - low)
+        entries: Int32 = np.add.outer(np.array(begins, np.int32), np.arange(max(counts), dtype=np.int32))
+        table = entries % np.int32(ring.pages)
+        table += (slots * np.int32(ring.pages))[:, None]
+        dest = positions % np.int32(ring.size)
+        dest += row_slots * np.int32(ring.size)
         seen = _joined([_both_ways(span.rows, ring.seen) for span in spans]) if ring.both else None
-        return PageView(table=table, first=first, count=count, dest=dest, seen=seen)
+        return PageView(table, entries * np.int32(PAGE), np.array(counts, np.int32), dest, seen)
 
 
 def of_few_sizes(rows: Int32) -> Int32:

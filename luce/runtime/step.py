@@ -205,9 +205,15 @@ class Step:
         it here, so that positions and dtypes come from one place.
         """
         slots: Int32 = np.array([span.slot for span in spans], np.int32)
-        positions: Int32 = np.array([span.position for span in spans], np.int32)
         row_slots = slots
-        if len(spans) < len(tokens):
+        if len(spans) == 1:
+            # The device waits for the draft's step, and each of these calls takes microseconds.
+            begin = spans[0].position
+            row_slots = np.full(len(tokens), spans[0].slot, np.int32)
+            positions: Int32 = np.arange(begin, begin + len(tokens), dtype=np.int32)
+        else:
+            positions = np.array([span.position for span in spans], np.int32)
+        if 1 < len(spans) < len(tokens):
             rows: Int32 = np.array([span.rows for span in spans], np.int32)
             starts: Int32 = np.array([span.start for span in spans], np.int32)
             row_slots = np.repeat(slots, rows)
