@@ -126,6 +126,11 @@ class Backend(Protocol):
         output. The step's captured features precede all work that is queued on the drafter's device after this call.
         """
 
+    def stage(self, step: Step) -> None:
+        """Prepare a step, while the devices work: the next call of `forward` may be for it. Until then its tokens may
+        change, in place, and nothing else. What fails here fails in `forward`.
+        """
+
     def follow(self, step: Step) -> bool:
         """Queue a step behind the one whose `forward` has called `queued`, from within that call. Its rows' tokens are
         the next tokens of that one's output rows, in order, which nobody knows yet. The next call of `forward` is for

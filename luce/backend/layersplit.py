@@ -8,6 +8,7 @@ as lost.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from luce.backend.microbatch import default_microbatch_rows, separate_prompts, s
 from luce.backend.pipeline_state import PipelineRanking, PipelineState
 from luce.backend.placement import ModelPlan, check_memory, plan_model
 from luce.backend.serving_options import ServingOptions
-from luce.errors import BackendError
+from luce.errors import BackendError, LuceError
 from luce.gguf.reader import GGUFFile
 from luce.layers.features import FeatureRing
 from luce.layers.kept_weights import LoadedBytes
@@ -239,6 +240,13 @@ class LayerSplitBackend:
         except BaseException as error:
             self._give_up(error)
             raise
+
+    def stage(self, step: Step) -> None:
+        # Elsewhere the devices do not work meanwhile. Threads with work of their own use what this uses.
+        if self.asynchronous and self._pipeline.idle:
+            with contextlib.suppress(LuceError):
+                for shard in self._pipeline.shards:
+                    shard.stage(step)
 
     def follow(self, step: Step) -> bool:
         made = None if self._newest is None else self._newest[0]

@@ -158,6 +158,9 @@ class SimulatedShard:
             clock = self.device.clock
             self.device.wait_for(SimulatedEvent(clock, clock.now() + self.device.figures.way.latency))
 
+    def stage(self, step: Step) -> None:
+        pass
+
     def forward(self, step: Step, activation: Activation | None) -> Activation | Pending:
         device, way = self.device, self.device.figures.way
         device.queue.take(self._times.seconds(step))
@@ -212,7 +215,7 @@ class ComputedShard:
         (part,) = shard.info.devices
         self.info = ShardInfo((replace(part, device=str(device.name)),))
         self.lost, self.down, self.accept = shard.lost, shard.down, shard.accept
-        self.announce, self.forward = shard.announce, shard.forward
+        self.announce, self.stage, self.forward = shard.announce, shard.stage, shard.forward
 
     def close(self) -> None:
         self._shard.close()

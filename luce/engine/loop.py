@@ -419,6 +419,8 @@ class Engine:
         # Prompts take turns, which each scheduled step counts, and pages are swapped out for the rows of a step.
         if self.parts.paging is None and not any(s.unread for s in self._scheduler.running):
             scheduled = self._scheduler.schedule()
+            if scheduled is not None:
+                self._backend.stage(scheduled.step)
         failures = self._speculator.receive()
         if failures:
             self._delivery.fail_replies(failures)

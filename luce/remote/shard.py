@@ -275,6 +275,9 @@ class RemoteShard:
     def _output_memory(self) -> NDArray[np.uint8]:
         return self._arena.memory[self._output_at : self._output_at + OUTPUT_BYTES]
 
+    def stage(self, step: Step) -> None:
+        pass
+
     def forward(self, step: Step, activation: Activation | None) -> Activation | Pending:
         if self._announced is None or self._announced.step is not step:
             self.announce(step, activation)

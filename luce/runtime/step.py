@@ -304,10 +304,11 @@ class StepShape:
     position_ids: bool = False
 
     @classmethod
-    def of(cls, step: Step) -> StepShape:
-        """The shape of a step."""
+    def of(cls, step: Step, widths: tuple[int, ...] | None = None) -> StepShape:
+        """The shape of a step. `widths`: of its tables, if they are wider than the step's."""
         longest = max((span.rows for span in step.spans), default=0)
-        widths = tuple(view.table.shape[1] for view in step.views)
+        if widths is None:
+            widths = tuple(view.table.shape[1] for view in step.views)
         seen = tuple(view.seen is not None for view in step.views)
         pending = any(span.speculative or span.accepted for span in step.spans)
         branching = any(span.path or span.ancestors for span in step.spans)

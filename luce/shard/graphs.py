@@ -14,7 +14,6 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -54,28 +53,52 @@ class GraphRunner:
         self._shapes: dict[StepShape, _Replay] = {}
         #: input arrays of the graphs, by position and shape; all graphs share them, as they run one after another
         self._input_memory: dict[tuple[int, tuple[int, ...]], Array] = {}
+        #: a step whose arrays are on the device, but for its tokens, and its shape's graph
+        self._staged: tuple[Step, _Replay] | None = None
         #: number of replayed steps
         self.replayed = 0
 
+    def stage(self, step: Step) -> None:
+        """Copy a step to the device, which `run` may get next: its tokens may change until then, and nothing else.
+        Does nothing for a step that is not replayed."""
+        replay = self._replay(step)
+        if replay is not None and replay.graph is not None:
+            replay.write(step)
+            self._staged = step, replay
+
     def run(self, step: Step, inputs: tuple[Array, ...]) -> tuple[Array, ...]:
         """Returns the result of `work`; for a replayed step, a TransientActivation."""
-        shape = StepShape.of(step)
-        few = shape.rows <= MAX_ROWS and shape.longest <= MAX_SPAN
-        if not (self._device.captures and (few or (self._long and shape.spans == 1 and shape.rows >= LONG_ROWS))):
+        staged, self._staged = self._staged, None
+        is_staged = staged is not None and staged[0] is step
+        replay = staged[1] if staged is not None and is_staged else self._replay(step)
+        if replay is None:
             return self._work(DeviceStep.upload(self._device, step), inputs)
-        shape = replace(shape, widths=tuple(map(_padded, shape.widths, self._pages)))
-        replay = self._shapes.pop(shape, None) or _Replay(self._device, self._work, shape, self._input_memory)
-        self._shapes[shape] = replay
-        if len(self._shapes) > _MAX_SHAPES:
-            del self._shapes[next(iter(self._shapes))]
+        if is_staged:
+            self._device.write(replay.tokens, step.tokens)
+        else:
+            replay.write(step)
         result = replay.run(step, inputs)
         if replay.graph is None:
             return result
         self.replayed += 1
         return TransientActivation(result)
 
+    def _replay(self, step: Step) -> _Replay | None:
+        """The graph of a step's shape, captured or not yet; None for steps that are not replayed."""
+        widths = [_padded(view.table.shape[1], pages) for view, pages in zip(step.views, self._pages, strict=True)]
+        shape = StepShape.of(step, tuple(widths))
+        few = shape.rows <= MAX_ROWS and shape.longest <= MAX_SPAN
+        if not (self._device.captures and (few or (self._long and shape.spans == 1 and shape.rows >= LONG_ROWS))):
+            return None
+        replay = self._shapes.pop(shape, None) or _Replay(self._device, self._work, shape, self._input_memory)
+        self._shapes[shape] = replay
+        if len(self._shapes) > _MAX_SHAPES:
+            del self._shapes[next(iter(self._shapes))]
+        return replay
+
     def close(self) -> None:
         """Release the graphs and the arrays that they read. Idempotent."""
+        self._staged = None
         self._shapes.clear()
         self._input_memory.clear()
         # `work` is a method of the owner. This cycle of references would delay freeing the owner until Python's cycle
@@ -98,17 +121,22 @@ class _Replay:
         self._staged = np.zeros(shape.size, np.int32)
         self._arrays = shape.cut(self._staged)
         self._step_memory = device.empty(shape.size, np.int32)
-        self._tokens = shape.cut(self._step_memory)[0]
+        #: int32 [rows] on the device
+        self.tokens = shape.cut(self._step_memory)[0]
         self._input_memory = input_memory
         self._inputs: tuple[Array, ...] = ()
         self._has_run = self._refused = False
         self.graph: Graph | None = None
         self._result: tuple[Array, ...] = ()
 
-    def run(self, step: Step, inputs: tuple[Array, ...]) -> tuple[Array, ...]:
+    def write(self, step: Step) -> None:
+        """Queue the copy of a step's arrays to the device."""
         write_step(step, self._arrays)
         self._device.write(self._step_memory, self._staged)
-        write_future_tokens(self._device, step, self._tokens)
+
+    def run(self, step: Step, inputs: tuple[Array, ...]) -> tuple[Array, ...]:
+        """Run a step that was written."""
+        write_future_tokens(self._device, step, self.tokens)
         if not self._has_run:
             self._inputs = tuple(itertools.starmap(self._shared_input, enumerate(inputs)))
         for own, array in zip(self._inputs, inputs, strict=True):

@@ -125,6 +125,9 @@ class LocalShard:
     def announce(self, step: Step, activation: Activation | None) -> None:
         return None
 
+    def stage(self, step: Step) -> None:
+        self._graphs.stage(step)
+
     def forward(self, step: Step, activation: Activation | None) -> Activation | Pending:
         if activation is None and self._embedding is None:
             raise BackendError(f"shard {self.info.layers} on {self.info.device}: the activation is missing")

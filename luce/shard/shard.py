@@ -244,6 +244,9 @@ class Shard(Protocol):
         activation, which is complete in place then.
         """
 
+    def stage(self, step: Step) -> None:
+        """As luce.backend.backend.Backend.stage; does nothing where that gains nothing."""
+
     def forward(self, step: Step, activation: Activation | None) -> Activation | Pending:
         """Queue the layers' work on a step's rows. `activation` is None for the first shard.
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from luce.runtime.device import DeviceName
+from luce.runtime.device import Array, DeviceName
 from luce.runtime.step import Span, Step
 from luce.shard import graphs
 from luce.shard.graphs import MAX_ROWS, MAX_SPAN
@@ -99,6 +100,46 @@ def test_long_steps_are_captured_where_products_can_be(long: bool, gemm: bool, c
     step = Step.of_spans([Span(0, 0, 300, 0)], rows, ())
     results = [replayer.run(step, ()) for _ in range(3)]
     assert (device.captured, isinstance(results[-1], TransientActivation)) == (captured, captured == 1)
+
+
+def test_a_staged_step_runs_with_its_newest_tokens(make_driver: MakeDriver) -> None:
+    reference, device, written = Reference("qwen3-a-MIX"), CapturingDevice(), []
+    driver, eager = make_driver(reference, [device], slots=2), make_driver(reference, [EmulatedDevice()], slots=2)
+    ids, stage, forward = reference.expected["prompt_17"], driver.backend.stage, driver.backend.forward
+    ours, theirs = ([made.start() for _ in range(2)] for made in (driver, eager))
+    write = device.write
+
+    def noted(array: Array, values: NDArray[Any]) -> None:
+        written.append(values.size)
+        write(array, values)
+
+    def run(step: Step, number: int, at: int) -> list[int]:
+        """The sizes of the copies to the device."""
+        written.clear()
+        (expected,) = eager.feed((theirs[number], ids[at : at + 4]))
+        np.testing.assert_array_equal(forward(step).logits, expected)
+        return list(written)
+
+    device.write = noted  # type: ignore[method-assign]
+    for number in range(2):
+        # Eager and captured.
+        step = driver.step((ours[number], ids[:4]))
+        stage(step)
+        assert run(step, number, 0) == [graphs.StepShape.of(step, (8,)).size]
+    step = driver.step((ours[0], ids[4:8]))
+    step.tokens[:] = 1
+    stage(step)
+    step.tokens[:] = ids[4:8]
+    assert run(step, 0, 4) == [4]
+    # Another step of the shape comes between, or comes instead.
+    first, second = driver.step((ours[0], ids[8:12])), driver.step((ours[1], ids[4:8]))
+    stage(first)
+    assert run(second, 1, 4) > [4] and run(first, 0, 8) > [4]
+    # A step that is staged runs once with what is there.
+    first, second = driver.step((ours[0], ids[12:16])), driver.step((ours[1], ids[8:12]))
+    stage(first)
+    stage(second)
+    assert run(second, 1, 8) == [4] and run(first, 0, 12) > [4]
 
 
 def test_some_rows_want_candidates(make_driver: MakeDriver) -> None:

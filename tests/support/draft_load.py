@@ -145,6 +145,9 @@ class GivenBackend:
         queued()
         self._device.run(StepShape.of(step), ms=self._device.costs.step(step.rows, len(step.spans)))
 
+    def stage(self, step: Step) -> None:
+        pass
+
     def follow(self, step: Step) -> bool:
         return False
 

@@ -123,6 +123,8 @@ class ScriptedBackend:
         self._behind_output: Output | None = None
         #: steps that were queued behind another one
         self.followed = 0
+        #: steps that were staged
+        self.staged: list[Step] = []
         #: what the next `lost` says
         self.gone = ""
         #: whether a shard is away, and whether that is for good
@@ -166,6 +168,9 @@ class ScriptedBackend:
             raise
         self.steps.append((step.rows, len(step.spans)))
         return output
+
+    def stage(self, step: Step) -> None:
+        self.staged.append(step)
 
     def follow(self, step: Step) -> bool:
         if not self.asynchronous:

@@ -22,6 +22,7 @@ from luce.engine.scheduler import Scheduler
 from luce.engine.sequence import Constraint, DraftState, Sequence
 from luce.engine.speculate import Speculator
 from luce.kvcache.page_table import PageTables
+from luce.runtime.step import Step
 from tests.support.constraints import Few
 from tests.support.drafters import ScriptedDrafter, always, never, oracle, sometimes
 from tests.support.replies import EOS, PROMPT, Letters, draft_counts, engine, same, submit
@@ -46,6 +47,29 @@ def test_the_reply_is_that_of_plain_decoding(wrong: Callable[[int], bool], recur
         assert steps == 59 // width + (59 % width > 1)
     elif wrong is always:
         assert accepted == 0 and steps >= 57
+
+
+@pytest.mark.parametrize("width", [0, 5])
+def test_a_step_is_staged_while_its_drafts_are_made(width: int) -> None:
+    backend, calls = ScriptedBackend(), list[Any]()
+    stage, backend.hook = backend.stage, calls.append
+
+    def noted(step: Step) -> None:
+        stage(step)
+        calls.append("stage")
+
+    backend.stage = noted  # type: ignore[method-assign]
+    drafter = ScriptedDrafter(backend.reply, vocab=backend.capacity.vocab, hook=calls.append)
+    with engine(backend, eos=frozenset(), drafter=drafter, verify_width=width) as made:
+        reply, _ = submit(made, PROMPT, max_tokens=60)
+        reply.finished()
+    assert reply.ids == backend.reply(PROMPT, 60)
+    # It is the step that runs, unless its drafts have another number of tokens than was expected.
+    order = [call for call in calls if isinstance(call, str) and call != "observe"]
+    assert order == ["propose", "stage", "wait"] * drafter.asked
+    ran = [call for call in calls if not isinstance(call, str)]
+    found = [any(step is one for one in ran) for step in backend.staged]
+    assert all(found) if width else any(found)
 
 
 @pytest.mark.parametrize("wrong", [never, sometimes(0.3, 1)], ids=["oracle", "mixed"])
