@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from luce import assembly
 from luce.backend.layersplit import LayerSplitBackend
 from luce.backend.serving_options import Claim
 from luce.config.resolve import resolve
+from luce.draft.dflash.model import DFlashModel
 from luce.draft.drafter import Draftable, Drafter
 from luce.draft.ngram import NgramDrafter
 from luce.draft.on_demand import OnDemandDrafter
@@ -22,7 +24,7 @@ from luce.draft.spec import Target
 from luce.errors import FormatError, LuceError, ModelError, OutOfMemoryError, UnsupportedError, UsageError
 from luce.gguf.reader import open_gguf
 from luce.layers.features import FeatureRing
-from luce.runtime.device import Device
+from luce.runtime.device import Array, Device
 from luce.runtime.host import HostDevice
 from luce.runtime.step import Span
 from tests.support.daemons import HERE, children
@@ -83,15 +85,26 @@ def test_it_sees_no_more_than_it_was_trained_with(trained: int, reach: int, tmp_
         assert loaded_drafter(model).context.reach == reach
 
 
-@pytest.mark.parametrize(("device", "embeds"), [("cpu:0", True), ("cpu:1", False), ("cpu:2", False)])
-def test_it_embeds_where_the_target_does(device: str, embeds: bool) -> None:
-    fields = {"target_devices": "cpu:0,cpu:1", "max_ctx": 64, "draft": str(FIT), "draft_device": device}
+@pytest.mark.parametrize(
+    ("device", "takes"), [("cpu:0", (np.int32, 1)), ("cpu:1", (np.float32, 2)), ("cpu:2", (np.float32, 2))]
+)
+def test_it_embeds_where_the_target_does(device: str, takes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafts, given, draft_block = set(), set(), DFlashModel.draft_block
+
+    def recorded(model: DFlashModel, slots: Sequence[int], seeds: Array) -> Array:
+        drafts.add(model)
+        given.add((seeds.dtype.type, seeds.ndim))
+        return draft_block(model, slots, seeds)
+
+    monkeypatch.setattr(DFlashModel, "draft_block", recorded)
+    fields = {"target_devices": "cpu:0,cpu:1", "max_ctx": 256, "draft": str(FIT), "draft_device": device}
     with luce.load(TARGET.path, **fields) as model:
-        drafter = loaded_drafter(model)
-        assert drafter._model.embeds is embeds
-        drafter.close()
-        # Its graphs would read a table that may be gone.
-        assert not drafter._model.embeds
+        reply = model.generate(TARGET.expected["prompt_17"].tolist(), max_tokens=8, temperature=0, ignore_eos=True)
+        assert [token.id for token in reply] == TARGET.expected["greedy_17"].tolist()[:8]
+        assert given == {takes}
+        loaded_drafter(model).close()
+    # Its graphs would read a table that may be gone.
+    assert [draft.embeds for draft in drafts] == [False]
 
 
 def test_the_model_s_own_block(stack: ExitStack) -> None:
