@@ -95,7 +95,10 @@ def _part(step: Step, begin: int, end: int) -> Step:
     )
     ids = None if step.position_ids is None else step.position_ids[begin:end]
     masks = None if step.masks is None or not of_part.any() else step.masks.part(of_part)
-    return part if ids is None and masks is None else replace(part, masks=masks, position_ids=ids)
+    draws = None if step.draws is None else step.draws[of_part]
+    if ids is None and masks is None and draws is None:
+        return part
+    return replace(part, position_ids=ids, draws=draws, masks=masks)
 
 
 def _clip(span: Span, begin: int, end: int) -> Span:

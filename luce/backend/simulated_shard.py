@@ -20,6 +20,7 @@ from luce.errors import DeviceError
 from luce.gguf.reader import GGUFFile
 from luce.layers.state import KVPool
 from luce.models.spec import ModelSpec
+from luce.ops.draw import draw_tokens, with_drawn
 from luce.ops.sample import argmax, mask_logits, top_k_keys, unpack_candidates
 from luce.planner.layer_time import Pass
 from luce.planner.shard_tables import pass_seconds, shard_tables
@@ -189,7 +190,11 @@ class SimulatedShard:
         found = None
         if step.needs_candidates is not None and step.needs_candidates.any():
             found = unpack_candidates(top_k_keys(host, logits[step.needs_candidates]))
-        return Output(argmax(host, logits), logits[step.needs_logits], found)
+        ids = argmax(host, logits)
+        if step.draws is not None:
+            keys = top_k_keys(host, logits[step.draws.drawn])
+            ids = with_drawn(ids, step.draws, draw_tokens(host, keys, step.draws, step.next_positions, ids))
+        return Output(ids, logits[step.needs_logits], found)
 
     def accept(self, slot: int, rows: Sequence[int]) -> None:
         pass

@@ -10,7 +10,7 @@ and drafters in daemons; luce.draft.dflash is the block-diffusion draft. Not her
     spec             a drafter with weights as settings and files describe it, before it has a device
     on_demand        a drafter whose memory is allocated when it is needed
     no_drafter       what an engine without --draft has in place of a drafter
-    draw             the noise of drawn tokens, which drafters know
+    coupled_draws    draws with the noise that the target's draws will have
     ngram            prompt lookup alone
     prompt_lookup    the continuation of an earlier place that a text's end repeats
     mtp              the target's own layer for multi-token prediction

@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.draft.drafter import Draftable, Drafter
-from luce.draft.draw import Draw
 from luce.draft.messages import DraftLoaded, Idle, LoadDraft, Propose, Proposed, Request, TextUpdate
 from luce.draft.on_demand import OnDemandDrafter
 from luce.draft.spec import Target, read_drafter
@@ -25,6 +24,7 @@ from luce.models.registry import read_spec
 from luce.remote.messages import Done
 from luce.remote.service import Loader, Service
 from luce.runtime.device import Device
+from luce.runtime.draws import Draw
 from luce.runtime.step import Int32, Span
 
 #: most positions of a text
@@ -157,5 +157,5 @@ class DraftSession(Service):
 
 def _usable(draw: Draw) -> bool:
     """Whether tokens can be drawn so."""
-    numbers = 0 < draw.temperature < math.inf and 0 < draw.share <= 1 and 0 <= draw.floor <= 1
-    return numbers and 0 <= draw.seed < 1 << 64 and 0 <= draw.most < 1 << 31
+    numbers = 0 < draw.temperature < math.inf and 0 < draw.top_p <= 1 and 0 <= draw.min_p <= 1
+    return numbers and 0 <= draw.seed < 1 << 64 and 0 <= draw.top_k < 1 << 31

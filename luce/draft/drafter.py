@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from luce.draft.draw import Draw
 from luce.errors import LuceError
+from luce.runtime.draws import Draw
 from luce.runtime.step import Int32, Span
 
 

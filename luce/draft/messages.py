@@ -16,9 +16,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from luce.draft.draw import Draw
 from luce.ipc.lifecycle import Failed, Hello
 from luce.remote.messages import Done
+from luce.runtime.draws import Draw
 
 
 class LoadDraft(msgspec.Struct, tag=True):

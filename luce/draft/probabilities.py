@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from luce.draft.coupled_draws import Draws
 from luce.draft.drafter import Draftable, Proposal
-from luce.draft.draw import Draws
 from luce.runtime.step import Candidates, Int32, Output
 
 # Drafting token by token, where each token takes a pass of its own, ends when every text is less probable than this.

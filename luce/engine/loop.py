@@ -33,7 +33,7 @@ from luce.engine.recovery import POLL_INTERVAL, Recovery
 from luce.engine.relocation import Relocation
 from luce.engine.reply import Reply
 from luce.engine.request_checks import check_given, checked_prompt, set_position_ids
-from luce.engine.sampling import needs_candidates, needs_logits, reply_ends
+from luce.engine.sampling import device_draws, needs_logits, reply_ends
 from luce.engine.scheduler import ScheduledStep
 from luce.engine.sequence import CacheState, Constraint, Sequence
 from luce.engine.stretching import Stretching
@@ -289,8 +289,8 @@ class Engine:
             prompt=ids,
             max_new_tokens=rest if params.max_tokens is None else min(params.max_tokens, rest),
             session=session,
-            needs_logits=needs_logits(params) and not needs_candidates(params),
-            needs_candidates=needs_candidates(params),
+            needs_logits=needs_logits(params) and not device_draws(params),
+            device_draws=device_draws(params),
             ends=reply_ends(params, self._options.eos, self._backend.capacity.vocab),
             scores_prompt=params.prompt_logits or params.prompt_logprobs is not None,
             deadline=now + min(limits) if limits else inf,

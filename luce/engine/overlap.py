@@ -1,8 +1,8 @@
 """Queues a step before the tokens of the step ahead of it are known, so that the devices do not wait for the host.
 
 The tokens of such a step are those that the devices choose; the host need not see them before (Backend.follow). That
-works where nothing but these tokens is missing: each sequence has one row, its token is the likeliest one under no
-mask, nothing is drafted, and nobody asks for anything between the two steps.
+works where nothing but these tokens is missing: each sequence has one row, a device takes its likeliest token or draws
+one, under no mask, nothing is drafted, and nobody asks for anything between the two steps.
 
 A reply that ends with its newest token has then one row more than it needs, which holds that token: its sequence has as
 many computed rows as tokens. No other row is lost, and no other sequence sees it.

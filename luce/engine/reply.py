@@ -26,42 +26,33 @@ from luce.engine.reasoning_limit import CloseKind, ReasoningState
 from luce.engine.sampling import Sampler, draw_of, mask_allows, needs_logits, score
 from luce.engine.scheduler import ScheduledSequence
 from luce.engine.sequence import RowKind, Sequence
-from luce.errors import GrammarLimitError
-from luce.runtime.step import Int32, Output
+from luce.errors import BackendError, GrammarLimitError
+from luce.runtime.step import Output
 
 
 class OutputRow(NamedTuple):
     """What the next token is chosen from: one row of a step's output, or logits from the prefix cache."""
 
-    #: the token with the largest logit
+    #: the token that the device chose; -1: none, as the logits are not finite
     token: int
     #: float32 [vocab]
     logits: NDArray[np.float32] | None = None
-    #: ids int32 [t] and logits float32 [t] of the row's largest logits, descending
-    candidates: tuple[Int32, NDArray[np.float32]] | None = None
     #: what the reply's constraint says of the next token; None if that is not known yet
     kind: RowKind | None = None
-    #: the mask of the next token, uint32 [words], under which the device has chosen `token` and `candidates`
+    #: the mask of the next token, uint32 [words], under which the device has chosen `token`
     mask: NDArray[np.uint32] | None = None
 
 
 def output_rows(scheduled: ScheduledSequence, output: Output, masks: StepMasks | None = None) -> list[OutputRow]:
     """A sequence's rows of a step's output. Raises what making their masks raised."""
-    ids, own = output.tokens[scheduled.ids], scheduled.candidates
-    if masks is None and scheduled.logits.stop == scheduled.logits.start and own.stop == own.start:
+    ids = output.tokens[scheduled.ids]
+    if masks is None and scheduled.logits.stop == scheduled.logits.start:
         return [OutputRow(token) for token in ids]
-    logits, candidates = output.logits[scheduled.logits], None
-    if output.candidates is not None and own.stop > own.start:
-        candidates = list(zip(output.candidates.ids[own], output.candidates.logits[own], strict=True))
+    logits = output.logits[scheduled.logits]
     known: list[tuple[RowKind | None, NDArray[np.uint32] | None]] = [(None, None)] * len(ids)
     if masks is not None and (made := masks.of(scheduled)):
         known[-len(made) :] = made
-    return [
-        OutputRow(
-            token, logits[row] if len(logits) else None, None if candidates is None else candidates[row], *known[row]
-        )
-        for row, token in enumerate(ids)
-    ]
+    return [OutputRow(token, logits[row] if len(logits) else None, *known[row]) for row, token in enumerate(ids)]
 
 
 class Reply:
@@ -115,8 +106,8 @@ class Reply:
         return row.kind is not RowKind.LEFT
 
     def choose(self, row: OutputRow) -> Token:
-        """Choose the next token and append it: the one that ends the reasoning if its budget is used up, else the one
-        with the largest logit, or the sampler's. It has no text yet.
+        """Choose the next token and append it: the one that ends the reasoning if its budget is used up, else the
+        device's, or the sampler's. It has no text yet.
 
         Raises GrammarLimitError if the constraint allows no token, and the errors of Sampler.choose.
         """
@@ -142,16 +133,16 @@ class Reply:
         sequence.reply.append(token)
 
     def _chosen(self, row: OutputRow) -> int:
-        """The token that the sampler chooses, or the one with the largest logit."""
+        """The token that the sampler chooses where the host has whole logits, or the device's."""
         constraint, mask = self.sequence.constraint, row.mask
         if constraint is not None and row.kind is None and not constraint.open:
             mask = constraint.mask(self.sequence.ends)
         if self._sampler is not None and row.logits is not None:
             return self._sampler.choose(row.logits, mask)
-        if mask is not None and not mask_allows(mask, row.token):
+        if mask is not None and not (mask.any() if row.token < 0 else mask_allows(mask, row.token)):
             raise GrammarLimitError("the grammar of the reply allows no token here")
-        if self._sampler is not None and row.candidates is not None:
-            return self._sampler.choose_among(*row.candidates)
+        if row.token < 0:
+            raise BackendError(f"position {len(self.sequence.tokens)}: the logits are not finite")
         return row.token
 
     @property

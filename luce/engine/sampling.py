@@ -1,27 +1,27 @@
 """Logits to a token, and log probabilities.
 
 Order: the constraint's mask, logit bias, penalties, then (temperature 0: argmax, lowest id on ties) top-k, temperature,
-top-p, min-p, draw. The draw is a function of (seed, position) alone, so a reply does not depend on what else runs, nor
-on how rows are distributed over steps; its noise is known beforehand, so that drafters guess it (luce.draft.draw). Log
-probabilities are of the unmodified distribution.
+top-p, min-p, draw. The draw is a function of (seed, position) alone, so a reply does not depend on what else runs, on
+how rows are distributed over steps, nor on the device (luce.ops.draw). Log probabilities are of the unmodified
+distribution.
 
 Vocabularies have up to a quarter of a million entries, so no function here sorts or partitions a whole row if a part of
-it decides (luce.ops.sample.largest). Where a sampler needs few candidates, the device finds them.
+it decides (luce.ops.sample.largest). Where few candidates suffice, the device draws.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from luce.config.sampling import SamplingParams
-from luce.draft.draw import Draw, keep_count
 from luce.errors import BackendError, GrammarLimitError, RequestError
+from luce.ops.draw import draw_among, place_drawn
 from luce.ops.sample import largest, unpack_mask
+from luce.runtime.draws import Draw, RowDraws
 from luce.runtime.step import MAX_CANDIDATES
 
 Logits = NDArray[np.float32]
@@ -38,12 +38,12 @@ _TOP_P_TOKENS = 1024
 
 
 def needs_logits(params: SamplingParams) -> bool:
-    """Whether choosing a token needs the whole row of logits, or its candidates, rather than the argmax alone."""
+    """Whether choosing a token on the host needs the whole row of logits, rather than the argmax alone."""
     return params.temperature > 0 or _changes_or_reports(params)
 
 
-def needs_candidates(params: SamplingParams) -> bool:
-    """Whether choosing a token needs more than the argmax, and the MAX_CANDIDATES largest logits are enough."""
+def device_draws(params: SamplingParams) -> bool:
+    """Whether a device can draw a reply's tokens: the MAX_CANDIDATES largest logits are enough."""
     return params.temperature > 0 and 0 < params.top_k <= MAX_CANDIDATES and not _changes_or_reports(params)
 
 
@@ -56,6 +56,16 @@ def reply_ends(params: SamplingParams, eos: frozenset[int], vocab: int) -> froze
 def mask_allows(mask: Mask, token: int) -> bool:
     """Whether a mask has the bit of a token."""
     return token < 32 * len(mask) and bool(int(mask[token // 32]) >> token % 32 & 1)
+
+
+def _keep_count(mass: NDArray[np.float64], total: float, top_p: float, min_p: float) -> int:
+    """How many of the leading entries top-p and min-p keep, at least one; `mass` [n] descends."""
+    keep = len(mass)
+    if top_p < 1:
+        keep = min(keep, int(np.searchsorted(np.cumsum(mass), top_p * total)) + 1)
+    if min_p > 0:
+        keep = min(keep, int(np.count_nonzero(mass >= min_p * mass[0])))
+    return max(keep, 1)
 
 
 def _changes_or_reports(params: SamplingParams) -> bool:
@@ -85,6 +95,7 @@ class Sampler:
     ) -> None:
         self.params = params
         self._draw = draw_of(params, seed)
+        self._draws = RowDraws.of([self._draw])
         self._history = _Window(prompt, params.repeat_last_n) if params.repetition_penalty != 1 else None
         self._counts = _Counts() if params.frequency_penalty or params.presence_penalty else None
         self._count = 0
@@ -119,13 +130,6 @@ class Sampler:
         if temperature == 0:
             return best
         return self._draw_whole(values, top, temperature)
-
-    def choose_among(self, ids: NDArray[np.int32], logits: Logits) -> int:
-        """As `choose`, from a row's candidates under its mask: ids int32 [t], logits float32 [t]. `needs_candidates`
-        holds."""
-        if not math.isfinite(logits[0]):
-            raise BackendError(f"position {self._position}: the logits are not finite")
-        return int(self._draw_from(ids[: self.params.top_k], logits[: self.params.top_k]))
 
     def push(self, token: int) -> None:
         """Append a token to the reply."""
@@ -190,7 +194,7 @@ class Sampler:
         with np.errstate(over="ignore"):
             if 0 < params.top_k < len(values):
                 ids = largest(values, params.top_k)
-                return int(self._draw_from(ids, values[ids]))
+                return self._draw_from(ids, values[ids])
             # float32 is precise enough for each mass (1e-7) and ten times faster; only their sum needs float64.
             scaled = values - np.float32(top)
             scaled /= np.float32(max(temperature, 1e-30))
@@ -202,9 +206,9 @@ class Sampler:
         while True:
             ids = largest(values, min(head, len(values)))
             mass = scaled[ids].astype(np.float64)
-            keep = keep_count(mass, total, params.top_p, params.min_p)
+            keep = _keep_count(mass, total, params.top_p, params.min_p)
             if keep < len(mass) or head >= len(values):
-                return int(ids[self._largest(ids[:keep], mass[:keep])])
+                return int(ids[self._first(ids[:keep], mass[:keep])])
             head *= 8
 
     def _draw_any(self, values: Logits, mass: Logits) -> int:
@@ -214,24 +218,17 @@ class Sampler:
         head = mass[ids].astype(np.float64)
         mass[ids] = 0
         rest = float(mass.sum(dtype=np.float64))
-        place = self._largest(np.append(ids, len(values)), np.append(head, rest))
+        place = self._first(np.append(ids, len(values)), np.append(head, rest))
         return int(ids[place]) if place < len(ids) else draw_index(mass, self._uniform())
 
-    def _draw_from(self, ids: NDArray[Any], values: Logits) -> Any:
-        """Draw one of `ids`, whose logits descend."""
-        params = self.params
-        # Behind those that a mask or a bias leaves.
-        values = values[: np.count_nonzero(values > -np.inf)]
-        with np.errstate(over="ignore"):
-            mass = np.exp((values.astype(np.float64) - float(values[0])) / params.temperature)
-        mass = mass[: keep_count(mass, float(mass.sum()), params.top_p, params.min_p)]
-        return ids[self._largest(ids[: len(mass)], mass)]
+    def _draw_from(self, ids: NDArray[np.intp], values: Logits) -> int:
+        """Draw one of `ids`, whose logits descend, as a device does."""
+        position = np.array([self._position], np.int32)
+        return int(draw_among(ids[None], values[None], self._draws, position)[0])
 
-    def _largest(self, ids: NDArray[np.integer], mass: NDArray[np.float64]) -> int:
-        """The place of the token that is drawn: the largest with its noise."""
-        assert self._draw is not None
-        with np.errstate(divide="ignore"):
-            return int((np.log(mass) + self._draw.noise(self._position, ids)).argmax())
+    def _first(self, ids: NDArray[np.integer], mass: NDArray[np.float64]) -> int:
+        """The place of the token that is drawn from `ids`."""
+        return place_drawn(mass, self._draws, self._position, ids)
 
     def _uniform(self) -> float:
         """A number in [0, 1) from the high 53 bits of another counter-based generator's output at this position."""

@@ -30,6 +30,7 @@ from luce.engine.sequence import Draft, Sequence
 from luce.errors import LuceError
 from luce.kvcache.page_table import PageTables
 from luce.ops.matmul import FEW_ROWS
+from luce.runtime.draws import Draw, RowDraws
 from luce.runtime.step import Int32, PageView, Span, Step
 
 #: how often sequences that came later may get a slot before the first one of a session
@@ -49,10 +50,9 @@ class ScheduledSequence:
     #: position of the first row
     position: int
     rows: int
-    #: the sequence's rows of Output.ids, Output.logits and Output.candidates
+    #: the sequence's rows of Output.ids and Output.logits
     ids: slice
     logits: slice
-    candidates: slice
     draft: Draft = _NO_DRAFT
     #: of each page group the pages that branches of a draft tree have for themselves, by the branch's first row
     branch_pages: tuple[BranchPages, ...] = ()
@@ -249,8 +249,7 @@ class Scheduler:
         if step.rows != len(self._running) or any(one.position < one.sequence.read_end for one in scheduled.sequences):
             return
         found = [
-            ScheduledSequence(one.sequence, one.position + 1, 1, one.ids, one.logits, one.candidates)
-            for one in scheduled.sequences
+            ScheduledSequence(one.sequence, one.position + 1, 1, one.ids, one.logits) for one in scheduled.sequences
         ]
         following = replace(
             step,
@@ -389,8 +388,8 @@ class Scheduler:
         scheduled: list[ScheduledSequence] = []
         output_rows: list[int] = []
         needs_logits: list[bool] = []
-        needs_candidates: list[bool] = []
-        logits = candidates = 0
+        draws: list[Draw | None] = []
+        logits = 0
         for share in shares:
             sequence, rows, draft, state = share.sequence, share.rows, share.draft, share.sequence.schedule
             with failures.of(sequence):
@@ -403,24 +402,20 @@ class Scheduler:
                 )
                 own_spans = tree_spans(draft.parents, span) if draft.parents else [span]
                 unread = sequence.unread
-                own_tokens, (count, whole, best) = _tokens(share, unread), _outputs(share, unread)
+                own_tokens, (count, whole) = _tokens(share, unread), _outputs(share, unread)
                 tokens += own_tokens
                 spans += own_spans
                 ids = slice(len(output_rows), len(output_rows) + count)
                 output_rows += range(len(tokens) - count, len(tokens))
                 needs_logits += [whole] * count
-                needs_candidates += [best] * count
-                values = slice(logits, logits + count * whole), slice(candidates, candidates + count * best)
-                scheduled.append(ScheduledSequence(sequence, state.computed, rows, ids, *values, draft))
-                logits, candidates = values[0].stop, values[1].stop
-        step = Step.of_spans(
-            spans,
-            tokens,
-            self._pages.views,
-            output_rows,
-            needs_logits=needs_logits,
-            needs_candidates=needs_candidates,
-        )
+                # The host draws from whole logits.
+                draws += [sequence.draw if sequence.device_draws and not whole else None] * count
+                values = slice(logits, logits + count * whole)
+                scheduled.append(ScheduledSequence(sequence, state.computed, rows, ids, values, draft))
+                logits = values.stop
+        step = Step.of_spans(spans, tokens, self._pages.views, output_rows, needs_logits=needs_logits)
+        if any(draw is not None for draw in draws):
+            step = replace(step, draws=RowDraws.of(draws))
         if (position_ids := _position_ids(step, scheduled)) is not None:
             step = replace(step, position_ids=position_ids)
         if len(spans) > len(scheduled):
@@ -447,7 +442,7 @@ def _goes_on(one: ScheduledSequence) -> bool:
     """Whether a sequence has the row of a step behind the newest one, whose token the device chooses by itself."""
     sequence = one.sequence
     # No mask, no logits on the host, no forced token, and room for a token behind the next one.
-    chosen = sequence.constraint is None and not (sequence.needs_logits or sequence.needs_candidates)
+    chosen = sequence.constraint is None and not sequence.needs_logits
     original = None if sequence.stretched else sequence.original_rows
     inside = original is None or one.position < original
     return chosen and inside and not sequence.ending and len(sequence.reply) + 1 < sequence.max_new_tokens
@@ -483,15 +478,15 @@ def _tokens(share: _Share, unread: int) -> list[int]:
     return tokens
 
 
-def _outputs(share: _Share, unread: int) -> tuple[int, bool, bool]:
-    """How many of a share's last rows are output rows, and whether they need whole logits, or candidates. `unread`: of
-    its sequence."""
+def _outputs(share: _Share, unread: int) -> tuple[int, bool]:
+    """How many of a share's last rows are output rows, and whether they need whole logits. `unread`: of its
+    sequence."""
     sequence, prompt = share.sequence, share.sequence.prompt_remaining
     if unread and not prompt:
-        return 0, False, False
+        return 0, False
     if sequence.scores_prompt and prompt:
-        return share.rows, True, False
+        return share.rows, True
     if share.draft.tokens:
-        return share.rows, sequence.needs_logits, sequence.needs_candidates
+        return share.rows, sequence.needs_logits
     outputs = int(sequence.max_new_tokens > 0 and share.rows >= prompt)
-    return outputs, sequence.needs_logits or (sequence.cache.saves_logits and prompt > 0), sequence.needs_candidates
+    return outputs, sequence.needs_logits or (sequence.cache.saves_logits and prompt > 0)

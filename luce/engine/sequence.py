@@ -15,10 +15,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from luce.draft.draw import Draw
 from luce.engine.reasoning_limit import ReasoningLimit
 from luce.kvcache.prefix_ids import PrefixIds, prefix_ids
 from luce.ops.matmul import FEW_ROWS
+from luce.runtime.draws import Draw
 from luce.runtime.step import STRETCHED, Int32
 
 
@@ -193,8 +193,8 @@ class Sequence:
     session: str = ""
     #: whether choosing a token needs the whole row of logits
     needs_logits: bool = False
-    #: whether choosing a token needs the row's candidates
-    needs_candidates: bool = False
+    #: whether the device draws its tokens, as `draw` says
+    device_draws: bool = False
     #: which tokens the reply may hold; None: all
     constraint: Constraint | None = None
     #: how long its reasoning may be; None: the reply has no part that is reasoning

@@ -22,7 +22,8 @@ short_conv          gated short convolution
 altup               copies of the residual stream; gates of which the largest count
 dynamic_conv        grouped dynamic causal convolution
 norm, activation    norms; gates and the residual addition
-embedding, sample   token embedding; argmax and candidates
+embedding           token embedding
+sample, draw        argmax and candidates; tokens drawn from these
 features            hidden states that drafters read
 tail_attention      how much a text's last rows attend to each token
 page_ranking        statistics by which KVFlash ranks pages

@@ -368,7 +368,7 @@ class RemoteShard:
             raise ProtocolError("it raised the output flag beyond the last step")
         output = layout.output()
         # Its shapes do not come from the daemon.
-        check_ids(output, self._vocab)
+        check_ids(output, self._vocab, announced.step.draws)
         self._hand_on_captured(announced)
         return output
 
@@ -381,7 +381,7 @@ class RemoteShard:
         """Raises ProtocolError unless the Output belongs to the step."""
         full = int(np.count_nonzero(step.needs_logits))
         rows = 0 if step.needs_candidates is None else int(np.count_nonzero(step.needs_candidates))
-        check_output(output, self._vocab, len(step.output_rows), full, (rows, MAX_CANDIDATES))
+        check_output(output, self._vocab, len(step.output_rows), full, (rows, MAX_CANDIDATES), step.draws)
 
     def _last_event(self) -> Event:
         """Done when all requests so far are done."""

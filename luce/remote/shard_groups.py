@@ -24,6 +24,7 @@ from luce.remote.messages import (
 from luce.remote.rpc import PER_BYTE, PER_ROW, Expected, Request, Requests
 from luce.remote.saved_state import RemoteSavedState
 from luce.runtime.device import Array, Device
+from luce.runtime.draws import RowDraws
 from luce.runtime.step import Int32, Output
 from luce.shard.saved_state import SavedState, StatePiece, layer_of
 from luce.shard.shard import Pending
@@ -171,8 +172,11 @@ class _ExpectedTensor:
         return self._tensor
 
 
-def check_output(output: Output, vocab: int, rows: int, full: int, candidates: tuple[int, int]) -> None:
-    """Raises ProtocolError unless an output has ids of `rows` rows, logits of `full` rows, and (rows, n) candidates."""
+def check_output(
+    output: Output, vocab: int, rows: int, full: int, candidates: tuple[int, int], draws: RowDraws | None = None
+) -> None:
+    """Raises ProtocolError unless an output has ids of `rows` rows, which are drawn so, logits of `full` rows, and
+    (rows, n) candidates."""
     ids, logits, found = output.ids, output.logits, output.candidates
     shape = candidates[0], min(candidates[1], vocab)
     if ids.shape != (rows,) or logits.shape != (full, vocab):
@@ -181,12 +185,13 @@ def check_output(output: Output, vocab: int, rows: int, full: int, candidates: t
         found is not None and not found.ids.shape == found.logits.shape == shape
     ):
         raise ProtocolError("it returned other candidates than it was asked for")
-    check_ids(output, vocab)
+    check_ids(output, vocab, draws)
 
 
-def check_ids(output: Output, vocab: int) -> None:
-    """Raises ProtocolError if an id of an output is outside the vocabulary."""
-    for ids in (output.ids, *([] if output.candidates is None else [output.candidates.ids])):
+def check_ids(output: Output, vocab: int, draws: RowDraws | None = None) -> None:
+    """Raises ProtocolError if an id of an output is outside the vocabulary. Rows that are drawn may have none."""
+    chosen = output.ids if draws is None else output.ids[(output.ids != -1) | ~draws.drawn]
+    for ids in (chosen, *([] if output.candidates is None else [output.candidates.ids])):
         # As uint32, negative ids are the largest. NumPy takes 15 us to find the maximum of one value.
         values = ids.view(np.uint32).ravel()
         if (max(values.tolist(), default=0) if values.size <= 64 else values.max()) >= vocab:

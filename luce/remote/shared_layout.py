@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from luce.errors import BackendError
 from luce.ipc.arena import arena_size
+from luce.ops.draw import with_drawn
 from luce.ops.sample import unpack_candidates
 from luce.runtime.step import MAX_CANDIDATES, Output, Step
 from luce.runtime.transfer import DEPTH
@@ -34,6 +35,7 @@ _KNOWN_FIELDS = {
     "output_rows",
     "needs_logits",
     "needs_candidates",
+    "draws",
     "masks",
 }
 _OTHER_FIELDS = [field for field in fields(Step) if field.name not in _KNOWN_FIELDS]
@@ -47,7 +49,8 @@ def shared_size(rows: int, input_widths: Sequence[int], output_widths: Sequence[
 
 
 class OutputLayout:
-    """The Output of a step in `memory`, uint8: ids, full logits, keys of candidates, each aligned to 64 bytes.
+    """The Output of a step in `memory`, uint8: ids, full logits, keys of candidates, drawn tokens, each aligned to 64
+    bytes.
 
     Raises BackendError if the Output has other arrays, or does not fit.
     """
@@ -56,6 +59,8 @@ class OutputLayout:
         if any(getattr(step, field.name) is not field.default for field in _OTHER_FIELDS):
             raise BackendError("the output of this step has arrays that are not in the layout of shared memory")
         candidate_rows = 0 if step.needs_candidates is None else int(np.count_nonzero(step.needs_candidates))
+        drawn_rows = 0 if step.draws is None else int(np.count_nonzero(step.draws.drawn))
+        self._with_candidates, self._draws = candidate_rows > 0, step.draws
         #: the arrays in the memory
         self.arrays: list[NDArray[Any]] = []
         at = 0
@@ -63,6 +68,7 @@ class OutputLayout:
             (len(step.output_rows), (), np.int32),
             (int(np.count_nonzero(step.needs_logits)), (vocab,), np.float32),
             *([(candidate_rows, (min(MAX_CANDIDATES, vocab),), np.uint64)] if candidate_rows else ()),
+            *([] if step.draws is None else [(drawn_rows, (), np.int32)]),
         ):
             size = rows * math.prod(columns) * np.dtype(dtype).itemsize
             if at + size > len(memory):
@@ -74,5 +80,7 @@ class OutputLayout:
 
     def output(self) -> Output:
         """A copy of the Output."""
-        ids, logits, *keys = self.arrays
-        return Output(ids.copy(), logits.copy(), unpack_candidates(keys[0]) if keys else None)
+        ids, logits, *others = self.arrays
+        found = unpack_candidates(others.pop(0)) if self._with_candidates else None
+        ids = ids.copy() if self._draws is None else with_drawn(ids, self._draws, others[0])
+        return Output(ids, logits.copy(), found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Sequence
+from dataclasses import fields
 from itertools import pairwise
 
 import numpy as np
@@ -16,7 +17,8 @@ from luce.ops.deltanet import RECURRENT_ROWS
 from luce.remote.activation_codec import TYPES
 from luce.remote.messages import Load
 from luce.runtime.device import Device
-from luce.runtime.step import PAGE, PageView, Span, Step
+from luce.runtime.draws import RowDraws
+from luce.runtime.step import MAX_CANDIDATES, PAGE, PageView, Span, Step
 
 #: most rows of a span whose page view says which keys each row sees
 _SEEN_ROWS = 64
@@ -88,9 +90,20 @@ def _arrays_fit(step: Step, load: Load) -> bool:
         and rows > 0
         and step.output_rows.ndim == 1
         and (step.needs_candidates is None or step.needs_candidates.shape == step.output_rows.shape)
+        and (step.draws is None or _draws_fit(step.draws, len(step.output_rows)))
         and step.needs_logits.shape == step.output_rows.shape
         and len(step.views) == len(load.pages)
     )
+
+
+def _draws_fit(draws: RowDraws, rows: int) -> bool:
+    """Whether the tokens of so many output rows can be drawn so from their candidates."""
+    if any(getattr(draws, field.name).shape != (rows,) for field in fields(draws)):
+        return False
+    own = draws[draws.drawn]
+    within_one = (own.top_p > 0) & (own.top_p <= 1) & (own.min_p >= 0) & (own.min_p <= 1)
+    few = (own.top_k > 0) & (own.top_k <= MAX_CANDIDATES)
+    return bool((draws.temperature >= 0).all() and (within_one & few & np.isfinite(own.temperature)).all())
 
 
 def _spans_fit(step: Step, load: Load) -> bool:

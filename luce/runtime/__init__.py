@@ -17,5 +17,5 @@ switch_interval  how long threads that read or decode hold the interpreter
 transfer      copies of activations from device to device
 open          device names to devices
 simulated     devices for tests, of which simulated_file says how fast they are
-step          the arrays of a step
+step, draws   the arrays of a step; how tokens are drawn
 """

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.runtime.device import Array, Device, Fetched
+from luce.runtime.draws import RowDraws
 
 #: rows in a KV page
 PAGE = 64
@@ -178,8 +179,10 @@ class Step:
     needs_logits: NDArray[np.bool_]
     #: bool [m]: output rows that need their candidates; None: no row does
     needs_candidates: NDArray[np.bool_] | None = None
-    #: which tokens may come next: the argmax and the candidates of these rows are among them. Rows that need their
-    #: whole logits have no mask here. None: any token may come
+    #: how the output rows' tokens are drawn, from at most MAX_CANDIDATES; None: each is the argmax
+    draws: RowDraws | None = None
+    #: which tokens may come next: the argmax, the candidates and the drawn tokens of these rows are among them. Rows
+    #: that need their whole logits have no mask here. None: any token may come
     masks: PendingMasks | None = None
     #: int32 [rows]: positions that rotary embeddings take, where a prompt keeps those of the longer text that it is a
     #: part of, or a sequence is stretched; pages, windows and the order of rows follow `positions`. None: they are
@@ -205,15 +208,14 @@ class Step:
         it here, so that positions and dtypes come from one place.
         """
         slots: Int32 = np.array([span.slot for span in spans], np.int32)
+        positions: Int32 = np.array([span.position for span in spans], np.int32)
         row_slots = slots
         if len(spans) == 1:
             # The device waits for the draft's step, and each of these calls takes microseconds.
             begin = spans[0].position
             row_slots = np.full(len(tokens), spans[0].slot, np.int32)
-            positions: Int32 = np.arange(begin, begin + len(tokens), dtype=np.int32)
-        else:
-            positions = np.array([span.position for span in spans], np.int32)
-        if 1 < len(spans) < len(tokens):
+            positions = np.arange(begin, begin + len(tokens), dtype=np.int32)
+        elif len(spans) < len(tokens):
             rows: Int32 = np.array([span.rows for span in spans], np.int32)
             starts: Int32 = np.array([span.start for span in spans], np.int32)
             row_slots = np.repeat(slots, rows)
@@ -233,6 +235,11 @@ class Step:
     def rows(self) -> int:
         """Number of rows."""
         return len(self.tokens)
+
+    @property
+    def next_positions(self) -> Int32:
+        """Where the tokens behind the output rows will stand: int32 [m]."""
+        return self.positions[self.output_rows] + np.int32(1)
 
 
 def _mask(value: bool | Sequence[bool] | NDArray[np.bool_], rows: int) -> NDArray[np.bool_]:
@@ -255,7 +262,8 @@ class Candidates:
 class Output:
     """The last shard's result of a step, in fresh arrays."""
 
-    #: int32 [m]: argmax of each output row's logits under its mask, the lowest id on ties
+    #: int32 [m]: argmax of each output row's logits under its mask, the lowest id on ties, or the token that was drawn;
+    #: -1 where the largest logit of a drawn row is not finite
     ids: Int32
     #: float32 [k, vocab] of the rows that need their logits
     logits: NDArray[np.float32]

@@ -19,13 +19,15 @@ from luce.layers.latent_attention import LatentAttentionLayer
 from luce.layers.state import DeltaState, KVPool, StateOptions
 from luce.models.spec import ModelSpec
 from luce.ops import half_products
+from luce.ops.draw import draw_tokens, with_drawn
 from luce.ops.embedding import take_rows
 from luce.ops.features import capture
 from luce.ops.matmul import FEW_ROWS
 from luce.ops.sample import argmax, find_candidates, top_k_keys, unpack_candidates
 from luce.ops.weight import Weight
 from luce.runtime.device import Array, Device
-from luce.runtime.step import DeviceStep, Int32, Output, Span, SpanArrays, Step, StepShape, branches_of
+from luce.runtime.draws import Draw, RowDraws
+from luce.runtime.step import MAX_CANDIDATES, DeviceStep, Int32, Output, Span, SpanArrays, Step, StepShape, branches_of
 from luce.shard.device_masks import DeviceMasks
 from luce.shard.graphs import MAX_ROWS, GraphRunner
 from luce.shard.local_state import LocalState
@@ -144,21 +146,22 @@ class LocalShard:
         if not len(step.output_rows):
             return lambda: Output(np.empty(0, np.int32), np.empty((0, 0), np.float32))
         ids, logits, *_ = result
-        arrays = [ids, self._select(logits, step.needs_logits)]
+        arrays = {"ids": ids, "logits": self._select(logits, step.needs_logits)}
         if step.masks is not None:
             # The layers are queued: the device works while masks are still being made.
             masks = step.masks.wait()
             if len(masks.rows):
                 self._masks.apply(logits, masks)
-                arrays[0] = argmax(self.device, logits)
+                arrays["ids"] = argmax(self.device, logits)
         if step.needs_candidates is not None and step.needs_candidates.any():
-            arrays.append(top_k_keys(self.device, self._select(logits, step.needs_candidates)))
-        return self._fetch(arrays, self._hooks.output_memory(step))
-
-    def _fetch(self, arrays: Sequence[Array], places: Sequence[NDArray[Any]] | None = None) -> Pending:
-        """Queue the copies of ids, logits and, if there are any, the keys of candidates to the host."""
-        into: Sequence[NDArray[Any] | None] = (None,) * len(arrays) if places is None else places
-        return QueuedOutput(*(self.device.fetch(array, place) for array, place in zip(arrays, into, strict=True)))
+            arrays["candidates"] = top_k_keys(self.device, self._select(logits, step.needs_candidates))
+        if step.draws is not None:
+            keys = top_k_keys(self.device, self._select(logits, step.draws.drawn))
+            arrays["drawn"] = draw_tokens(self.device, keys, step.draws, step.next_positions, arrays["ids"])
+        places: Sequence[NDArray[Any] | None] = self._hooks.output_memory(step) or (None,) * len(arrays)
+        named = zip(arrays.items(), places, strict=True)
+        fetched = {name: self.device.fetch(array, place) for (name, array), place in named}
+        return QueuedOutput(**fetched, draws=step.draws)
 
     def _select(self, logits: Array, rows: NDArray[np.bool_]) -> Array:
         if rows.all():
@@ -213,7 +216,10 @@ class LocalShard:
                 DeviceStep(self.device, shape, self.device.empty(shape.size, np.int32)), activation, layers
             )
         if self._head is not None:
-            self._masks.warm_up(result[1])
+            ids, logits, *_ = result
+            self._masks.warm_up(logits)
+            keys, draws = top_k_keys(self.device, logits[:1]), RowDraws.of([Draw(0, 1.0, MAX_CANDIDATES)])
+            draw_tokens(self.device, keys, draws, np.zeros(1, np.int32), ids[:1])
 
     @property
     def replayed(self) -> int:
@@ -249,10 +255,14 @@ class QueuedOutput:
     logits: Callable[[], NDArray[Any]]
     #: the keys of candidates, if there are any
     candidates: Callable[[], NDArray[Any]] | None = None
+    #: what was drawn, and for which rows, if any were
+    drawn: Callable[[], NDArray[Any]] | None = None
+    draws: RowDraws | None = None
 
     def __call__(self) -> Output:
         found = None if self.candidates is None else unpack_candidates(self.candidates())
-        return Output(self.ids(), self.logits(), found)
+        ids = self.ids() if self.drawn is None else with_drawn(self.ids(), self.draws, self.drawn())
+        return Output(ids, self.logits(), found)
 
 
 class LocalEnds:

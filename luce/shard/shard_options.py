@@ -75,8 +75,8 @@ class ShardHooks:
     on_layer: Callable[[], None] = lambda: None
     #: called by the last shard, if layers are captured
     on_captured: OnCaptured = lambda step, outputs: None
-    #: returns host memory for the output of a step: ids, logits and, if there are candidates, their keys; None: new
-    #: arrays
+    #: returns host memory for the output of a step: ids, logits and, if there are any, the keys of candidates and what
+    #: is drawn; None: new arrays
     output_memory: Callable[[Step], Sequence[NDArray[Any]] | None] = lambda step: None
 
 

@@ -16,6 +16,7 @@ from luce.backend.layersplit import LayerSplitBackend
 from luce.backend.serving_options import ServingOptions
 from luce.errors import BackendError
 from luce.gguf.reader import open_gguf
+from luce.runtime.draws import Draw, RowDraws
 from luce.runtime.host import HostDevice
 from luce.runtime.step import MAX_CANDIDATES, PAGE
 from luce.shard.local import LocalShard
@@ -24,6 +25,7 @@ from luce.shard.sizes import activation_widths
 from tests.support.daemons import devices, key_file, with_flags, within
 from tests.support.drive import Driver, gathered
 from tests.support.golden_checks import TREES, check_masks, check_rollback, check_tree
+from tests.support.op_checks_sample import drawn_token
 from tests.support.reference import Reference
 from tests.support.warm import WARM
 from tools.listening_daemon import listener
@@ -217,6 +219,24 @@ def test_candidates_and_logits_of_chosen_rows(backend: LayerSplitBackend, refere
     assert some.candidates is not None and np.array_equal(some.candidates.ids, order)
     nothing = backend.forward(replace(step, output_rows=rows[:0], needs_logits=full[:0], needs_candidates=None))
     assert not len(nothing.ids) and not len(nothing.logits) and nothing.candidates is None
+
+
+def test_drawn_rows(backend: LayerSplitBackend, reference: Reference) -> None:
+    step = Driver(backend).step((Driver(backend).start(), reference.expected["prompt_17"]))
+    rows = np.array([2, 9, 12, 16], np.int32)
+    draws = [Draw(2**63 + 9, 3.0, 64), None, Draw(5, 2.0, 40, 0.9, 0.01), Draw(6, 4.0, 20)]
+    full, top = np.array([False, False, True, True]), np.array([False, True, True, False])
+    plain = backend.forward(replace(step, output_rows=rows, needs_logits=np.ones(4, np.bool_)))
+    step = replace(step, output_rows=rows, needs_logits=full, needs_candidates=top, draws=RowDraws.of(draws))
+    some = backend.forward(step)
+    own = [
+        drawn_token(plain.logits[row], draw, int(rows[row]) + 1) for row, draw in enumerate(draws) if draw is not None
+    ]
+    assert some.ids[[0, 2, 3]].tolist() == own and some.ids[1] == plain.ids[1]
+    assert some.ids.tolist() != plain.ids.tolist() and np.array_equal(some.logits, plain.logits[full])
+    assert some.candidates is not None and some.candidates.ids[:, 0].tolist() == plain.ids[top].tolist()
+    few = backend.forward(replace(step, needs_logits=np.zeros(4, np.bool_), needs_candidates=None))
+    assert few.ids.tolist() == some.ids.tolist()
 
 
 def test_masked_rows(backend: LayerSplitBackend, reference: Reference) -> None:

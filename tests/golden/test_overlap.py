@@ -13,6 +13,7 @@ from tests.support.generate import ask
 from tests.support.reference import Reference
 
 TOKENS = 32
+DRAWN = {"max_tokens": TOKENS, "ignore_eos": True, "temperature": 1.5, "top_k": 40, "top_p": 0.95, "seed": 11}
 
 
 def watched(model: Model, *, asynchronous: bool) -> list[bool]:
@@ -40,9 +41,11 @@ def check(reference: Reference, devices: str) -> list[list[int]]:
             answers = watched(model, asynchronous=asynchronous)
             whole, (first, _) = ask(model, prompt, TOKENS), ask(model, short, 20)
             found.append([whole[0], first, ask(model, [*short, *first, *prompt[:9]], 20)[0]])
-            assert len(answers) > TOKENS if asynchronous else not answers
+            greedy = len(answers)
+            found[-1].append([token.id for token in model.generate(short, **DRAWN)])
+            assert greedy > TOKENS and len(answers) - greedy > TOKENS / 2 if asynchronous else not answers
             assert all(answers)
-    assert found[0] == found[1]
+    assert found[0] == found[1] and found[0][1][:20] != found[0][3][:20]
     return found[1]
 
 

@@ -14,6 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from luce.runtime.device import Array, DeviceName
+from luce.runtime.draws import Draw, RowDraws
 from luce.runtime.step import Span, Step
 from luce.shard import graphs
 from luce.shard.graphs import MAX_ROWS, MAX_SPAN
@@ -23,6 +24,7 @@ from tests.support.drive import Driver
 from tests.support.emulated import EmulatedDevice
 from tests.support.golden_checks import check_replayed
 from tests.support.make_driver import MakeDriver
+from tests.support.op_checks_sample import drawn_token
 from tests.support.reference import Reference
 
 pytestmark = pytest.mark.emulated
@@ -140,6 +142,26 @@ def test_a_staged_step_runs_with_its_newest_tokens(make_driver: MakeDriver) -> N
     stage(first)
     stage(second)
     assert run(second, 1, 8) == [4] and run(first, 0, 12) > [4]
+
+
+def test_some_rows_are_drawn(make_driver: MakeDriver) -> None:
+    reference, device = Reference("qwen3-a-MIX"), CapturingDevice()
+    driver, eager = make_driver(reference, [device]), make_driver(reference, [EmulatedDevice()])
+    ids = reference.expected["prompt_17"]
+    ours, theirs = driver.start(), eager.start()
+    draws = [Draw(1, 2.0, 64), None, Draw(2, 1.0, 9, 0.8), Draw(3, 3.0, 40, 1.0, 0.1)]
+    # Eager, captured, replayed: what is drawn is not in the graph, whose ids it replaces.
+    for at in range(0, 12, 4):
+        (logits,) = eager.feed((theirs, ids[at : at + 4]))
+        step = driver.step((ours, ids[at : at + 4]))
+        output = driver.backend.forward(replace(step, needs_logits=np.zeros(4, np.bool_), draws=RowDraws.of(draws)))
+        positions = range(at + 1, at + 5)
+        expected = [
+            int(row.argmax()) if draw is None else drawn_token(row, draw, position)
+            for row, draw, position in zip(logits, draws, positions, strict=True)
+        ]
+        assert output.ids.tolist() == expected
+    assert device.launched == 2
 
 
 def test_some_rows_want_candidates(make_driver: MakeDriver) -> None:

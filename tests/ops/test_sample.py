@@ -1,4 +1,4 @@
-"""Masks, argmax, candidates and kernels/mask_logits.cu, sample.cu, top_k.cu and argmax_logsumexp.cu."""
+"""Masks, argmax, candidates, draws and kernels/mask_logits.cu, sample.cu, top_k.cu, argmax_logsumexp.cu and draw.cu."""
 
 from __future__ import annotations
 
@@ -7,7 +7,16 @@ import numpy as np
 from luce.ops.sample import argmax, mask_logits, top_k_keys, unpack_candidates
 from luce.runtime.device import Device
 from tests.support.devices import emulated_only, on_devices
-from tests.support.op_checks_sample import check_argmax, check_argmax_logsumexp, check_mask_logits, check_top_k
+from tests.support.op_checks_sample import (
+    check_argmax,
+    check_argmax_logsumexp,
+    check_draw,
+    check_draw_of_no_numbers,
+    check_draw_of_no_rows,
+    check_mask_logits,
+    check_near_draws,
+    check_top_k,
+)
 
 
 @on_devices("vocab, scale, softcap", [(1, 1, 0), (300, 0.5, 0), (4097, 1, 30), (9000, 2, 0)])
@@ -75,3 +84,23 @@ def test_argmax_of_a_real_vocabulary(device: Device) -> None:
     logits = np.zeros((1, 248320), np.float32)
     logits[0, [248319, 99999]] = 1
     assert device.download(argmax(device, device.upload(logits))).tolist() == [99999]
+
+
+@on_devices("vocab", [1, 2, 31, 64, 65, 5000])
+def test_draw(device: Device, vocab: int) -> None:
+    check_draw(device, vocab)
+
+
+@on_devices()
+def test_near_draws(device: Device) -> None:
+    check_near_draws(device)
+
+
+@on_devices()
+def test_draw_of_no_rows(device: Device) -> None:
+    check_draw_of_no_rows(device)
+
+
+@on_devices()
+def test_draw_of_no_numbers(device: Device) -> None:
+    check_draw_of_no_numbers(device)

@@ -220,7 +220,7 @@ class Load:
         found, at = [], 0
         for one, count in zip(known, counts, strict=True):
             part = slice(at, at + count)
-            found.append(ScheduledSequence(one, PROMPT + len(one.reply) - 1, count, part, part, part, one.draft))
+            found.append(ScheduledSequence(one, PROMPT + len(one.reply) - 1, count, part, part, one.draft))
             at += count
         spans = tuple(
             Span(

@@ -7,8 +7,10 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from luce.ops.draw import draw_among, draw_tokens, uniform, with_drawn
 from luce.ops.sample import argmax, argmax_logsumexp, mask_logits, top_k_keys, unpack_candidates
 from luce.runtime.device import Device
+from luce.runtime.draws import Draw, RowDraws
 from luce.runtime.host import HostDevice
 from luce.runtime.step import MAX_CANDIDATES
 
@@ -127,3 +129,117 @@ def check_mask_logits(device: Device, vocab: int, words: int) -> None:
         keys = device.download(top_k_keys(device, view))
         masked_on_host = top_k_keys(HostDevice(), expected)
         np.testing.assert_array_equal(keys, masked_on_host)
+
+
+#: a reply's cuts, and one row that is not drawn
+DRAWS = [
+    Draw(0, 1.0, 64),
+    Draw(2**64 - 1, 0.7, 40, 0.95),
+    None,
+    Draw(7, 1.3, 5, 0.6, 0.05),
+    Draw(1 << 40, 0.2, 64, 0.999, 0.0),
+    Draw(12345, 2.0, 1),
+    Draw(99, 5.0, 64, 1.0, 0.3),
+    Draw(3, 1e-30, 64),
+]
+
+
+def mixed(bits: int) -> int:
+    """SplitMix64's output function, as its paper has it."""
+    bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    bits = (bits ^ bits >> 27) * 0x94D049BB133111EB % 2**64
+    return bits ^ bits >> 31
+
+
+def drawn_token(logits: NDArray[np.float32], draw: Draw, position: int) -> int:
+    """The definition: the largest of log p + Gumbel noise among the tokens that top-k, top-p and min-p keep."""
+    order = np.lexsort((np.arange(len(logits)), -logits))[: draw.top_k]
+    p = np.exp((logits[order].astype(np.longdouble) - logits[order[0]]) / draw.temperature)
+    p /= p.sum()
+    before = np.cumsum(p) - p
+    kept = (p > 0) & (before < draw.top_p) & (p >= draw.min_p * p[0])
+    golden = 0x9E3779B97F4A7C15
+    begin = mixed((mixed(draw.seed) + position * golden) % 2**64)
+    bits = [mixed((begin + (int(token) + 1) * golden) % 2**64) >> 12 for token in order]
+    noise = -np.log(-np.log((np.array(bits, np.longdouble) + 0.5) / 2**52))
+    with np.errstate(divide="ignore"):
+        scores = np.where(kept, np.log(p) + noise, -np.inf)
+    return int(order[scores.argmax()])
+
+
+def check_draw(device: Device, vocab: int) -> None:
+    """Tokens as the definition and as the host draw them, at many positions; no other row's id changes."""
+    found = set()
+    for seed in range(6):
+        logits = (np.random.default_rng(seed).standard_normal((len(DRAWS), vocab)) * (seed + 1)).astype(np.float32)
+        if seed % 2:
+            # Where a grammar leaves few tokens.
+            logits[:, vocab // 8 + 1 :] = -np.inf
+        positions = np.array([0, 1, 2, 17, 300, 70000, 1 << 20, 1 << 30], np.int32) + np.int32(seed)
+        drawn = check_drawn(device, logits, positions, RowDraws.of(DRAWS))
+        rows = [(row, draw, at) for row, draw, at in zip(logits, DRAWS, positions.tolist(), strict=True) if draw]
+        assert drawn == [drawn_token(*own) for own in rows]
+        found |= {int((row > row[token]).sum()) for token, (row, _, _) in zip(drawn, rows, strict=True)}
+    # Not the likeliest ones alone.
+    assert len(found) >= min(vocab, 5)
+
+
+def check_drawn(
+    device: Device, logits: NDArray[np.float32], positions: NDArray[np.int32], draws: RowDraws
+) -> list[int]:
+    """As draw_among has it, in place and apart. Returns what was drawn."""
+    rows = np.flatnonzero(draws.drawn)
+    keys = top_k_keys(device, device.upload(logits[rows]))
+    best = unpack_candidates(device.download(keys))
+    expected = draw_among(best.ids, best.logits, draws[rows], positions[rows])
+    before = np.arange(len(logits), dtype=np.int32) + 10**6
+    ids = device.upload(before)
+    drawn = draw_tokens(device, keys, draws, positions, ids)
+    assert drawn.dtype == np.int32 and device.download(drawn).tolist() == expected.tolist()
+    before[rows[expected >= 0]] = expected[expected >= 0]
+    assert device.download(ids).tolist() == before.tolist()
+    # A device may still read the ids.
+    joined = with_drawn(before, draws, np.full(len(rows), -1, np.int32))
+    assert (joined[rows] == -1).all() and (before >= 0).all()
+    tokens: list[int] = expected.tolist()
+    return tokens
+
+
+def check_near_draws(device: Device) -> None:
+    """Two tokens whose masses, of float32 logits, make up for their noise almost exactly: in other bits of exp, log or
+    temperature the other token would be drawn."""
+    temperature, ids, count = 5.3, np.arange(2), 1 << 19
+    positions = np.arange(count, dtype=np.int32)
+    noise = -np.log(uniform(np.full((count, 1), 8, np.uint64), positions[:, None], ids))
+    lead = temperature * np.log(noise[:, 0] / noise[:, 1])
+    logits = np.zeros((count, 2), np.float32)
+    logits[positions, (lead < 0).astype(np.intp)] = np.abs(lead)
+    gaps = logits[:, 0].astype(np.float64) - logits[:, 1] - lead
+    order = np.argsort(np.abs(gaps))
+    # Nearer ones, where the series of exp and log decide, and nearly as near ones, where they do not.
+    farther = np.searchsorted(np.abs(gaps[order]), 1e-9)
+    chosen = order[np.r_[:200, farther : farther + 200]]
+    assert np.abs(gaps[chosen]).max() < 2e-9
+    drawn = check_drawn(device, logits[chosen], positions[chosen], RowDraws.of([Draw(8, temperature, 64)] * 400))
+    assert drawn[200:] == (gaps[chosen[200:]] < 0).tolist()
+
+
+def check_draw_of_no_rows(device: Device) -> None:
+    """No row is drawn: all ids stay."""
+    ids = device.upload(np.array([3, 4], np.int32))
+    keys = top_k_keys(device, device.zeros((0, 70)))
+    assert draw_tokens(device, keys, RowDraws.of([None, None]), np.zeros(2, np.int32), ids).shape == (0,)
+    assert device.download(ids).tolist() == [3, 4]
+
+
+def check_draw_of_no_numbers(device: Device) -> None:
+    """A row whose largest logit is not finite has no token, and the next step gets the id that it had."""
+    logits = np.zeros((5, 200), np.float32)
+    logits[0, 3], logits[1, 7], logits[2] = np.nan, np.inf, -np.inf
+    draws = RowDraws.of([Draw(1, 1.0, 40)] * 5)
+    check_drawn(device, logits, np.arange(5, dtype=np.int32), draws)
+    ids = device.upload(np.full(5, 9, np.int32))
+    keys = top_k_keys(device, device.upload(logits))
+    drawn = device.download(draw_tokens(device, keys, draws, np.arange(5, dtype=np.int32), ids)).tolist()
+    assert drawn[:3] == [-1] * 3 and min(drawn[3:]) >= 0
+    assert device.download(ids).tolist() == [9, 9, 9, *drawn[3:]]

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from luce.backend.backend import Capacity
+from luce.ops.draw import draw_among
 from luce.ops.matmul import FEW_ROWS
 from luce.runtime.host import HostEvent
 from luce.runtime.step import MAX_CANDIDATES, PAGE, Candidates, Int32, Output, Span, Step
@@ -161,7 +162,9 @@ class ScriptedBackend:
             for behind in self._behind:
                 # The devices go on, whatever the engine does with the output.
                 assert behind.rows == len(output.ids), "a step follows one of other rows"
-                self._behind_output = self._forward(dataclasses.replace(behind, tokens=output.ids))
+                # They have some token where none could be drawn.
+                tokens = np.maximum(output.ids, 0)
+                self._behind_output = self._forward(dataclasses.replace(behind, tokens=tokens))
         except BaseException as error:
             self._behind.clear()
             self.broken = self.broken or (str(error) if isinstance(error, AssertionError) else None)
@@ -229,12 +232,17 @@ class ScriptedBackend:
             rows.append(self.logits(self._history(step, span)[: position + 1], self._missing(step, span, position)))
         logits = np.array(rows, np.float32).reshape(-1, self.capacity.vocab)
         masked = self._masked(step, logits)
-        top = None
+        top, chosen = None, masked.argmax(axis=1).astype(np.int32)
         if step.needs_candidates is not None and step.needs_candidates.any():
             best = masked[step.needs_candidates]
             ids = np.argsort(-best, axis=1, kind="stable")[:, :MAX_CANDIDATES].astype(np.int32)
             top = Candidates(ids, np.take_along_axis(best, ids, axis=1))
-        return Output(masked.argmax(axis=1).astype(np.int32), logits[step.needs_logits], top)
+        if step.draws is not None:
+            own = step.draws.drawn
+            ids = np.argsort(-masked[own], axis=1, kind="stable")[:, :MAX_CANDIDATES].astype(np.int32)
+            few = np.take_along_axis(masked[own], ids, axis=1)
+            chosen[own] = draw_among(ids, few, step.draws[own], step.next_positions[own])
+        return Output(chosen, logits[step.needs_logits], top)
 
     def _masked(self, step: Step, logits: NDArray[np.float32]) -> NDArray[np.float32]:
         """The logits without the tokens that masks lack."""

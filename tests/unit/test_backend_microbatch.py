@@ -15,6 +15,7 @@ from luce.engine.draft_tree import tree_spans
 from luce.engine.scheduler import Scheduler
 from luce.engine.sequence import Sequence
 from luce.kvcache.page_table import PageTables
+from luce.runtime.draws import Draw, RowDraws
 from luce.runtime.step import PAGE, MadeMasks, Output, RowMasks, Span, Step
 from tests.support.scripted_backend import ScriptedBackend
 
@@ -217,6 +218,21 @@ def test_position_ids_follow_their_rows() -> None:
     for batch in batches:
         assert batch.position_ids is not None
         np.testing.assert_array_equal(batch.position_ids, batch.positions + 5 * batch.tokens)
+
+
+def test_draws_follow_their_rows() -> None:
+    step = step_of((1, 70), (1, 71), (40, 0), (50, 0), wanted=(0, 1, 41, 91))
+    step = replace(step, draws=RowDraws.of([Draw(7, 1.0, 40), None, Draw(8, 0.5, 3, 0.9, 0.1), Draw(9, 2.0, 64)]))
+    found = {}
+    for part in separate_prompts(step):
+        for batch in split_microbatches(part, 24):
+            assert batch.draws is not None
+            seeds = batch.draws.seed * batch.draws.drawn
+            found.update(zip(batch.tokens[batch.output_rows].tolist(), seeds.tolist(), strict=True))
+            tops = dict(zip(batch.draws.seed.tolist(), batch.draws.top_k.tolist(), strict=True))
+            assert tops.items() <= {0: 0, 7: 40, 8: 3, 9: 64}.items()
+    outputs = step.tokens[step.output_rows].tolist()
+    assert found == dict(zip(outputs, (7, 0, 8, 9), strict=True))
 
 
 def test_masks_follow_their_rows() -> None:

@@ -16,7 +16,6 @@ import pytest
 from luce.config.settings import Config
 from luce.draft.daemon import DraftSession
 from luce.draft.drafter import Draftable
-from luce.draft.draw import Draw
 from luce.draft.messages import DraftLoaded, Idle, LoadDraft, Propose, Proposed, TextUpdate
 from luce.draft.remote import check_proposals
 from luce.engine.draft_tree import well_formed
@@ -27,6 +26,7 @@ from luce.ipc.channel import ProtocolError
 from luce.remote import open as opening
 from luce.remote.messages import Done, Forward
 from luce.runtime.device import Device
+from luce.runtime.draws import Draw
 from luce.runtime.host import HostDevice
 from luce.runtime.open import named
 from tests.support.drafts import DraftReference
@@ -130,11 +130,11 @@ BAD = {
             ("temperature", 0.0),
             ("temperature", math.inf),
             ("temperature", math.nan),
-            ("most", -1),
-            ("share", 0.0),
-            ("share", 1.1),
-            ("floor", -0.1),
-            ("floor", 2.0),
+            ("top_k", -1),
+            ("top_p", 0.0),
+            ("top_p", 1.1),
+            ("min_p", -0.1),
+            ("min_p", 2.0),
         )
     },
 }
@@ -142,7 +142,7 @@ BAD = {
 
 def test_a_text_that_is_drawn(session: DraftSession) -> None:
     greedy = tokens(session, propose(update()))
-    message = msgspec.structs.replace(propose(update()), draws=(Draw(1, 30.0, most=40),))
+    message = msgspec.structs.replace(propose(update()), draws=(Draw(1, 30.0, top_k=40),))
     drawn = tokens(session, message)
     assert len(drawn[0]) == 7 and drawn != greedy and drawn == tokens(session, message)
     assert tokens(session, propose(update())) == greedy

@@ -6,13 +6,18 @@ The scripted backend computes such a step at once behind the other one, whatever
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
+from luce.config.sampling import SamplingParams
 from luce.engine.draft_times import FIRST_STEPS
-from luce.engine.events import Event, FinishReason, Tokens
+from luce.engine.events import Event, Failed, FinishReason, Tokens
 from luce.engine.reasoning_limit import ReasoningLimit
+from luce.engine.sampling import Sampler
 from luce.errors import BackendError
 from luce.kvcache.paging import KVFlash
 from luce.runtime.step import PAGE, Step
@@ -44,6 +49,48 @@ def test_all_steps_but_the_first_two_and_the_last_are_queued_ahead() -> None:
         assert reply.finished().reason is FinishReason.LENGTH
     assert reply.ids == backend.reply(PROMPT, 30)
     assert len(backend.steps) == 30 and backend.followed == 28 - FIRST_STEPS - 1
+
+
+def drawn(backend: ScriptedBackend, params: SamplingParams, tokens: int) -> list[int]:
+    """A reply to PROMPT by hand."""
+    assert params.seed is not None
+    hand, ids = Sampler(params, np.array(PROMPT, np.int32), seed=params.seed, ends=frozenset()), list(PROMPT)
+    for _ in range(tokens):
+        ids.append(hand.choose(backend.logits(ids)))
+        hand.push(ids[-1])
+    return ids[len(PROMPT) :]
+
+
+@pytest.mark.parametrize("cuts", [{"top_k": 40}, {"top_k": 5, "top_p": 0.9}, {"top_k": 64, "min_p": 0.02}])
+def test_so_are_those_whose_tokens_the_devices_draw(cuts: dict[str, Any]) -> None:
+    backend = ScriptedBackend(slots=2, recurrent=True)
+    other = backend.reply([60, 61], 30)
+    with engine(backend, eos=frozenset()) as made:
+        reply, _ = submit(made, PROMPT, max_tokens=30, temperature=0.8, seed=2**40 + 5, **cuts)
+        # One that takes the likeliest tokens runs beside it.
+        greedy, _ = submit(made, [60, 61], max_tokens=30)
+        assert reply.finished().reason is greedy.finished().reason is FinishReason.LENGTH
+    params = SamplingParams(temperature=0.8, seed=2**40 + 5, **cuts)
+    assert reply.ids == drawn(backend, params, 30) != backend.reply(PROMPT, 30) and greedy.ids == other
+    assert backend.followed >= 28 - FIRST_STEPS - 3
+
+
+class Broken(ScriptedBackend):
+    """Its logits are no numbers from the tenth token on."""
+
+    def logits(self, history: Sequence[int], missing: Sequence[int] = ()) -> NDArray[np.float32]:
+        row = super().logits(history, missing)
+        return row if len(history) < 10 else np.full_like(row, np.nan)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("top_k", [0, 40])
+def test_a_draw_from_no_numbers_ends_its_reply(top_k: int, asynchronous: bool) -> None:
+    with engine(Broken(slots=2, asynchronous=asynchronous), eos=frozenset()) as made:
+        reply, _ = submit(made, PROMPT, max_tokens=30, temperature=1.0, top_k=top_k, seed=3)
+        end = reply.wait()
+        assert isinstance(end, Failed) and isinstance(end.error, BackendError)
+        assert str(end.error) == "position 10: the logits are not finite" and len(reply.ids) == 7
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -109,10 +156,10 @@ def test_a_reply_may_fill_the_context() -> None:
     assert reply.ids == backend.reply(PROMPT, PAGE - 3)
 
 
-@pytest.mark.parametrize("why", ["sampled", "penalty", "constraint", "paging", "drafts"])
+@pytest.mark.parametrize("why", ["whole logits", "penalty", "constraint", "paging", "drafts"])
 def test_what_needs_the_token_waits_for_it(why: str) -> None:
     each: dict[str, dict[str, Any]] = {
-        "sampled": {"temperature": 1.0, "seed": 3},
+        "whole logits": {"temperature": 1.0, "top_k": 0, "seed": 3},
         "penalty": {"presence_penalty": 1.0},
         "constraint": {"constraint": Few(97, 10, 11, 12)},
     }
@@ -130,7 +177,7 @@ def test_what_needs_the_token_waits_for_it(why: str) -> None:
 def test_one_that_needs_its_token_holds_up_all() -> None:
     backend = ScriptedBackend(slots=2)
     with engine(backend, eos=frozenset()) as made:
-        sampled, _ = submit(made, [60, 61], max_tokens=10, temperature=1.0, seed=3)
+        sampled, _ = submit(made, [60, 61], max_tokens=10, temperature=1.0, top_k=0, seed=3)
         greedy, _ = submit(made, PROMPT, max_tokens=60)
         sampled.finished()
         greedy.finished()

@@ -16,9 +16,11 @@ from numpy.typing import NDArray
 
 from luce.config.sampling import SAMPLERS, SamplingParams
 from luce.engine import sampling
-from luce.engine.sampling import Sampler, draw_of, needs_candidates, needs_logits, score
+from luce.engine.sampling import Sampler, device_draws, draw_of, needs_logits, score
 from luce.errors import BackendError, GrammarLimitError, RequestError
-from luce.ops.sample import largest, top_k_keys, unpack_candidates
+from luce.ops.draw import draw_tokens
+from luce.ops.sample import largest, top_k_keys
+from luce.runtime.draws import RowDraws
 from luce.runtime.host import HostDevice
 
 
@@ -224,7 +226,7 @@ def test_temperature_near_zero_is_greedy_without_warnings() -> None:
 def test_minus_one_turns_top_k_off_as_zero_does() -> None:
     off, also = (SamplingParams(temperature=1.5, top_k=top_k) for top_k in (0, -1))
     assert draw_of(also, 7) == draw_of(off, 7)
-    assert not needs_candidates(also) and needs_logits(also) == needs_logits(off)
+    assert not device_draws(also) and needs_logits(also) == needs_logits(off)
     logits = [rows(seed, 50) for seed in range(40)]
     assert [sampler(also, seed=seed).choose(row) for seed, row in enumerate(logits)] == [
         sampler(off, seed=seed).choose(row) for seed, row in enumerate(logits)
@@ -359,22 +361,28 @@ def test_which_parameters_need_logits(change: dict[str, object]) -> None:
     assert needs_logits(replace(plain, **change))  # type: ignore[arg-type]
 
 
+def drawn(logits: NDArray[np.float32], params: SamplingParams, seed: int, tokens: int = 0) -> int:
+    """The token that a device draws behind a prompt of one token and `tokens` of the reply."""
+    host, ids = HostDevice(), np.zeros(1, np.int32)
+    keys, position = top_k_keys(host, logits[None]), np.array([1 + tokens], np.int32)
+    draw_tokens(host, keys, RowDraws.of([draw_of(params, seed)]), position, ids)
+    return int(ids[0])
+
+
 @pytest.mark.parametrize("top_k", [1, 7, 40, 64])
 @pytest.mark.parametrize("changes", [{}, {"top_p": 0.6}, {"min_p": 0.2}, {"temperature": 1e-3}, {"temperature": 2.0}])
-def test_candidates_choose_what_whole_logits_choose(top_k: int, changes: dict[str, Any]) -> None:
+def test_devices_draw_what_the_host_draws_from_whole_logits(top_k: int, changes: dict[str, Any]) -> None:
     params = replace(SamplingParams(temperature=0.8, top_k=top_k), **changes)
-    assert needs_candidates(params)
+    assert device_draws(params)
     rng = np.random.default_rng(top_k)
     for seed in range(20):
         # Ties among them.
         logits = (rng.standard_normal(500) * 8).round().astype(np.float32)
-        whole, few = sampler(params, seed=seed), sampler(params, seed=seed)
-        for _ in range(3):
-            found = unpack_candidates(top_k_keys(HostDevice(), logits[None]))
+        whole = sampler(params, seed=seed)
+        for tokens in range(3):
             token = whole.choose(logits)
-            assert few.choose_among(found.ids[0], found.logits[0]) == token
+            assert drawn(logits, params, seed, tokens) == token
             whole.push(token)
-            few.push(token)
 
 
 @pytest.mark.parametrize(
@@ -391,19 +399,10 @@ def test_candidates_choose_what_whole_logits_choose(top_k: int, changes: dict[st
         {"presence_penalty": -0.1},
     ],
 )
-def test_who_needs_more_or_less_than_candidates(changes: dict[str, Any]) -> None:
+def test_who_is_not_drawn_by_a_device(changes: dict[str, Any]) -> None:
     params = replace(SamplingParams(temperature=0.7, top_k=40), **changes)
-    assert not needs_candidates(params)
+    assert not device_draws(params)
     assert needs_logits(params) == (params.temperature > 0)
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_candidates_that_are_no_numbers(bad: float) -> None:
-    logits = np.full(100, -np.inf, np.float32)
-    logits[3] = bad
-    found = unpack_candidates(top_k_keys(HostDevice(), logits[None]))
-    with pytest.raises(BackendError, match="the logits are not finite"):
-        sampler(SamplingParams(temperature=1.0, top_k=5)).choose_among(found.ids[0], found.logits[0])
 
 
 def mask_of(*ids: int) -> NDArray[np.uint32]:
@@ -467,10 +466,8 @@ def test_masked_candidates_give_the_token_of_masked_logits(seed: int, cuts: dict
     mask = np.concatenate([words, np.zeros(-len(words) % 4, np.uint8)]).view(np.uint32)
     params = SamplingParams(temperature=random.uniform(0.2, 3), top_k=int(random.integers(1, 65)), **cuts)
     masked = np.where(allowed, logits, np.float32(-np.inf))
-    found = unpack_candidates(top_k_keys(HostDevice(), masked[None]))
-    one = sampler(params, seed=seed)
-    chosen = one.choose_among(found.ids[0], found.logits[0])
-    assert chosen == one.choose(logits, mask) and allowed[chosen]
+    chosen = drawn(masked, params, seed)
+    assert chosen == sampler(params, seed=seed).choose(logits, mask) and allowed[chosen]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from luce.engine.scheduler import ScheduledStep
 from luce.engine.sequence import CacheState, Draft, Sequence
 from luce.ops.matmul import FEW_ROWS
+from luce.runtime.draws import Draw, RowDraws
 from luce.runtime.step import STRETCHED
 from tests.support.driven_scheduler import CHUNK, SLOTS, Drive, rows, sequence
 
@@ -131,8 +132,13 @@ def test_a_plan_is_filled_with_what_is_proposed_later() -> None:
 def assert_same(plan: ScheduledStep | None, other: ScheduledStep | None) -> None:
     assert plan is not None and other is not None
     assert (plan.sequences, plan.step.spans, plan.failures) == (other.sequences, other.step.spans, other.failures)
-    for name in ("tokens", "positions", "position_ids", "output_rows", "needs_logits", "needs_candidates"):
+    for name in ("tokens", "positions", "position_ids", "output_rows", "needs_logits"):
         np.testing.assert_array_equal(getattr(plan.step, name), getattr(other.step, name))
+    assert (plan.step.draws is None) == (other.step.draws is None)
+    if plan.step.draws is not None and other.step.draws is not None:
+        for field in fields(RowDraws):
+            own, their = getattr(plan.step.draws, field.name), getattr(other.step.draws, field.name)
+            np.testing.assert_array_equal(own, their)
     for own, view in zip(plan.step.views, other.step.views, strict=True):
         for name in ("table", "first", "count", "dest"):
             np.testing.assert_array_equal(getattr(own, name), getattr(view, name))
@@ -160,7 +166,7 @@ def test_a_prepared_step_is_the_one_that_would_be_made() -> None:
     drive, newest = decoding(
         sequence(3, 200, position_ids=np.array([0, 10, 20], np.int32)),
         sequence(70, 200, needs_logits=True),
-        sequence(5, 200, needs_candidates=True),
+        sequence(5, 200, device_draws=True, draw=Draw(3, 0.7, 40)),
         drive=Drive(windows=(None, 40)),
     )
     # Some rows begin pages, and some leave pages behind.

@@ -24,6 +24,7 @@ from luce.remote.rpc import Expected, Requests
 from luce.remote.saved_state import RemoteSavedState
 from luce.remote.shard_groups import check_ids
 from luce.runtime.device import Event, Flag
+from luce.runtime.draws import Draw, RowDraws
 from luce.runtime.step import Output
 from tests.support.daemons import key_file
 
@@ -188,6 +189,13 @@ def test_ids_outside_the_vocabulary(count: int) -> None:
     for wrong in (9, -1, np.iinfo(np.int32).min):
         with pytest.raises(ProtocolError, match=r"outside 0\.\.8"):
             check_ids(output(wrong), 9)
+    # A row that is drawn has no token where its logits are not finite, and only there.
+    drawn = RowDraws.of([None] * (count - 1) + [Draw(1, 1.0, 4)])
+    check_ids(output(-1), 9, drawn)
+    check_ids(output(8), 9, drawn)
+    for wrong, draws in ((9, drawn), (-2, drawn), (-1, RowDraws.of([None] * count))):
+        with pytest.raises(ProtocolError, match=r"outside 0\.\.8"):
+            check_ids(output(wrong), 9, draws)
 
 
 @pytest.mark.parametrize("count", [0, 5, 1 << 31, (1 << 32) - 1, 1 << 40])

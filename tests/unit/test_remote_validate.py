@@ -13,6 +13,7 @@ from luce.engine import draft_tree
 from luce.errors import BackendError
 from luce.remote.messages import Load
 from luce.remote.validate import check_step, is_path, load_layers
+from luce.runtime.draws import Draw, RowDraws
 from luce.runtime.step import PAGE, PageView, Span, Step
 from tests.support.reference import Reference
 
@@ -102,6 +103,11 @@ def plain(span: Span, rows: int, **changes: Any) -> Step:
     return replace(made, **changes)
 
 
+def draws(rows: int = 1, **changes: Any) -> RowDraws:
+    """How an output row is drawn."""
+    return RowDraws.of([replace(Draw(2**64 - 1, 0.7, 64, 0.9, 0.1), **changes)] * rows)
+
+
 def ints(*values: Any) -> Any:
     return np.array(values, np.int32)
 
@@ -145,6 +151,11 @@ def test_more_speculative_rows_than_the_load_allows() -> None:
         check_step(plain(replace(SPAN, rows=9, speculative=True), 9), 70, LOAD)
 
 
+def test_rows_that_are_drawn_and_others() -> None:
+    for own in (Draw(2**64 - 1, 1e-30, 1, 1e-9, 1.0), Draw(0, 1e30, 64), None):
+        check_step(plain(SPAN, 3, draws=RowDraws.of([own])), 70, LOAD)
+
+
 def test_a_span_without_rows_beside_another() -> None:
     empty = plain(SPAN, 3, spans=(SPAN, replace(SPAN, slot=0, start=3, rows=0)))
     with pytest.raises(BackendError, match=MISFIT):
@@ -161,6 +172,18 @@ def test_a_span_without_rows_beside_another() -> None:
         ({"output_rows": ints([2]), "needs_logits": np.ones((1, 1), np.bool_)}, MISFIT),
         ({"needs_logits": np.ones(2, np.bool_)}, MISFIT),
         ({"needs_candidates": np.ones(2, np.bool_)}, MISFIT),
+        ({"draws": draws(rows=2)}, MISFIT),
+        ({"draws": draws(top_k=0)}, MISFIT),
+        ({"draws": draws(top_k=65)}, MISFIT),
+        ({"draws": draws(temperature=-1.0)}, MISFIT),
+        ({"draws": draws(temperature=np.inf)}, MISFIT),
+        ({"draws": draws(temperature=np.nan)}, MISFIT),
+        ({"draws": draws(top_p=0.0)}, MISFIT),
+        ({"draws": draws(top_p=1.1)}, MISFIT),
+        ({"draws": draws(top_p=np.nan)}, MISFIT),
+        ({"draws": draws(min_p=-0.1)}, MISFIT),
+        ({"draws": draws(min_p=1.1)}, MISFIT),
+        ({"draws": replace(draws(), seed=np.zeros((1, 1), np.uint64))}, MISFIT),
         ({"views": ()}, MISFIT),
         ({"view": {"table": ints([3], [3])}}, TABLE),
         ({"view": {"table": ints(3)}}, TABLE),

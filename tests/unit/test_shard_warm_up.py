@@ -21,6 +21,7 @@ from luce.layers.weights import WeightLoader
 from luce.models.keys import Source
 from luce.models.registry import read_spec
 from luce.models.spec import ModelSpec
+from luce.runtime.draws import Draw, RowDraws
 from luce.runtime.host import HostDevice
 from luce.runtime.kernels import KernelBuild
 from luce.shard import local
@@ -92,6 +93,11 @@ def test_the_first_use_of_a_number_of_rows_compiles_nothing(name: str, sequences
             for slot in range(slots):
                 stepper.move_to(slot, 4)
             stepper.decode(range(slots))
+        device.doing = "drawing a token"
+        forward = backend.forward
+        draws = RowDraws.of([Draw(1, 0.7, 40)])
+        backend.forward = lambda step, queued=lambda: None: forward(dataclasses.replace(step, draws=draws), queued)  # type: ignore[method-assign]
+        stepper.decode([0])
         backend.close()
     assert device.built
     assert not device.late, "\n".join(f"{when}: {build}" for build, when in device.late.items())

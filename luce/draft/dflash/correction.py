@@ -44,7 +44,7 @@ MULTIPLIED = frozenset({f"{DOMINO}gru.weight_ih", f"{DOMINO}gru.weight_hh", f"{D
 
 #: rows of the target's embedding for int32 [n]: float32 [n, hidden] on the draft's device
 Embed = Callable[[Int32], Array]
-#: luce.draft.draw.Draws.choose
+#: luce.draft.coupled_draws.Draws.choose
 Choose = Callable[[int, Int32, F64], tuple[NDArray[np.intp], F64]]
 
 

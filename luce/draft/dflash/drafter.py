@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from luce.draft.coupled_draws import Draws
 from luce.draft.dflash.correction import F32, F64, corrected, lattice_scores, take_first
 from luce.draft.dflash.model import DFlashModel
 from luce.draft.dflash.tree import likeliest
 from luce.draft.drafter import Draftable, PendingProposals, Proposal
-from luce.draft.draw import Draws
 from luce.draft.feature_drafter import FeatureDrafter
 from luce.draft.feature_window import SlotPositions
 from luce.draft.probabilities import log_probabilities

@@ -9,8 +9,9 @@ import pytest
 from numpy.typing import NDArray
 
 from luce.config.sampling import SamplingParams
-from luce.draft.draw import Draw, Draws, gumbel
+from luce.draft.coupled_draws import Draws, gumbel
 from luce.engine.sampling import Sampler
+from luce.runtime.draws import Draw
 
 CUTS: list[dict[str, Any]] = [
     {"temperature": 1.0},
@@ -70,7 +71,7 @@ def test_the_noise_is_gumbel_s_and_independent() -> None:
         assert abs(np.corrcoef(a, b)[0, 1]) < 0.02
     # Not one of them twice.
     assert len(np.unique(noise)) == noise.size
-    assert noise[3, 4, 5] == Draw(3, 1.0).noise(4, np.array([5]))[0]
+    assert noise[3, 4, 5] == gumbel(np.array([3], np.uint64), np.array([4]), np.array([5]))[0]
 
 
 @pytest.mark.parametrize("cut", CUTS)
