@@ -206,10 +206,12 @@ def chain_bits(type: GGMLQuantizationType, rows: int, cols: int) -> int:
 
 def most_chains(type: GGMLQuantizationType, cols: int, tiles: int, bits: int) -> int:
     """log2 of the chains of `tiles` tiles: `bits`, or less if there are fewer units or too little shared memory."""
+
+    def shared(bits: int) -> int:
+        return max(block_shape(type, cols, padded, _TILE * tiles, bits, 32).shared for padded in _ROWS)
+
     bits = min(bits, (-(-cols // _UNIT_COLS)).bit_length() - 1)
-    while (
-        bits and max(block_shape(type, cols, padded, _TILE * tiles, bits, 32).shared for padded in _ROWS) > MOST_SHARED
-    ):
+    while bits and shared(bits) > MOST_SHARED:
         bits -= 1
     return bits
 

@@ -201,13 +201,13 @@ def _down_shape(
     columns give the chains."""
     bits = down_bits(type, cols)
     at_once = slots if single else min(_DOWN_SLOTS, slots)
-    shape = block_shape(type, cols, 1, 16 * at_once, bits, lanes)
+    shape = block_shape(type, cols, 1, _TILE * at_once, bits, lanes)
     kept = slots * -(-cols // SECTION) * section_bytes(1, group_for(type))
     if single and shape.threads <= _DOWN_THREADS and shape.shared + kept + _BESIDE * slots <= limit:
         return shape, slots, kept
     while shape.threads > _DOWN_THREADS or shape.shared + _BESIDE * slots > MOST_SHARED:
         at_once -= 1
-        shape = block_shape(type, cols, 1, 16 * at_once, bits, lanes)
+        shape = block_shape(type, cols, 1, _TILE * at_once, bits, lanes)
     return shape, at_once, 0
 
 

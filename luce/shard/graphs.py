@@ -118,8 +118,8 @@ class _Replay:
         self._device = device
         self._work = work
         self._shape = shape
-        self._staged = np.zeros(shape.size, np.int32)
-        self._arrays = shape.cut(self._staged)
+        self._host_memory = np.zeros(shape.size, np.int32)
+        self._arrays = shape.cut(self._host_memory)
         self._step_memory = device.empty(shape.size, np.int32)
         #: int32 [rows] on the device
         self.tokens = shape.cut(self._step_memory)[0]
@@ -132,7 +132,7 @@ class _Replay:
     def write(self, step: Step) -> None:
         """Queue the copy of a step's arrays to the device."""
         write_step(step, self._arrays)
-        self._device.write(self._step_memory, self._staged)
+        self._device.write(self._step_memory, self._host_memory)
 
     def run(self, step: Step, inputs: tuple[Array, ...]) -> tuple[Array, ...]:
         """Run a step that was written."""
