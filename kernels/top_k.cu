@@ -6,8 +6,10 @@
 #include "gpu.h"
 
 #define K 64
-#define PART 4096
 #define THREADS 256
+// Keys of a thread, which it holds in registers.
+#define OWN 16
+#define PART (THREADS * OWN)
 
 // Descending keys are descending values. 0 is below the key of every logit.
 LUCE_FN u64 key_of(float value, int index) {
@@ -17,44 +19,42 @@ LUCE_FN u64 key_of(float value, int index) {
     return (u64)ordered << 32 | (0xffffffffu - (u32)index);
 }
 
-// Leave the K largest of `keys` [PART], in descending order, in its first K places.
-LUCE_FN void select(u64* keys) {
-    // Bitonic sort of runs of K, descending and ascending in turn.
-    for (int run = 2; run <= K; run *= 2) {
-        for (int step = run / 2; step > 0; step /= 2) {
-            for (int i = luce_thread(); i < PART / 2; i += THREADS) {
-                const int low = 2 * i - (i & (step - 1)), high = low + step;
-                const u64 a = keys[low], b = keys[high];
-                if ((a < b) == ((low & run) == 0)) {
-                    keys[low] = b;
-                    keys[high] = a;
-                }
-            }
-            luce_sync();
-        }
+// How many of `count` keys, all different, are larger than one.
+LUCE_FN int rank_of(u64 key, const u64* keys, int count) {
+    int rank = 0;
+#pragma unroll 8
+    for (int i = 0; i < count; i++) rank += keys[i] > key;
+    return rank;
+}
+
+// out[i]: the number i of the K largest keys of a block, of which this thread has `own`; 0 where there are fewer. Keys but 0 are
+// different. `keys` [PART] is shared memory.
+//
+// K threads have a key that is not below the one on rank K - 1 of the threads' largest keys. So the K largest keys are
+// among those that are not below it, a hundred mostly, and each of these counts those above it.
+LUCE_FN void select(const u64 (&own)[OWN], u64* keys, u64* __restrict__ out) {
+    __shared__ u64 least;
+    __shared__ int found;
+    const int thread = luce_thread();
+    u64 largest = 0;
+#pragma unroll
+    for (int i = 0; i < OWN; i++) largest = luce_max(largest, own[i]);
+    keys[thread] = largest;
+    if (thread == 0) least = 1, found = 0;
+    luce_sync();
+    // Threads without keys have equal ranks, of which none is asked for before all others.
+    if (largest > 0 && rank_of(largest, keys, THREADS) == K - 1) least = largest;
+    luce_sync();
+#pragma unroll
+    for (int i = 0; i < OWN; i++)
+        if (own[i] >= least) keys[atomicAdd(&found, 1)] = own[i];
+    luce_sync();
+    const int count = found;
+    for (int i = thread; i < count; i += THREADS) {
+        const int rank = rank_of(keys[i], keys, count);
+        if (rank < K) out[rank] = keys[i];
     }
-    // Of two runs, one each way, the larger of the two keys at each place are the K largest, and bitonic: runs that lie
-    // `apart` keys from each other become half as many, sorted again.
-    for (int apart = K; apart < PART; apart *= 2) {
-        const int count = PART / (2 * apart) * K;
-        for (int i = luce_thread(); i < count; i += THREADS) {
-            const int at = i / K * 2 * apart + i % K;
-            keys[at] = luce_max(keys[at], keys[at + apart]);
-        }
-        luce_sync();
-        for (int step = K / 2; step > 0; step /= 2) {
-            for (int i = luce_thread(); i < count / 2; i += THREADS) {
-                const int run = i / (K / 2), j = i % (K / 2);
-                const int low = run * 2 * apart + 2 * j - (j & (step - 1)), high = low + step;
-                const u64 a = keys[low], b = keys[high];
-                if ((a < b) == (run % 2 == 0)) {
-                    keys[low] = b;
-                    keys[high] = a;
-                }
-            }
-            luce_sync();
-        }
-    }
+    if (thread >= count && thread < K) out[thread] = 0;
 }
 
 // Block x of row y: the K largest of its PART columns of `logits` float32 [rows, vocab], rows `stride` elements apart;
@@ -64,14 +64,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) top_k_of_logits(const floa
     luce_await();
     __shared__ u64 keys[PART];
     const float* row = logits + (i64)blockIdx.y * stride;
-    for (int i = luce_thread(); i < PART; i += THREADS) {
-        const int column = (int)blockIdx.x * PART + i;
-        keys[i] = column < vocab ? key_of(row[column], column) : 0;
+    u64 own[OWN];
+#pragma unroll
+    for (int i = 0; i < OWN; i++) {
+        const int column = (int)blockIdx.x * PART + i * THREADS + luce_thread();
+        own[i] = column < vocab ? key_of(row[column], column) : 0;
     }
-    luce_sync();
-    select(keys);
-    u64* to = out + ((i64)blockIdx.y * (int)gridDim.x + (int)blockIdx.x) * K;
-    for (int i = luce_thread(); i < K; i += THREADS) to[i] = keys[i];
+    select(own, keys, out + ((i64)blockIdx.y * (int)gridDim.x + (int)blockIdx.x) * K);
 }
 
 // The same of keys [rows, count].
@@ -80,12 +79,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) top_k_of_keys(const u64* _
     luce_await();
     __shared__ u64 keys[PART];
     const u64* row = in + (i64)blockIdx.y * count;
-    for (int i = luce_thread(); i < PART; i += THREADS) {
-        const int at = (int)blockIdx.x * PART + i;
-        keys[i] = at < count ? row[at] : 0;
+    u64 own[OWN];
+#pragma unroll
+    for (int i = 0; i < OWN; i++) {
+        const int at = (int)blockIdx.x * PART + i * THREADS + luce_thread();
+        own[i] = at < count ? row[at] : 0;
     }
-    luce_sync();
-    select(keys);
-    u64* to = out + ((i64)blockIdx.y * (int)gridDim.x + (int)blockIdx.x) * K;
-    for (int i = luce_thread(); i < K; i += THREADS) to[i] = keys[i];
+    select(own, keys, out + ((i64)blockIdx.y * (int)gridDim.x + (int)blockIdx.x) * K);
 }
