@@ -13,6 +13,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import chain, repeat
 
 from luce.errors import BackendError, DeviceError
 from luce.ops.handover import can_hand_over, hand_over
@@ -187,12 +188,12 @@ class Pipeline:
             clock.count()
 
     def times(self) -> tuple[ShardTimes, ...]:
-        """Seconds that the shards' work and the copies between them took since the start. Any thread may call it."""
-        copies = [*(clock.durations() for clock in self._copies), None]
-        return tuple(
-            ShardTimes(device, work.durations(), copied)
-            for device, work, copied in zip(self._devices, self._work, copies, strict=True)
-        )
+        """Seconds that the shards' work and the copies between them took since the start. Any thread may call it, also
+        while shards are added."""
+        copies = chain((clock.durations() for clock in self._copies), repeat(None))
+        # The last shard has no copies, nor have shards that are not linked yet.
+        found = zip(self._devices, self._work, copies, strict=False)
+        return tuple(ShardTimes(device, work.durations(), copied) for device, work, copied in found)
 
     def watch_rows(self, shard: int, on_rows: Callable[[SequenceRows, float], None] | None) -> None:
         """Let a function get the rows and the seconds of each step of one sequence in a shard, when `count_times`

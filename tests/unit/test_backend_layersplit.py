@@ -337,6 +337,20 @@ def test_the_host_runs_ahead_a_little_only(file: GGUFFile, spec: ModelSpec, pipe
     backend.close()
 
 
+def test_times_of_a_pipeline_that_grows(file: GGUFFile, spec: ModelSpec, pipelines: list[Pipeline]) -> None:
+    # A server that moves its model tells its metrics meanwhile.
+    found = []
+
+    def on_progress(fraction: float) -> None:
+        found.append([(one.device, one.copies is not None) for one in pipelines[-1].times()])
+
+    devices = [HostDevice(i) for i in range(3)]
+    LayerSplitBackend(file, spec, devices, ServingOptions(context=256), on_progress=on_progress).close()
+    # Each shard is loaded behind the copies to the one before it.
+    grown = [[], [("cpu:0", False)], [("cpu:0", True), ("cpu:1", False)]]
+    assert [step for step, before in zip(found, [None, *found], strict=False) if step != before] == grown
+
+
 def test_times(file: GGUFFile, spec: ModelSpec) -> None:
     backend = LayerSplitBackend(file, spec, [HostDevice(i) for i in range(3)], ServingOptions(slots=4, context=256))
     driver = Driver(backend)
