@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from luce.models.registry import FAMILIES
 from luce.ops.matmul_int8 import INT8_TYPES
 from luce.ops.weight import KERNEL_TYPES
 from luce.runtime.device import DeviceKind
+from luce.runtime.draws import Draw
 from tests.support.quant_blocks import FORMATS
 
 ROOT = Path(__file__).parents[2]
@@ -100,10 +102,14 @@ def test_other_kernels_have_no_list_of_quant_types() -> None:
 
 def test_a_sampler_touches_three_files_at_most() -> None:
     assert len(listed("sampler")) <= 3
-    # The names are in these files alone: the others read the table.
-    own = {*listed("sampler"), "luce/config/sampling.py"}
+    # The names are in these files alone: the others read the table. Those of which devices draw with are in more files.
+    of_draws = [field.name for field in fields(Draw) if field.name in SAMPLERS]
+    assert sorted(of_draws) == ["min_p", "seed", "temperature", "top_k", "top_p"]
     for name in ("frequency_penalty", "min_p", "top_p"):
         assert name in SAMPLERS
+        own = set(listed("sampler"))
+        if name in of_draws:
+            own |= set(re.findall(r"`(luce/[\w/]+\.py)`", ADDING["sampler"]))
         files = [p for p in (ROOT / "luce").rglob("*.py") if re.search(rf"\b{name}\b", p.read_text())]
         assert {str(p.relative_to(ROOT)) for p in files} <= own, name
 
