@@ -131,7 +131,7 @@ def check_mask_logits(device: Device, vocab: int, words: int) -> None:
         np.testing.assert_array_equal(keys, masked_on_host)
 
 
-#: a reply's cuts, and one row that is not drawn
+#: draws of seven replies, and a row that is not drawn
 DRAWS = [
     Draw(0, 1.0, 64),
     Draw(2**64 - 1, 0.7, 40, 0.95),

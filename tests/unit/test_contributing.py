@@ -102,7 +102,7 @@ def test_other_kernels_have_no_list_of_quant_types() -> None:
 
 def test_a_sampler_touches_three_files_at_most() -> None:
     assert len(listed("sampler")) <= 3
-    # The names are in these files alone: the others read the table. Those of which devices draw with are in more files.
+    # The names are in these files alone: the others read the table. The list names more files for samplers of devices.
     of_draws = [field.name for field in fields(Draw) if field.name in SAMPLERS]
     assert sorted(of_draws) == ["min_p", "seed", "temperature", "top_k", "top_p"]
     for name in ("frequency_penalty", "min_p", "top_p"):
