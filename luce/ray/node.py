@@ -39,6 +39,8 @@ HEALTH = {
 }
 #: seconds for a node to start, for a call of the session, and for processes to end
 _START, _CALL, _END = 120.0, 300.0, 20.0
+#: how often a node is started before that fails
+_TRIES = 2
 #: seconds for which Ray's processes wait for a control store that is away, where nothing else is said: a year
 _NEVER = 31_536_000
 _MIB = 1 << 20
@@ -75,6 +77,23 @@ class Node:
         # Of a node whose raylet was lost, some of Ray's processes wait for the control store to tell it.
         process_list.end(process_list.read(self._list), 1.0)
         self._remove_folder()
+        # Ray ends if its processes need more than 15 or 30 s to start, as they may on a busy machine.
+        for _ in range(_TRIES):
+            process = self._begin(offered, token)
+            end = time.monotonic() + _START
+            while process.poll() is None and time.monotonic() < end:
+                with contextlib.suppress(ServerError):
+                    self._call("wait", {"address": "" if self.is_head else self.address}, end - time.monotonic())
+                    self._note([process.pid])
+                    return
+                time.sleep(0.5)
+            ended = process.poll() is not None
+            self.stop()
+            if not ended:
+                break
+        raise ServerError(f"Ray does not start; see {self._log}")
+
+    def _begin(self, offered: Mapping[str, float], token: Path) -> subprocess.Popen[bytes]:
         # In the system's directory for temporary files: the paths of Ray's sockets may have 107 bytes.
         folder = tempfile.mkdtemp(prefix="luce-ray-")
         self._folder.write_text(folder)
@@ -89,15 +108,7 @@ class Node:
                 start_new_session=True,
             )
         self._note([process.pid])
-        end = time.monotonic() + _START
-        while process.poll() is None and time.monotonic() < end:
-            with contextlib.suppress(ServerError):
-                self._call("wait", {"address": "" if self.is_head else self.address}, end - time.monotonic())
-                self._note([process.pid])
-                return
-            time.sleep(0.5)
-        self.stop()
-        raise ServerError(f"Ray does not start; see {self._log}")
+        return process
 
     def _command(self, offered: Mapping[str, float], folder: str) -> list[str]:
         head = self._head

@@ -325,9 +325,11 @@ def cached(cluster: RayCluster, conversation: Conversation) -> int:
 
 
 def test_replicas_come_and_go_with_the_load_and_no_stream_is_cut(cluster: RayCluster) -> None:
+    conversation = Conversation(cluster, 8)
+    cached(cluster, conversation)
     cluster.change(1, "parallel = 2\nupscale_delay = 1\ndownscale_delay = 2", most=3)
     # What replicas of an earlier configuration had cached is on the disk, for those that start later.
-    assert cached(cluster, Conversation(cluster, 8)) >= 256
+    assert cached(cluster, conversation) >= 256
     body = {**LONG, "max_tokens": 300}
     expected, results = streamed(cluster, body), list[tuple[str, list[str]]]()
     much, little = threading.Event(), threading.Event()

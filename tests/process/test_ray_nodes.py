@@ -41,7 +41,7 @@ def machines(cable: None, tmp_path: Path) -> Iterator[tuple[RayCluster, RayClust
         running.enter_context(ended(head))
         done = head.luce("up", "--resources", '{"luce_cpu": 1}')
         # One machine has no room for both devices: the head runs, and says what is missing.
-        assert done.returncode == 3 and "lack 1 luce_cpu" in done.stderr, done.stderr
+        assert done.returncode == 3 and "lack 1 luce_cpu" in done.stderr, done.stderr + head.node_log()
         # Another Python does not join, and leaves nothing.
         (tmp_path / "sitecustomize.py").write_text("import platform\nplatform.python_version = lambda: '3.99.1'\n")
         other.inside = [*inside, "env", f"PYTHONPATH={tmp_path}:{ROOT}"]
