@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.support.emulated import EmulatedDevice
 
@@ -16,8 +16,8 @@ pytest_plugins = ["pytester", "tests.support.hub_server", "tests.support.selecti
 os.environ["LUCE_KV_CACHE_DIR"] = "off"
 # The reference for all devices. Tests of packed weights ask for them.
 os.environ["LUCE_CPU_WEIGHTS"] = "float32"
-# How long an example takes says how loaded the machine is.
-settings.register_profile("luce", deadline=None)
+# How long an example takes to make and to run says how loaded the machine is.
+settings.register_profile("luce", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("luce")
 
 

@@ -12,7 +12,7 @@ SCRIPTS = Path(__file__).with_name("node")
 
 
 async def test_replies_streams_and_errors(tmp_path: Path) -> None:
-    async with running(api_key=("secret",)) as here:
+    async with running(api_key=("secret",), temperature=0.0) as here:
         found = await node(SCRIPTS / "openai.mjs", here, tmp_path)
     assert found == {
         "text": REPLY,

@@ -78,7 +78,7 @@ async def test_a_chat(spans: InMemorySpanExporter) -> None:
         ("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 1}, "text_completion"),
         ("/v1/messages", {"messages": HI, "max_tokens": 2, "stream": True}, "chat"),
         ("/v1/responses", {"input": "hi", "max_output_tokens": 2}, "chat"),
-        ("/completion", {"prompt": "a", "n_predict": 2}, "text_completion"),
+        ("/completion", {"prompt": "a", "n_predict": 2, "temperature": 0}, "text_completion"),
     ],
 )
 async def test_every_api(spans: InMemorySpanExporter, path: str, body: Any, operation: str) -> None:

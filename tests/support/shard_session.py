@@ -42,22 +42,22 @@ class Server:
 
     def send(self, message: Any) -> None:
         self.number += 1
-        self.channel.send(self.number, message, timeout=5)
+        self.channel.send(self.number, message, timeout=60)
 
     def ask(self, message: Any, fd: int | None = None) -> Response:
         self.send(message)
         if fd is not None:
-            self.channel.send_descriptor(fd, timeout=5)
+            self.channel.send_descriptor(fd, timeout=60)
         number, reply = self.channel.receive(timeout=60, limit=1 << 26)
         assert number == self.number
         return reply
 
     def announce(self, step: Step, source: int, target: int) -> None:
-        self.channel.send(0, Announce(step, source, target), timeout=5)
+        self.channel.send(0, Announce(step, source, target), timeout=60)
 
     def pong(self) -> Pong:
         """A heartbeat."""
-        self.heartbeat.send(0, Ping(), timeout=5)
+        self.heartbeat.send(0, Ping(), timeout=60)
         return self.heartbeat.receive(timeout=60)[1]
 
     def refused(self, message: Any, why: str, error: str = "BackendError") -> None:
