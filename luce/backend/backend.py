@@ -44,8 +44,12 @@ class Capacity:
     layers: tuple[range, ...]
     #: bytes of host memory for the statistics of a page; 0: pages are not ranked
     ranking_bytes: int
-    #: most rows of replies and drafts in a step in which a row has the bits that it has alone, on every device
+    #: most rows of replies and drafts in a step in which a row has the bits that it has alone, on every device; if more
+    #: than FEW_ROWS, replies without drafts have them in any number
     invariant_rows: int = FEW_ROWS
+    #: whether prompts of FEW_ROWS + 1 to MANY_ROWS rows each may share a step, with the bits that each has alone, on
+    #: every device
+    shares_prompts: bool = False
 
 
 class BackendState(Protocol):
@@ -134,7 +138,7 @@ class Backend(Protocol):
     def follow(self, step: Step) -> bool:
         """Queue a step behind the one whose `forward` has called `queued`, from within that call. Its rows' tokens are
         the next tokens of that one's output rows, in order, which nobody knows yet. The next call of `forward` is for
-        it.
+        it, and brings its masks if it has `masks_deferred`.
 
         False if this backend cannot; then nothing is queued. Raises as `forward`, for both steps.
         """

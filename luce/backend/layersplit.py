@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from luce.backend.backend import Capacity
 from luce.backend.loading import ShardLoader, shard_groups
-from luce.backend.microbatch import default_microbatch_rows, separate_prompts, split_microbatches
+from luce.backend.microbatch import PIPELINED_ROWS, default_microbatch_rows, separate_prompts, split_microbatches
 from luce.backend.pipeline_state import PipelineRanking, PipelineState
 from luce.backend.placement import ModelPlan, check_memory, plan_model
 from luce.backend.serving_options import ServingOptions
@@ -129,8 +129,9 @@ class LayerSplitBackend:
             raise
         if options.weights is not None:
             self.loaded = options.weights.release()
-        rows = min(shard.info.invariant_rows for shard in self._pipeline.shards)
-        self.capacity = replace(capacity, invariant_rows=rows)
+        infos = [shard.info for shard in self._pipeline.shards]
+        rows, shares = min(info.invariant_rows for info in infos), all(info.shares_prompts for info in infos)
+        self.capacity = replace(capacity, invariant_rows=rows, shares_prompts=shares)
 
     def unload(self, reason: str = "") -> None:
         """Release the shards and close their devices. Steps fail until `relocate` loads the model again; with a reason
@@ -234,8 +235,9 @@ class LayerSplitBackend:
         ahead, self._ahead = self._ahead, None
         try:
             if ahead is not None:
-                assert step is ahead[0], "another step is queued"
-                return self._outputs([step], [ahead[1]], queued)[0]
+                assert step.spans is ahead[0].spans, "another step is queued"
+                result = self._pipeline.queue_output(ahead[1], step.masks) if step.masks_deferred else ahead[1]
+                return self._outputs([step], [result], queued)[0]
             return self._join(self._forward(step, queued))
         except BaseException as error:
             self._give_up(error)
@@ -261,7 +263,10 @@ class LayerSplitBackend:
 
     def _forward(self, step: Step, queued: Callable[[], None]) -> list[Output]:
         """Run a step, in parts if it has to be. Returns the outputs of parts and microbatches with output rows."""
-        parts = separate_prompts(step, self.capacity.invariant_rows)
+        shared_rows = PIPELINED_ROWS if self._pipeline.links else step.rows
+        if not self.capacity.shares_prompts:
+            shared_rows = 0
+        parts = separate_prompts(step, self.capacity.invariant_rows, shared_rows)
         runs = [[part] for part in parts]
         if self._pipeline.links:
             # Prompts follow each other through the shards. Replies run before them, so they do not wait for prompts.

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from luce.ops.draw import uniform
+from luce.ops.draw import passes_top_p_min_p, uniform
 from luce.runtime.draws import Draw, RowDraws
 
 F64 = NDArray[np.float64]
@@ -51,15 +51,12 @@ class Draws:
         with np.errstate(over="ignore"):
             mass = np.exp(logits)
         mass *= np.arange(ids.shape[-1]) < self._top_k[:, None, None]
-        running = np.cumsum(mass, axis=-1)
-        kept = (running - mass < self._top_p[:, None, None] * running[..., -1:]) & (mass > 0)
-        kept &= mass >= self._min_p[:, None, None] * mass[..., :1]
-        kept[..., 0] = True
+        chosen = passes_top_p_min_p(mass, self._top_p[:, None], self._min_p[:, None]) & (mass > 0)
         noise = self._noise(depth, ids)
         with np.errstate(invalid="ignore"):
-            places = np.where(kept, logits + noise, -np.inf).argmax(axis=-1)
+            places = np.where(chosen, logits + noise, -np.inf).argmax(axis=-1)
         places[~self.drawn] = 0
-        own = np.take_along_axis(mass, places[..., None], -1)[..., 0] / np.where(kept, mass, 0).sum(axis=-1)
+        own = np.take_along_axis(mass, places[..., None], -1)[..., 0] / np.where(chosen, mass, 0).sum(axis=-1)
         return places, np.where(self.drawn[:, None], own, np.exp(scores[..., 0]))
 
     def perturbed(self, text: int, ids: NDArray[np.int32], scores: F64) -> F64:

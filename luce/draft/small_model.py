@@ -149,5 +149,5 @@ class ModelDrafter:
         rows = np.arange(len(tokens) if candidates else 0, dtype=np.int32)
         step: Step = self._context.step(slots, counts, tokens, rows, behind=behind, candidates=candidates)
         pending = self.shard.forward(step, None)
-        assert not isinstance(pending, tuple)
+        assert callable(pending)
         return pending()

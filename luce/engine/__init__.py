@@ -12,6 +12,7 @@ luce.kvcache, luce.draft, and luce.backend through the Backend protocol.
     stretching       sequences beyond the original context are read again, with LongRoPE's other frequencies
     failures         the boundary between one sequence's bookkeeping and what all share
     scheduler        pure: waiting and running sequences in, steps out
+    prompt_turns     pure: which prompts the next step reads, and how many rows of each
     draft_tree       pure: draft trees as rows of a step, and the pages of their branches
     sampling         logits to a token; log probabilities
     masks            the masks of constrained rows, made on threads while the devices work

@@ -26,6 +26,7 @@ from luce.engine.drafted import DraftStats
 from luce.engine.engine_options import EngineOptions, EngineStats, SlotStats
 from luce.engine.events import EventSink, FinishReason, Started, TextOutput, Timings
 from luce.engine.failures import Failures
+from luce.engine.masks import StepMasks
 from luce.engine.overlap import Overlap
 from luce.engine.parts import EngineParts
 from luce.engine.reasoning_limit import ReasoningLimit
@@ -464,7 +465,7 @@ class Engine:
         try:
             masks = self._masker.begin(scheduled)
             step = scheduled.step if masks is None else replace(scheduled.step, masks=masks)
-            output = self._backend.forward(step, lambda: self._queued(scheduled, observed=since is not None))
+            output = self._backend.forward(step, lambda: self._queued(scheduled, masks, observed=since is not None))
         except Exception as error:
             self._overlap.drop()
             self._admission.note_step()
@@ -488,7 +489,7 @@ class Engine:
             self._speculator.record_step(scheduled, now - begun)
         self._committer.commit(scheduled, output, now, masks)
 
-    def _queued(self, scheduled: ScheduledStep, *, observed: bool) -> None:
+    def _queued(self, scheduled: ScheduledStep, masks: StepMasks | None, *, observed: bool) -> None:
         """The devices have a step whose output was not waited for yet. Sinks may post commands."""
         if self._speculator is not None and not observed:
             self._speculator.observe(scheduled)
@@ -496,4 +497,4 @@ class Engine:
         self._scheduler.prepare(scheduled)
         if self._speculator is not None:
             self._speculator.prepare(scheduled)
-        self._overlap.queue(time.monotonic())
+        self._overlap.queue(time.monotonic(), masks)

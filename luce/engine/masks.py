@@ -172,6 +172,11 @@ class StepMasks(PendingMasks):
         """Let the threads of a pool begin."""
         self._jobs = [pool.submit(self._work) for _ in range(min(threads, len(self.tasks)))]
 
+    @property
+    def made(self) -> bool:
+        """Whether the masks are there, so that no thread uses the constraints any more."""
+        return self._made is not None
+
     def wait(self) -> RowMasks:
         with self._lock:
             if self._made is None:

@@ -2,7 +2,9 @@
 
 The tokens of such a step are those that the devices choose; the host need not see them before (Backend.follow). That
 works where nothing but these tokens is missing: each sequence has one row, a device takes its likeliest token or draws
-one, under no mask, nothing is drafted, and nobody asks for anything between the two steps.
+one, nothing is drafted, and nobody asks for anything between the two steps. Masks of the step depend on these tokens:
+threads make them when the tokens are known, while the devices work on the step's layers, and the engine queues the
+step's output with them.
 
 A reply that ends with its newest token has then one row more than it needs, which holds that token: its sequence has as
 many computed rows as tokens. No other row is lost, and no other sequence sees it.
@@ -14,6 +16,7 @@ from dataclasses import replace
 
 from luce.backend.backend import Backend
 from luce.engine.delivery import Delivery
+from luce.engine.masks import StepMasks
 from luce.engine.parts import EngineParts
 from luce.engine.recovery import Recovery
 from luce.engine.relocation import Relocation
@@ -33,18 +36,21 @@ class Overlap:
         self._recovery = recovery
         self._queued: ScheduledStep | None = None
 
-    def queue(self, now: float) -> None:
-        """Queue the next step, while the output of the newest one is not there, if it can run so. Raises as
-        Backend.follow."""
+    def queue(self, now: float, masks: StepMasks | None) -> None:
+        """Queue the next step, while the output of the newest one is not there, if it can run so. `masks`: those of the
+        newest one. Raises as Backend.follow."""
         parts = self._parts
         if not self._backend.asynchronous or parts.paging is not None:
+            return
+        # Other threads may still make masks of the newest step, and use its constraints.
+        if masks is not None and not masks.made:
             return
         # These wait for the end of a step.
         if parts.admission.commands or parts.admission.closing or self._relocation.holds or self._recovery.waiting:
             return
         if parts.speculator is not None and not parts.speculator.drafts_nothing:
             return
-        scheduled = parts.scheduler.follow(now)
+        scheduled = parts.scheduler.follow(now, verifies=parts.speculator is not None)
         if scheduled is not None and self._backend.follow(scheduled.step):
             self._queued = scheduled
             if parts.speculator is not None:

@@ -91,6 +91,7 @@ class Relocation:
         except Exception as error:
             self._on_loss(str(error))
             raise
+        self._parts.scheduler.turns.shares_prompts = self._backend.capacity.shares_prompts
         if self._parts.speculator is not None:
             self._parts.speculator.limit_rows(self._backend.capacity.invariant_rows)
         self._bring_back(aside)

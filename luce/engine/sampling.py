@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from luce.config.sampling import SamplingParams
 from luce.errors import BackendError, GrammarLimitError, RequestError
-from luce.ops.draw import draw_among, place_drawn
+from luce.ops.draw import draw_among, passes_top_p_min_p, place_drawn
 from luce.ops.sample import largest, unpack_mask
 from luce.runtime.draws import Draw, RowDraws
 from luce.runtime.step import MAX_CANDIDATES
@@ -56,16 +56,6 @@ def reply_ends(params: SamplingParams, eos: frozenset[int], vocab: int) -> froze
 def mask_allows(mask: Mask, token: int) -> bool:
     """Whether a mask has the bit of a token."""
     return token < 32 * len(mask) and bool(int(mask[token // 32]) >> token % 32 & 1)
-
-
-def _keep_count(mass: NDArray[np.float64], total: float, top_p: float, min_p: float) -> int:
-    """How many of the leading entries top-p and min-p keep, at least one; `mass` [n] descends."""
-    keep = len(mass)
-    if top_p < 1:
-        keep = min(keep, int(np.searchsorted(np.cumsum(mass), top_p * total)) + 1)
-    if min_p > 0:
-        keep = min(keep, int(np.count_nonzero(mass >= min_p * mass[0])))
-    return max(keep, 1)
 
 
 def _changes_or_reports(params: SamplingParams) -> bool:
@@ -201,12 +191,14 @@ class Sampler:
             np.exp(scaled, out=scaled)
         if params.top_p >= 1 and params.min_p <= 0:
             return self._draw_any(values, scaled)
-        total = float(scaled.sum(dtype=np.float64))
+        total = scaled.sum(dtype=np.float64)
+        # The sum of the likeliest ones may come out as more than that of all.
+        top_p = np.array(params.top_p if params.top_p < 1 else np.inf)
         head = _TOP_P_TOKENS
         while True:
             ids = largest(values, min(head, len(values)))
             mass = scaled[ids].astype(np.float64)
-            keep = _keep_count(mass, total, params.top_p, params.min_p)
+            keep = int(passes_top_p_min_p(mass, top_p, np.array(params.min_p), total).sum())
             if keep < len(mass) or head >= len(values):
                 return int(ids[self._first(ids[:keep], mass[:keep])])
             head *= 8

@@ -1,16 +1,12 @@
 """Which rows run next. Pure: sequences and step results in, steps out; no clock, no I/O, no threads.
 
-Every step holds the next row of each sequence that decodes, with the rows of its draft tokens. Behind these it holds up
-to `chunk` rows of one prompt, and up to FEW_ROWS rows of prompts that have no more rows to read. A prompt is always cut
-into the rows that it would be cut into alone, because products of other numbers of rows round otherwise.
+Every step holds the next row of each sequence that decodes, with the rows of its draft tokens. Behind these it holds
+rows of prompts (luce.engine.prompt_turns).
 
-Sessions share slots and chunks. A free slot goes to the waiting session that has the fewest slots, and among equal ones
-to the one whose last slot is the longest ago; a sequence waits first in, first out within its session. Sessions also
-take turns with chunks, and within a session its prompts do: with k sessions that read prompts, each gets every k-th
-chunk, however many prompts the others have. While other sessions wait for a slot, a session's prompt with the fewest
-rows left goes first, so that one ends soon. Prompts of few rows have turns of their own and pass between chunks. The
-next sequence in turn waits until a slot and its pages are free, and all others wait behind it, so that a large sequence
-gets its turn too; the first sequence of a session is overtaken MAX_OVERTAKEN times at most.
+A free slot goes to the waiting session that has the fewest slots, and among equal ones to the one whose last slot is
+the longest ago; a sequence waits first in, first out within its session. The next sequence in turn waits until a slot
+and its pages are free, and all others wait behind it, so that a large sequence gets its turn too; the first sequence of
+a session is overtaken MAX_OVERTAKEN times at most.
 """
 
 from __future__ import annotations
@@ -26,10 +22,9 @@ import numpy as np
 
 from luce.engine.draft_tree import BranchPages, branches, is_moved, tree_depth, tree_spans, with_branch_pages
 from luce.engine.failures import Failures
+from luce.engine.prompt_turns import PromptTurns, SessionTurns
 from luce.engine.sequence import Draft, Sequence
-from luce.errors import LuceError
 from luce.kvcache.page_table import PageTables
-from luce.ops.matmul import FEW_ROWS
 from luce.runtime.draws import Draw, RowDraws
 from luce.runtime.step import Int32, PageView, Span, Step
 
@@ -86,15 +81,6 @@ class _Share:
 
 
 @dataclass
-class _Turn:
-    """When a session took rows of one kind of prompts: of few rows, or of many."""
-
-    #: numbers as in ScheduleState
-    last: int = -1
-    skipped: float = inf
-
-
-@dataclass
 class _Session:
     """A session that waits or runs."""
 
@@ -103,27 +89,28 @@ class _Session:
     running: int = 0
     #: number of the last slot that it got
     last_slot: int = -1
-    #: turns of prompts of many rows, and of few
-    turns: tuple[_Turn, _Turn] = field(default_factory=lambda: (_Turn(), _Turn()))
+    turns: SessionTurns = field(default_factory=SessionTurns)
 
 
 class Scheduler:
     """Waiting and running sequences.
 
     `chunk`: most rows of a prompt in a step. `max_scored_rows`: most prompt rows of a step that need whole logits; it
-    bounds the memory that prompt scoring takes.
+    bounds the memory that prompt scoring takes. `shares_prompts`: Capacity.shares_prompts.
     """
 
-    def __init__(self, pages: PageTables, *, slots: int, chunk: int, max_scored_rows: int) -> None:
+    def __init__(
+        self, pages: PageTables, *, slots: int, chunk: int, max_scored_rows: int, shares_prompts: bool = False
+    ) -> None:
         self._pages = pages
-        self._chunk = chunk
-        self._max_scored_rows = min(max_scored_rows, chunk)
+        #: which prompts a step reads
+        self.turns = PromptTurns(chunk=chunk, max_scored_rows=max_scored_rows, shares_prompts=shares_prompts)
         self._free_slots = set(range(slots))
         #: in order of arrival
         self._sessions: dict[str, _Session] = {}
         self._running: dict[Sequence, None] = {}
-        #: chunks, slots and sequences so far
-        self._turns = self._slots_given = self._added = 0
+        #: slots and sequences so far
+        self._slots_given = self._added = 0
         # The step behind the newest one, without tokens and pages.
         self._next: ScheduledStep | None = None
         # Never later than the first deadline of any sequence, so that most checks of the time are one comparison.
@@ -240,7 +227,9 @@ class Scheduler:
                 shares.append(_Share(sequence, 1 + len(draft.tokens), draft))
         failures = Failures()
         if prompts:
-            shares += self._choose_prompts(prompts, failures)
+            sessions = {name: session.turns for name, session in self._sessions.items()}
+            waiting = {name for name, session in self._sessions.items() if session.waiting}
+            shares += [_Share(*one) for one in self.turns.choose(prompts, sessions, waiting, failures)]
         return self._build(shares, failures)
 
     def prepare(self, scheduled: ScheduledStep) -> None:
@@ -257,6 +246,7 @@ class Scheduler:
             spans=tuple(Span(span.slot, span.start, 1, span.position + 1) for span in step.spans),
             views=(),
             position_ids=None if step.position_ids is None else step.position_ids + np.int32(1),
+            masks_deferred=False,
         )
         self._next = ScheduledStep(following, tuple(found))
 
@@ -282,24 +272,28 @@ class Scheduler:
         views = self._pages.views(own, own, scheduled.step.positions)
         return replace(scheduled, step=replace(scheduled.step, tokens=np.array(tokens, np.int32), views=views))
 
-    def follow(self, now: float) -> ScheduledStep | None:
-        """The step that was prepared, before the tokens of the newest one are known: its own tokens mean nothing. None
-        if it cannot run so, or if a sequence may end meanwhile for another reason than its next token.
+    def follow(self, now: float, *, verifies: bool) -> ScheduledStep | None:
+        """The step that was prepared, before the tokens of the newest one are known: its own tokens and masks mean
+        nothing. None if it cannot run so, or if a sequence may end meanwhile for another reason than its next token.
+        `verifies`: whether tokens that grammars force are verified at once.
 
         If it is queued, `advance` is called for both steps before what the newest one gave is committed.
         """
         scheduled = self._next
-        if scheduled is None or now >= self._next_deadline or not all(map(_goes_on, scheduled.sequences)):
+        if scheduled is None or now >= self._next_deadline:
             return None
-        slots: Int32 = np.array([span.slot for span in scheduled.step.spans], np.int32)
         try:
+            if not all(_goes_on(one, verifies=verifies) for one in scheduled.sequences):
+                return None
+            slots: Int32 = np.array([span.slot for span in scheduled.step.spans], np.int32)
             for slot, one in zip(slots.tolist(), scheduled.sequences, strict=True):
                 self._pages.extend(slot, one.position, 1)
-        except LuceError:
-            # It is found again between the steps, for the sequence that lacks pages alone.
+        except Exception:
+            # The sequence fails again between the steps, and no other one with it.
             return None
         views = self._pages.views(slots, slots, scheduled.step.positions)
-        return replace(scheduled, step=replace(scheduled.step, views=views))
+        masks_deferred = any(one.sequence.constraint is not None for one in scheduled.sequences)
+        return replace(scheduled, step=replace(scheduled.step, views=views, masks_deferred=masks_deferred))
 
     def with_drafts(self, scheduled: ScheduledStep) -> ScheduledStep | None:
         """The newest step with the tokens that its sequences' drafts have by now.
@@ -337,43 +331,6 @@ class Scheduler:
             for group, own in zip(self._pages.groups, pages, strict=True):
                 for entry, page in own[branch].items():
                     group.exchange(sequence.slot, entry, page)
-
-    def _choose_prompts(self, prompts: list[Sequence], failures: Failures) -> list[_Share]:
-        """The prompts that the next step reads rows of: each gets the rows that it would get alone, or none.
-
-        Prompts of few rows come first.
-        """
-        few, many, scored = min(FEW_ROWS, self._chunk), self._chunk, self._max_scored_rows
-        queued = {name for name, session in self._sessions.items() if session.waiting}
-        wanted: list[tuple[_Turn, tuple[float, int], int, Sequence]] = []
-        for sequence in prompts:
-            with failures.of(sequence):
-                rows = min(sequence.rows_to_read, self._max_scored_rows if sequence.scores_prompt else self._chunk)
-                own = (sequence.schedule.skipped_turn, sequence.schedule.last_turn)
-                if queued - {sequence.session}:
-                    # Others wait for a slot: the prompt that ends first gives one back.
-                    own = (sequence.prompt_remaining, sequence.schedule.number)
-                wanted.append((self._sessions[sequence.session].turns[rows <= FEW_ROWS], own, rows, sequence))
-        shares: list[_Share] = []
-        begin = self._turns
-        while wanted:
-            # A session's turn changes with each of its shares.
-            order = [(turn.skipped, turn.last, own) for turn, own, _, _ in wanted]
-            turn, _, rows, sequence = wanted.pop(order.index(min(order)))
-            state = sequence.schedule
-            free = few if rows <= FEW_ROWS else many
-            if rows > (min(free, scored) if sequence.scores_prompt else free):
-                state.skipped_turn = min(state.skipped_turn, self._turns)
-                if turn.last < begin:
-                    turn.skipped = min(turn.skipped, self._turns)
-                continue
-            shares.append(_Share(sequence, rows))
-            turn.last, turn.skipped = self._turns, inf
-            few, many = (few - rows, many) if rows <= FEW_ROWS else (few, 0)
-            scored -= rows * sequence.scores_prompt
-            state.last_turn, state.skipped_turn = self._turns, inf
-            self._turns += 1
-        return [share for share in shares if share.rows <= FEW_ROWS] + [s for s in shares if s.rows > FEW_ROWS]
 
     def _lacks_branch_pages(self) -> bool:
         """Whether the branches of the draft trees need more pages of their own than there are."""
@@ -438,14 +395,17 @@ class Scheduler:
         return tuple(view for view, _ in made), found
 
 
-def _goes_on(one: ScheduledSequence) -> bool:
+def _goes_on(one: ScheduledSequence, *, verifies: bool) -> bool:
     """Whether a sequence has the row of a step behind the newest one, whose token the device chooses by itself."""
-    sequence = one.sequence
-    # No mask, no logits on the host, no forced token, and room for a token behind the next one.
-    chosen = sequence.constraint is None and not sequence.needs_logits
+    sequence, constraint = one.sequence, one.sequence.constraint
+    # Of two forced tokens the newest step chooses the first; the next step may verify the second.
+    if verifies and constraint is not None and len(constraint.forced(2, sequence.ends)) == 2:
+        return False
     original = None if sequence.stretched else sequence.original_rows
     inside = original is None or one.position < original
-    return chosen and inside and not sequence.ending and len(sequence.reply) + 1 < sequence.max_new_tokens
+    # No logits on the host, nothing that ends its reasoning, and room for a token behind the next one.
+    free = not sequence.needs_logits and not sequence.ending
+    return inside and free and len(sequence.reply) + 1 < sequence.max_new_tokens
 
 
 def _first_chain(draft: Draft) -> Draft:

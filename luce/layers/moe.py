@@ -10,8 +10,8 @@ from luce.models.spec import MoE
 from luce.ops import matmul_halves, moe_rows
 from luce.ops.activation import FUSED
 from luce.ops.int8_rows import Int8Rows, to_int8
-from luce.ops.matmul import MANY_ROWS, int8_group, matmul, matmul_row, sole_int8_group
-from luce.ops.matmul_prefill import multiplies_int8
+from luce.ops.matmul import FEW_ROWS, MANY_ROWS, int8_group, matmul, matmul_row, sole_int8_group
+from luce.ops.matmul_prefill import is_long, multiplies_int8
 from luce.ops.moe import RoutingOptions, add_shared, combine, expert_invariant_rows, route
 from luce.ops.moe_int8 import expert_mlp, expert_weights
 from luce.ops.moe_router import RowRouter, norm_route, row_router
@@ -85,6 +85,10 @@ class MoELayer:
         """Whether up to `invariant_rows` rows are multiplied with the shared MLP as with one more expert."""
         return self._joined is not None
 
+    def _multiplies_few(self, rows: int) -> bool:
+        """Whether so many rows are multiplied as few are, with their bits."""
+        return rows <= FEW_ROWS or (self.invariant_rows == MANY_ROWS and not is_long(self._device, rows))
+
     def adds(self, rows: int) -> bool:
         """Whether the result of so many rows can be added to an array."""
         alone = self._shared is None or self._joined is not None
@@ -103,7 +107,7 @@ class MoELayer:
         With `to`, float32 [rows, hidden] contiguous, where `adds` is true: to += that, and `to`.
         """
         device, spec = self._device, self._spec
-        int8 = self._int8 if y.shape[0] <= self.invariant_rows else None
+        int8 = self._int8 if self._multiplies_few(y.shape[0]) else None
         experts = self._experts
         prompt_int8 = isinstance(experts, RoutedExperts) and experts.multiplies_int8(y.shape[0])
         if isinstance(y, Unnormed):

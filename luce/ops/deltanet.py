@@ -133,7 +133,8 @@ def gated_delta_net(
     if not spans.count:
         return out
     # Each form skips the spans of the other one, except for the speculative rows that long spans accept.
-    if spans.longest <= RECURRENT_ROWS or spans.count > 1 or spans.pending is not None:
+    long = spans.count == 1 or spans.shortest > RECURRENT_ROWS
+    if spans.longest <= RECURRENT_ROWS or not long or spans.pending is not None:
         assert not isinstance(x, Int8Sums | Halves)
         plain = spans.longest == 1 and spans.pending is None
         blocks = _resident(device, d) if plain else 0

@@ -66,9 +66,8 @@ def draw_tokens(device: Device, keys: Array, draws: RowDraws, positions: Int32, 
     return drawn
 
 
-def with_drawn(ids: Int32, draws: RowDraws | None, drawn: Int32) -> Int32:
+def with_drawn(ids: Int32, draws: RowDraws, drawn: Int32) -> Int32:
     """Output.ids: `ids` with what `draw_tokens` returned for the rows that are drawn."""
-    assert draws is not None
     # A device may still read `ids`, for its next step.
     ids = ids.copy()
     ids[draws.drawn] = drawn
@@ -79,22 +78,32 @@ def draw_among(ids: NDArray[np.integer], logits: NDArray[np.float32], draws: Row
     """The token of each row, from its candidates: ids [n, k], and their logits float32 [n, k], which descend. -1 where
     the first one is not finite.
 
-    Candidates count up to `top_k`, while those before them have less than `top_p` of the mass, and with at least
-    `min_p` times the first one's mass, which is 1.
+    Of the first `top_k` candidates, those count that pass top-p and min-p.
     """
     top = logits[:, :1].astype(np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
         x = np.fmax((logits - top) / draws.temperature[:, None], _LEAST)
     mass, log = _exp_and_log(x, uniform(draws.seed[:, None], positions[:, None], ids))
     mass *= np.arange(ids.shape[1]) < draws.top_k[:, None]
-    running = np.add.accumulate(mass, axis=1)
-    kept = mass >= draws.min_p[:, None]
-    kept[:, 1:] &= running[:, :-1] < draws.top_p[:, None] * running[:, -1:]
     # Each token's noise is -log.
-    places = (mass * kept / log).argmin(axis=1)
+    places = (mass * passes_top_p_min_p(mass, draws.top_p, draws.min_p) / log).argmin(axis=1)
     tokens = ids[np.arange(len(ids)), places].astype(np.int32)
     finite = np.isfinite(top[:, 0])
     return tokens if finite.all() else np.where(finite, tokens, np.int32(-1))
+
+
+def passes_top_p_min_p(mass: F64, top_p: F64, min_p: F64, total: F64 | None = None) -> NDArray[np.bool_]:
+    """Whether each candidate stays: the ones before it have less than `top_p` of the mass together, and its own mass is
+    at least `min_p` times the first one's.
+
+    mass float64 [..., k], descending; top_p, min_p and total float64 [...] -> bool [..., k]. `top_p` is a share of
+    `total`; None: of the candidates' mass.
+    """
+    running = np.add.accumulate(mass, axis=-1)
+    whole = running[..., -1:] if total is None else total[..., None]
+    found = mass >= min_p[..., None] * mass[..., :1]
+    found[..., 1:] &= running[..., :-1] < top_p[..., None] * whole
+    return found
 
 
 def place_drawn(mass: F64, draws: RowDraws, position: int, ids: NDArray[np.integer]) -> int:

@@ -17,7 +17,7 @@ from gguf import GGMLQuantizationType
 
 from luce.ops.fp16 import Fp16Rows, Halves, to_fp16
 from luce.ops.int8_rows import Int8Rows
-from luce.ops.matmul_prefill import BLAS_ROWS, slices
+from luce.ops.matmul_prefill import is_long, slices
 from luce.ops.quantise import Quantised
 from luce.ops.weight import Weight
 from luce.runtime.device import Array, Device
@@ -73,7 +73,7 @@ def _fits(device: Device, weight: Weight) -> bool:
 
 def has_halves(device: Device, x: Array | Quantised | Fp16Rows | Int8Rows, weight: Weight) -> bool:
     """Whether `halves` multiplies x with the weight."""
-    if weight.top is None or x.shape[0] < BLAS_ROWS or isinstance(x, Quantised | Int8Rows):
+    if weight.top is None or not is_long(device, x.shape[0]) or isinstance(x, Quantised | Int8Rows):
         return False
     return not isinstance(x, Fp16Rows) or x.top <= weight.top
 

@@ -13,6 +13,8 @@ This module and expert_matmul (moe.py) choose the way of each product:
 | .. MANY_ROWS      | F32, and Q4_K Q5_K Q6_K with such products in hardware, alone | as few (matmul_rows.py)     |
 | more              | any                      | x and weights as fp16, F32 weights as float32 (matmul_prefill.py)  |
 
+While `device.batch_invariant` is set, any more rows than FEW_ROWS are multiplied as up to MANY_ROWS are.
+
 What makes x may make it as int8 or as fp16 at once (int8_group, fp16_top, and multiplies_int8 of
 matmul_prefill.py). A product of one row may take it without its norm (`norms_row`), and add its result to the stream
 (`adds_row`): then the norm is no launch, which takes longer than its work.
@@ -36,7 +38,7 @@ from luce.ops.int8_rows import Int8Rows
 from luce.ops.matmul_bf16 import Split, multiply_bf16, split_rows, takes_tiles
 from luce.ops.matmul_int8 import ADDS, ADDS_EARLY, INT8_TYPES, group_for, multiply, norms, pairs
 from luce.ops.matmul_packed import multiply_packed
-from luce.ops.matmul_prefill import BLAS_ROWS, has_int8_sums, int8_sums, matmul_prefill
+from luce.ops.matmul_prefill import BLAS_ROWS, has_int8_sums, int8_sums, is_long, matmul_prefill
 from luce.ops.matmul_rows import multiply_rows, takes_rows
 from luce.ops.norm import Unnormed
 from luce.ops.quantise import Quantised, quantise
@@ -48,7 +50,8 @@ from luce.runtime.host import HostDevice
 
 #: up to so many rows, the bits of a row do not depend on the number of rows
 FEW_ROWS = 16
-#: up to so many rows, the bits of a row are those of few rows if _takes_rows is true of the weight
+#: most rows of a short prompt: up to so many above FEW_ROWS, the bits of a row do not depend on the number of rows, and
+#: are those of few rows if _takes_rows is true of the weight
 MANY_ROWS = BLAS_ROWS - 1
 # The constant of kernels/matmul_vec.cu.
 _WAVES = 4
@@ -79,7 +82,7 @@ def matmul(device: Device, x: Rows, weight: Weight) -> Array:
         multiply(device, x, weight.parts, weight.cols, out)
     elif isinstance(x, Fp16Rows | Int8Rows):
         matmul_prefill(device, x, weight, out)
-    elif x.shape[0] > FEW_ROWS and x.shape[0] <= MANY_ROWS and _takes_rows(device, weight):
+    elif x.shape[0] > FEW_ROWS and not is_long(device, x.shape[0]) and _takes_rows(device, weight):
         _many(device, x, weight, out)
     elif x.shape[0] > FEW_ROWS:
         matmul_prefill(device, x, weight, out)
@@ -146,7 +149,9 @@ def product(device: Device, x: Rows, weight: Weight) -> Product:
 
 def fp16_top(device: Device, rows: int, weight: Weight) -> int | None:
     """The `top` of `rows` rows for products with the weight, if all of its parts multiply them as fp16; else None."""
-    if isinstance(device, HostDevice) or rows <= FEW_ROWS or (rows <= MANY_ROWS and _takes_rows(device, weight)):
+    if isinstance(device, HostDevice) or rows <= FEW_ROWS:
+        return None
+    if not is_long(device, rows) and _takes_rows(device, weight):
         return None
     if any(part.type == GGMLQuantizationType.F32 for part in weight.parts):
         return None

@@ -5,17 +5,18 @@ too, except those that the file has in F32, which are multiplied with x as float
 product's mean squared error is 1e-7 of its mean square (Q4_K, 5120 columns); with bfloat16, which needs no scale, it
 would be 6e-6.
 
-From BLAS_ROWS rows on, a device with a BLAS library dequantises the weights into a buffer, a slice of features at a
-time, and the library multiplies. The library chooses its algorithm by the shape, so a row's last bits may change with
-the number of rows. Weights with a copy (`store_copy`) are multiplied in the same slices, which gives the same bits.
+For rows of long prompts (`is_long`), a device with a BLAS library dequantises the weights into a buffer, a slice of
+features at a time, and the library multiplies. The library chooses its algorithm by the shape, so a row's last bits may
+change with the number of rows. Weights with a copy (`store_copy`) are multiplied in the same slices, which gives the
+same bits.
 
 Of weights with `int8` (--prompt-precision) the library gets int8 rows, and of x (luce.ops.int8_rows). Its sums are
 exact: bits depend neither on the number of rows nor on slices. What makes x may make it as int8 at once, and what reads
 the product may read the sums (`int8_sums`). Where x and the weights are normal, a product's mean
 squared error is 1e-4 of its mean square; an outlier in a row takes bits from the rest of that row.
 
-From BLAS_ROWS rows on, a device on which four waves multiply together has a kernel for weights in F32
-(matmul_halves.py), whose bits depend on the row alone.
+For those rows, a device on which four waves multiply together has a kernel for weights in F32 (matmul_halves.py), whose
+bits depend on the row alone.
 
 The tile kernel (kernels/matmul_tile.cu) dequantises weights as it multiplies; a row's bits do not depend on the
 other rows.
@@ -53,14 +54,22 @@ TILE_ROWS, TILE_FEATURES, TILE_THREADS = 64, 128, 128
 _BLOCKS, _PART_SLICES = 528, 4
 
 
+def is_long(device: Device, rows: int) -> bool:
+    """Whether so many rows are multiplied as a long prompt's: at least BLAS_ROWS, unless the step is batch-invariant.
+
+    Products of long prompts are faster, but the bits of a row may depend on the number of rows.
+    """
+    return rows >= BLAS_ROWS and not device.batch_invariant
+
+
 def matmul_prefill(device: Device, x: Array | Fp16Rows | Int8Rows, weight: Weight, out: Array) -> None:
     """out = x W^T: x float32 [n, cols] (any row stride) or, for weights without F32, fp16, or int8 where
     `multiplies_int8` says so, out float32 [n, rows]."""
     if isinstance(x, Int8Rows) or multiplies_int8(device, x.shape[0], weight):
         _multiply_packed(device, _as_int8(device, x), [*weight.parts], weight, out)
         return
-    cols = weight.cols
-    blas = device.blas and x.shape[0] >= BLAS_ROWS and cols % BLAS_COLS == 0
+    cols, long = weight.cols, is_long(device, x.shape[0])
+    blas = device.blas and long and cols % BLAS_COLS == 0
     if isinstance(x, Fp16Rows):
         fp16: Fp16Rows | None = x
     else:
@@ -73,7 +82,7 @@ def matmul_prefill(device: Device, x: Array | Fp16Rows | Int8Rows, weight: Weigh
         to = _columns(out, part.first, part.first + part.rows)
         if fp16 is None or part.type == _T.F32:
             assert not isinstance(x, Fp16Rows)
-            if x.shape[0] >= BLAS_ROWS and matmul_halves.serves(device):
+            if long and matmul_halves.serves(device):
                 matmul_halves.multiply(device, x, part, cols, to)
             elif blas:
                 device.gemm(x, part.data.view(np.float32), to)
@@ -95,7 +104,7 @@ def reads_fp16(weight: Weight) -> bool:
 def multiplies_int8(device: Device, rows: int, weight: Weight) -> bool:
     """Whether products of `rows` rows with all parts of the weight are those of int8 rows."""
     packed = all(part.type not in (_T.F32, _T.F16) for part in weight.parts)
-    return weight.int8 and packed and device.blas and rows >= BLAS_ROWS and weight.cols % BLAS_COLS == 0
+    return weight.int8 and packed and device.blas and is_long(device, rows) and weight.cols % BLAS_COLS == 0
 
 
 def has_int8_sums(device: Device, rows: int, weight: Weight) -> bool:

@@ -1,6 +1,6 @@
 """Products of a prompt's rows with the weights of the experts chosen for them, where four waves multiply together.
 
-From PROMPT_ROWS rows on, on a device with such products (WGMMA), kernels/moe_prefill.cu replaces the tile kernel of
+For rows of long prompts, on a device with such products (WGMMA), kernels/moe_prefill.cu replaces the tile kernel of
 moe_matmul.cu. Both round x to fp16, each row with its scale, and weights to fp16, and add in the same order. The kernel
 takes x in an arrangement of its own, which depends on the weights' type. Gates and ups of one type give act(gate) * up
 without being written.
@@ -14,7 +14,7 @@ import numpy as np
 from gguf import GGMLQuantizationType
 
 from luce.ops.fp16 import ACTIVATIONS, BLOCK_ROWS, Fp16Rows, empty_fp16
-from luce.ops.matmul_prefill import BLAS_ROWS
+from luce.ops.matmul_prefill import is_long
 from luce.ops.weight import Weight, WeightPart
 from luce.runtime.device import Array, Device
 
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from luce.models.spec import Activation
     from luce.ops.moe import Groups
 
-#: fewest rows of a step whose experts these products serve, as for dense products by a library
-PROMPT_ROWS = BLAS_ROWS
 # The constants of kernels/moe_prefill.cu.
 #: most rows of a tile
 TILE_ROWS = 96
@@ -36,8 +34,8 @@ _FEATURES, _GATED_FEATURES, _TURNS = 64 * _GROUPS, 32 * _GROUPS, 4
 
 
 def serves(device: Device, rows: int) -> bool:
-    """Whether these products serve a step of so many rows."""
-    return "WGMMA" in device.products and rows >= PROMPT_ROWS
+    """Whether these products serve a step of so many rows, as those of a library do for dense weights."""
+    return "WGMMA" in device.products and is_long(device, rows)
 
 
 def arrange(device: Device, x: Array, type: GGMLQuantizationType) -> Fp16Rows:

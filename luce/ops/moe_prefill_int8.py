@@ -1,6 +1,6 @@
 """Products of a prompt's rows with the weights of the experts chosen for them, as int8 rows (--prompt-precision int8).
 
-A device with products of four waves (WGMMA) multiplies weights in quant blocks from PROMPT_ROWS rows on by
+For rows of long prompts, a device with products of four waves (WGMMA) multiplies weights in quant blocks by
 kernels/moe_prefill_int8.cu, instead of moe_prefill.py. It reads a copy of the weights as int8 (`store_experts`); where
 there is no memory to keep one, each step makes it anew, with the same bits. Rows of x and of the weights are rounded as
 for dense products (luce.ops.int8_rows), and sums are exact, so a row's bits depend on nothing else. Gates and ups give

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 from gguf import GGMLQuantizationType
 
-from luce.ops.matmul import MANY_ROWS
 from luce.ops.matmul_int8 import Shape, group_for, tile_shape
 from luce.ops.moe import combine, group_tiles
 from luce.ops.moe_int8 import ExpertWeights, down_bits, gated_bits
@@ -44,10 +43,8 @@ def expert_mlp_rows(
     shared: ExpertWeights | None,
     shared_gate: Array | None,
 ) -> Array:
-    """As luce.ops.moe_int8.expert_mlp, of x float32 [n, cols] (any row stride) with 0 < n <= MANY_ROWS, and with its
-    bits."""
+    """As luce.ops.moe_int8.expert_mlp, of x float32 [n, cols] (any row stride) with n > 0, and with its bits."""
     n, k = ids.shape
-    assert 0 < n <= MANY_ROWS
     tile_rows = _SMALL_TILE if k * _STEP_ROWS <= _FEW_PAIRS * chosen.experts else _LARGE_TILE
     groups = group_tiles(device, ids, chosen.experts, tile_rows)
     own = len(groups.tiles)

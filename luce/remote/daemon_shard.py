@@ -63,7 +63,7 @@ from luce.runtime.step import MAX_CANDIDATES, RowMasks, Step
 from luce.runtime.transfer import DEPTH, Link, Transfer
 from luce.shard.pipeline import Pipeline
 from luce.shard.saved_state import HostSavedState, JoinedSavedState, StatePiece
-from luce.shard.shard import Activation, Pending
+from luce.shard.shard import Activation, ShardResult
 from luce.shard.shard_options import ShardHooks
 from luce.shard.sizes import activation_widths
 
@@ -185,6 +185,7 @@ class ServedModel(Service):
                 part.unpacked,
                 part.offloaded_bytes,
                 part.invariant_rows,
+                part.shares_prompts,
             )
             for part in parts
         )
@@ -304,7 +305,7 @@ class ServedModel(Service):
         memory = self.arena.memory[message.output : message.output + OUTPUT_BYTES]
         return OutputLayout(step, self.spec.vocab, memory).arrays
 
-    def _leave(self, step: Step, result: Activation | Pending, end: Event) -> Event:
+    def _leave(self, step: Step, result: ShardResult, end: Event) -> Event:
         """Raise the output flag of a step, or copy the output activation to the arena; on the last shard's thread."""
         message, _ = announcement(step)
         last = self.devices[-1]

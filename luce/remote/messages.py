@@ -154,6 +154,8 @@ class LoadedLayers(msgspec.Struct):
     offloaded: int = 0
     #: most rows of a step of replies in which a row has the bits that it has alone
     invariant_rows: int = 0
+    #: whether prompts of 17 to 143 rows each may share a step, with the bits that each has alone
+    shares_prompts: bool = False
 
 
 class Loaded(msgspec.Struct, tag=True):

@@ -175,6 +175,7 @@ class RemoteShard:
                     offloaded_bytes=part.offloaded,
                     # The message takes any number.
                     invariant_rows=min(part.invariant_rows, MAX_ROWS),
+                    shares_prompts=part.shares_prompts,
                 )
                 for own, part in parts
             )

@@ -209,6 +209,9 @@ class Device(ABC):
     shared_limit: int
     #: parts that run blocks side by side
     multiprocessors = 1
+    #: whether a row of the step that runs has the same bits in any number of rows above FEW_ROWS (luce.ops.matmul);
+    #: else many rows are multiplied in the fastest way
+    batch_invariant = False
 
     @abstractmethod
     def empty(self, shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> Array:

@@ -190,6 +190,9 @@ class Step:
     position_ids: Int32 | None = None
     #: int32 [rows]: the tokens, where a device still chooses them; then `tokens` means nothing. None: `tokens` has them
     future_tokens: Fetched | None = None
+    #: whether masks depend on `future_tokens`: the shards queue the step's layers first, and its output when the masks
+    #: are there (luce.shard.shard.DeferredOutput)
+    masks_deferred: bool = False
 
     @classmethod
     def of_spans(
@@ -310,11 +313,14 @@ class StepShape:
     copies: tuple[int, ...] = ()
     #: whether rotary embeddings take other positions
     position_ids: bool = False
+    #: rows of the shortest span, if the longest has more than MAX_TREE_ROWS; else 0
+    shortest: int = 0
 
     @classmethod
     def of(cls, step: Step, widths: tuple[int, ...] | None = None) -> StepShape:
         """The shape of a step. `widths`: of its tables, if they are wider than the step's."""
         longest = max((span.rows for span in step.spans), default=0)
+        shortest = min(span.rows for span in step.spans) if longest > MAX_TREE_ROWS else 0
         if widths is None:
             widths = tuple(view.table.shape[1] for view in step.views)
         seen = tuple(view.seen is not None for view in step.views)
@@ -325,7 +331,7 @@ class StepShape:
             longest = 1 << (longest - 1).bit_length()
         copies = tuple(0 if view.copies is None else len(view.copies) for view in step.views)
         sizes = step.rows, len(step.spans), longest, len(step.output_rows)
-        return cls(*sizes, widths, seen, pending, branching, copies, step.position_ids is not None)
+        return cls(*sizes, widths, seen, pending, branching, copies, step.position_ids is not None, shortest)
 
     @cached_property
     def size(self) -> int:
@@ -394,9 +400,8 @@ class DeviceStep:
         branches = next(arrays) if shape.branching else None
         #: positions for rotary embeddings
         self.position_ids = next(arrays) if shape.position_ids else self.positions
-        self.spans = SpanArrays(
-            table, row_span, shape.spans, shape.longest, pending if shape.pending else None, branches
-        )
+        accepting = pending if shape.pending else None
+        self.spans = SpanArrays(table, row_span, shape.spans, shape.longest, accepting, branches, shape.shortest)
         views = []
         for seen, copies in itertools.zip_longest(shape.seen, shape.copies, fillvalue=0):
             table, first, count, dest = itertools.islice(arrays, 4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,17 +23,28 @@ from luce.ops import half_products
 from luce.ops.draw import draw_tokens, with_drawn
 from luce.ops.embedding import take_rows
 from luce.ops.features import capture
-from luce.ops.matmul import FEW_ROWS
+from luce.ops.matmul import FEW_ROWS, MANY_ROWS
 from luce.ops.sample import argmax, find_candidates, top_k_keys, unpack_candidates
 from luce.ops.weight import Weight
 from luce.runtime.device import Array, Device
 from luce.runtime.draws import Draw, RowDraws
-from luce.runtime.step import MAX_CANDIDATES, DeviceStep, Int32, Output, Span, SpanArrays, Step, StepShape, branches_of
+from luce.runtime.step import (
+    MAX_CANDIDATES,
+    DeviceStep,
+    Int32,
+    Output,
+    PendingMasks,
+    Span,
+    SpanArrays,
+    Step,
+    StepShape,
+    branches_of,
+)
 from luce.shard.device_masks import DeviceMasks
 from luce.shard.graphs import MAX_ROWS, GraphRunner
 from luce.shard.local_state import LocalState
 from luce.shard.page_ranking import PageRanker
-from luce.shard.shard import Activation, DeviceInfo, Pending, ShardInfo
+from luce.shard.shard import Activation, DeferredOutput, DeviceInfo, Pending, ShardInfo, ShardResult
 from luce.shard.shard_options import NO_HOOKS, DeviceLayers, ShardHooks, ShardOptions
 from luce.shard.sizes import activation_widths, mirrored, state_bytes
 from luce.shard.warm_up import layers_of_each_kind, step_shapes
@@ -79,6 +91,7 @@ class LocalShard:
             hooks.on_layer()
         self._per_layer = builder.per_layer() if spec.per_layer else None
         self._head = builder.head() if layers.stop == len(spec.layers) else None
+        self._replies_invariant = builder.weights.invariant_rows > FEW_ROWS
         self._masks = DeviceMasks(device)
         self._captured = options.captured
         self._borrowed, self._lent = spec.lent(layers.start), spec.lent(layers.stop)
@@ -102,13 +115,7 @@ class LocalShard:
         unpacked = builder.weights.store_copies(own.unpack_bytes)
         half_products.measure(device, self._half_weights())
         held = state_bytes(device, spec, layers, options).total(pages, options.slots)
-        part = DeviceInfo(str(device.name), layers, builder.weights.nbytes, held, unpacked)
-        # More rows are launched one by one.
-        part = replace(part, invariant_rows=min(MAX_ROWS, builder.weights.invariant_rows))
-        if builder.offloaded is not None:
-            part = replace(part, offloaded=own.offloaded, offloaded_bytes=builder.offloaded.nbytes)
-            part = replace(part, invariant_rows=FEW_ROWS)
-        self.info = ShardInfo((part,))
+        self.info = ShardInfo((_device_info(own, builder, held, unpacked),))
         device.synchronize()
 
     def _half_weights(self) -> list[Weight]:
@@ -130,28 +137,29 @@ class LocalShard:
     def stage(self, step: Step) -> None:
         self._graphs.stage(step)
 
-    def forward(self, step: Step, activation: Activation | None) -> Activation | Pending:
+    def forward(self, step: Step, activation: Activation | None) -> ShardResult:
         if activation is None and self._embedding is None:
             raise BackendError(f"shard {self.info.layers} on {self.info.device}: the activation is missing")
         result = self._graphs.run(step, activation or ())
         if self._head is None:
             return result
         # The caller waits for the output, so its copies precede the work on features.
-        output = self._output(step, result)
+        queue = partial(self._output, step, result)
+        output = DeferredOutput(queue) if step.masks_deferred else queue(step.masks)
         if self._captured:
             self._hooks.on_captured(step, [rows.view(np.uint16) for rows in result[-len(self._captured) :]])
         return output
 
-    def _output(self, step: Step, result: Sequence[Array]) -> Pending:
+    def _output(self, step: Step, result: Sequence[Array], masks: PendingMasks | None) -> Pending:
         if not len(step.output_rows):
             return lambda: Output(np.empty(0, np.int32), np.empty((0, 0), np.float32))
         ids, logits, *_ = result
         arrays = {"ids": ids, "logits": self._select(logits, step.needs_logits)}
-        if step.masks is not None:
+        if masks is not None:
             # The layers are queued: the device works while masks are still being made.
-            masks = step.masks.wait()
-            if len(masks.rows):
-                self._masks.apply(logits, masks)
+            made = masks.wait()
+            if len(made.rows):
+                self._masks.apply(logits, made)
                 arrays["ids"] = argmax(self.device, logits)
         if step.needs_candidates is not None and step.needs_candidates.any():
             arrays["candidates"] = top_k_keys(self.device, self._select(logits, step.needs_candidates))
@@ -171,6 +179,17 @@ class LocalShard:
         return take_rows(self.device, logits, self.device.upload(np.flatnonzero(rows).astype(np.int32)))
 
     def _run(self, step: DeviceStep, activation: Activation, layers: Sequence[int] | None = None) -> tuple[Array, ...]:
+        """Queue the work on a step. Short prompts in it, and rows of replies, have the bits that each has alone."""
+        shape = step.shape
+        # Where some products of replies have other bits in company anyway, the others gain nothing by being slower.
+        invariant = shape.shortest > FEW_ROWS or self._replies_invariant
+        self.device.batch_invariant = invariant and shape.longest <= MANY_ROWS
+        try:
+            return self._queue(step, activation, layers)
+        finally:
+            self.device.batch_invariant = False
+
+    def _queue(self, step: DeviceStep, activation: Activation, layers: Sequence[int] | None) -> tuple[Array, ...]:
         """Queue the work on a step, of all layers or of some. The last shard returns ids and logits of the output rows,
         if there are any, and the captured features; the others return the activation for the next shard."""
         if self._embedding is not None:
@@ -247,6 +266,17 @@ class LocalShard:
         self._mirrors, self._layers = {}, {}
 
 
+def _device_info(own: DeviceLayers, builder: LayerBuilder, held: int, unpacked: int) -> DeviceInfo:
+    """`held`: bytes of states. `unpacked`: bytes of unpacked matrices."""
+    device, weights = own.device, builder.weights
+    part = DeviceInfo(str(device.name), own.layers, weights.nbytes, held, unpacked)
+    if builder.offloaded is not None:
+        return replace(part, offloaded=own.offloaded, offloaded_bytes=builder.offloaded.nbytes)
+    # More rows are launched one by one. A CPU takes as long for each row of prompts: eight of 100 tokens ended together
+    # and no sooner (135M, 2 cores).
+    return replace(part, invariant_rows=min(MAX_ROWS, weights.invariant_rows), shares_prompts=not device.host)
+
+
 @dataclass(frozen=True)
 class QueuedOutput:
     """The output of a step that the device may still compute. A call waits for it."""
@@ -261,7 +291,9 @@ class QueuedOutput:
 
     def __call__(self) -> Output:
         found = None if self.candidates is None else unpack_candidates(self.candidates())
-        ids = self.ids() if self.drawn is None else with_drawn(self.ids(), self.draws, self.drawn())
+        ids = self.ids()
+        if self.draws is not None and self.drawn is not None:
+            ids = with_drawn(ids, self.draws, self.drawn())
         return Output(ids, self.logits(), found)
 
 

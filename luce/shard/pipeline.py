@@ -18,18 +18,18 @@ from itertools import chain, repeat
 from luce.errors import BackendError, DeviceError
 from luce.ops.handover import can_hand_over, hand_over
 from luce.runtime.device import Event
-from luce.runtime.step import Step
+from luce.runtime.step import PendingMasks, Step
 from luce.runtime.transfer import Link, Transfer
-from luce.shard.shard import Activation, Pending, Shard, TransientActivation
+from luce.shard.shard import Activation, DeferredOutput, Shard, ShardResult, TransientActivation
 from luce.shard.timing import Clock, SequenceRows, ShardTimes
 
 #: A shard's result for a step, and the event that ends its work; for the last shard, the event that `leave` returns.
-Result = tuple[Transfer | Activation | Pending, Event]
+Result = tuple[Transfer | ShardResult, Event]
 #: Returns the activation of a step for the first shard, if there is one. Called on that shard's thread.
 Enter = Callable[[Step], Transfer | None]
 #: Gets a step, the last shard's result and the event that ends its work. Returns the event after which nothing reads
 #: the result. Called on that shard's thread.
-Leave = Callable[[Step, Activation | Pending, Event], Event]
+Leave = Callable[[Step, ShardResult, Event], Event]
 
 #: most unfinished steps in the queue, per shard: enough that no shard waits for the host
 _AHEAD = 2
@@ -113,6 +113,13 @@ class Pipeline:
             result = self._run(number, step, _transfer(result), alone=True)
         return result
 
+    def queue_output(self, result: Result, masks: PendingMasks | None) -> Result:
+        """Queue the output of the newest step, of which `run` returned a DeferredOutput."""
+        deferred, end = result
+        assert isinstance(deferred, DeferredOutput)
+        with self._naming(len(self.links)):
+            return deferred.queue(masks), end
+
     def _follow(self, number: int, step: Step, before: Future[Result] | None) -> Result:
         """Run a step on a shard's thread once the previous shard has run it."""
         incoming = None if before is None else _transfer(before.result())
@@ -142,7 +149,7 @@ class Pipeline:
             made = shard.forward(step, arrays)
             end = device.record(timing=True)
             self._work[number].add(start, end, sequence_rows(step))
-            result: Transfer | Activation | Pending = made
+            result: Transfer | ShardResult = made
             if number < len(self.links):
                 assert isinstance(made, tuple)
                 handed = self._hand_over(number, step, made, end) if alone else None

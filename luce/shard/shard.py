@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from luce.layers.decoder_layer import Embedding
 from luce.ops.matmul import FEW_ROWS
 from luce.runtime.device import Array, Device, Flag
-from luce.runtime.step import Int32, Output, Step
+from luce.runtime.step import Int32, Output, PendingMasks, Step
 from luce.shard.saved_state import SavedState, StatePiece
 
 #: Arrays that cross a boundary between shards, on a device: float32 [rows, H], the residual stream; in models with
@@ -34,6 +34,18 @@ Pending = Callable[[], Output]
 
 
 @dataclass(frozen=True)
+class DeferredOutput:
+    """The result of the last shard for a step with `masks_deferred`."""
+
+    #: queues the output under these masks, None without any; called before the shard gets another step
+    queue: Callable[[PendingMasks | None], Pending]
+
+
+#: The result of a shard for a step.
+ShardResult = Activation | Pending | DeferredOutput
+
+
+@dataclass(frozen=True)
 class DeviceInfo:
     """The part of a shard on one device."""
 
@@ -51,6 +63,8 @@ class DeviceInfo:
     offloaded_bytes: int = 0
     #: most rows of a step of replies in which a row has the bits that it has alone
     invariant_rows: int = FEW_ROWS
+    #: whether prompts of FEW_ROWS + 1 to MANY_ROWS rows each may share a step, with the bits that each has alone
+    shares_prompts: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,6 +88,11 @@ class ShardInfo:
     def invariant_rows(self) -> int:
         """Most rows of a step of replies in which a row has the bits that it has alone, on each of its devices."""
         return min(part.invariant_rows for part in self.devices)
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether short prompts may share a step on each of its devices."""
+        return all(part.shares_prompts for part in self.devices)
 
     @property
     def weights(self) -> int:
@@ -247,11 +266,11 @@ class Shard(Protocol):
     def stage(self, step: Step) -> None:
         """As luce.backend.backend.Backend.stage; does nothing where that gains nothing."""
 
-    def forward(self, step: Step, activation: Activation | None) -> Activation | Pending:
+    def forward(self, step: Step, activation: Activation | None) -> ShardResult:
         """Queue the layers' work on a step's rows. `activation` is None for the first shard.
 
-        The work may overwrite the activation, and the result may share its memory. The last shard returns Pending, the
-        others an Activation.
+        The work may overwrite the activation, and the result may share its memory. The last shard returns Pending, or
+        a DeferredOutput if `step.masks_deferred`, the others an Activation.
         """
 
     def accept(self, slot: int, rows: Sequence[int]) -> None:

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 import luce
 from luce.api import Model
 from luce.backend.layersplit import LayerSplitBackend
 from luce.runtime.device import Device
+from tests.support.constraints import Turns
 from tests.support.covering import each_kind
 from tests.support.generate import ask
 from tests.support.reference import Reference
+from tests.support.replies import submit
 
 TOKENS = 32
 DRAWN = {"max_tokens": TOKENS, "ignore_eos": True, "temperature": 1.5, "top_k": 40, "top_p": 0.95, "seed": 11}
+
+
+def masked(model: Model, prompt: list[int], **sampling: Any) -> list[int]:
+    """A reply whose masks depend on how many tokens it has."""
+    own = Turns(model.spec.vocab, *range(3, model.spec.vocab, 2))
+    reply, _ = submit(model.engine, prompt, constraint=own, **sampling)
+    reply.finished()
+    return reply.ids
 
 
 def watched(model: Model, *, asynchronous: bool) -> list[bool]:
@@ -43,9 +55,13 @@ def check(reference: Reference, devices: str) -> list[list[int]]:
             found.append([whole[0], first, ask(model, [*short, *first, *prompt[:9]], 20)[0]])
             greedy = len(answers)
             found[-1].append([token.id for token in model.generate(short, **DRAWN)])
-            assert greedy > TOKENS and len(answers) - greedy > TOKENS / 2 if asynchronous else not answers
+            drawn = len(answers)
+            found[-1].append(masked(model, short, max_tokens=TOKENS, ignore_eos=True))
+            found[-1].append(masked(model, short, **DRAWN))
+            counts = greedy - TOKENS, drawn - greedy - TOKENS // 2, len(answers) - drawn - TOKENS
+            assert min(counts) > 0 if asynchronous else not answers
             assert all(answers)
-    assert found[0] == found[1] and found[0][1][:20] != found[0][3][:20]
+    assert found[0] == found[1] and len({tuple(ids[:20]) for ids in found[0][1:]}) == 5
     return found[1]
 
 

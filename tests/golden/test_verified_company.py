@@ -8,11 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from luce.backend.layersplit import LayerSplitBackend
-from luce.backend.serving_options import ServingOptions
-from luce.gguf.reader import open_gguf
-from luce.models.keys import Source
-from luce.models.registry import read_spec
 from luce.ops.matmul import FEW_ROWS
 from luce.runtime.cpu import CpuDevice
 from luce.runtime.device import Device
@@ -21,7 +16,7 @@ from luce.shard.graphs import MAX_ROWS
 from tests.support.drive import Driver
 from tests.support.emulated import EmulatedDevice
 from tests.support.golden_checks import check_company
-from tests.support.wide_model import VOCAB, write_wide
+from tests.support.wide_model import VOCAB, open_wide
 
 
 class Wide:
@@ -31,12 +26,8 @@ class Wide:
         self._stack, self._folder = stack, folder
 
     def driver(self, *devices: Device, kind: str = "Q4_K", experts: str = "") -> Driver:
-        path = write_wide(self._folder / f"{kind}{experts}.gguf", kind, experts=experts)
-        file = self._stack.enter_context(open_gguf(path))
-        spec = read_spec(Source(str(path), file.metadata, file.tensors))
-        backend = LayerSplitBackend(file, spec, devices, ServingOptions(slots=5, context=64, verify_rows=16))
-        self._stack.callback(backend.close)
-        return Driver(backend)
+        options = {"context": 64, "verify_rows": 16}
+        return open_wide(self._stack, self._folder, *devices, kind=kind, experts=experts, **options)
 
 
 @pytest.fixture

@@ -120,6 +120,9 @@ def test_which_weights_and_rows(device: Device) -> None:
     assert has_halves(device, rows, good)
     assert not any(has_halves(device, rows, weight) for weight in (odd, small))
     assert not has_halves(device, rows[1:], good), "few rows have the bits of one"
+    device.batch_invariant = True
+    assert not has_halves(device, rows, good), "and so have those of short prompts"
+    device.batch_invariant = False
     assert has_halves(device, to_fp16(device, rows, good.top), good)
     assert not has_halves(device, to_fp16(device, rows), good), "rows of larger numbers may overflow"
 

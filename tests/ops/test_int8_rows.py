@@ -179,6 +179,9 @@ def test_sums_are_those_of_products(device: Device, stored: bool) -> None:
     assert not multiplies_int8(device, BLAS_ROWS, weight)
     weight.int8 = True
     assert multiplies_int8(device, BLAS_ROWS, weight) and not multiplies_int8(device, BLAS_ROWS - 1, weight)
+    device.batch_invariant = True
+    assert not multiplies_int8(device, BLAS_ROWS, weight), "short prompts have the bits of each"
+    device.batch_invariant = False
     assert not multiplies_int8(device, BLAS_ROWS, _weight(device, 257))
     if stored:
         store_copy(device, weight)

@@ -12,8 +12,8 @@ import pytest
 from luce.models.spec import Activation, ExpertGroups
 from luce.ops import moe_rows
 from luce.ops.matmul import FEW_ROWS
+from luce.ops.matmul_prefill import BLAS_ROWS
 from luce.ops.moe import RoutingOptions, expert_matmul, route
-from luce.ops.moe_prefill import PROMPT_ROWS
 from luce.ops.moe_router import row_router
 from luce.ops.weight import upload_experts, upload_weight
 from luce.runtime.device import Device
@@ -181,20 +181,20 @@ def test_routers_that_take_more_launches(rows: int, cols: int, type: str, lanes:
     "parts, n, k, experts, cols, per_slot",
     host=[],
     emulated=[
-        *(([(name, 11)], PROMPT_ROWS, 1, 3, whole_blocks(name, 96), False) for name in FEW_FORMATS),
+        *(([(name, 11)], BLAS_ROWS, 1, 3, whole_blocks(name, 96), False) for name in FEW_FORMATS),
         # Gate and up of two tensors and types; more features than a block has at a time, tiles of all sizes.
-        ([("Q4_K", 9), ("F16", 270)], PROMPT_ROWS, 2, 3, 256, False),
+        ([("Q4_K", 9), ("F16", 270)], BLAS_ROWS, 2, 3, 256, False),
         # More slices than stay in shared memory, and columns that end within one.
-        ([("Q8_0", 258)], PROMPT_ROWS, 1, 5, 640 + 32, True),
+        ([("Q8_0", 258)], BLAS_ROWS, 1, 5, 640 + 32, True),
         # More turns of features than a block has, the last of which are not whole.
-        ([("Q8_0", 1283)], PROMPT_ROWS, 1, 3, 160, False),
+        ([("Q8_0", 1283)], BLAS_ROWS, 1, 3, 160, False),
         # An odd number of columns, and rows longer than what a wave loads at once.
-        ([("F16", 5)], PROMPT_ROWS, 1, 3, 1091, False),
-        ([("F32", 3), ("Q4_K", 515)], PROMPT_ROWS + 3, 2, 70, 256, True),
+        ([("F16", 5)], BLAS_ROWS, 1, 3, 1091, False),
+        ([("F32", 3), ("Q4_K", 515)], BLAS_ROWS + 3, 2, 70, 256, True),
     ],
     gpu=[
-        *(([(name, 300)], PROMPT_ROWS, 4, 12, 768, True) for name in FORMATS),
-        *(([(name, 1283)], PROMPT_ROWS, 4, 12, 512, True) for name in ("Q4_K", "Q6_K")),
+        *(([(name, 300)], BLAS_ROWS, 4, 12, 768, True) for name in FORMATS),
+        *(([(name, 1283)], BLAS_ROWS, 4, 12, 512, True) for name in ("Q4_K", "Q6_K")),
     ],
     emulated_devices=WGMMA,
 )
@@ -209,11 +209,11 @@ def test_product_of_a_prompt(
     "types, n, k, experts, inner, cols, activation, together",
     host=[(("Q4_K", "Q4_K"), n, 2, 4, 32, 256, "silu", together) for n in (3, 20) for together in (False, True)],
     emulated=[
-        (("Q4_K", "Q4_K"), PROMPT_ROWS, 2, 3, 130, 256, "silu", False),
-        (("Q6_K", "Q6_K"), PROMPT_ROWS, 1, 3, 9, 256, "gelu", True),
-        (("Q4_K", "Q4_K"), PROMPT_ROWS, 1, 3, 9, 1280, "silu", False),
-        (("Q4_K", "Q6_K"), PROMPT_ROWS, 1, 3, 9, 256, "silu", False),
-        (("F32", "F32"), PROMPT_ROWS, 1, 3, 9, 32, "gelu", False),
+        (("Q4_K", "Q4_K"), BLAS_ROWS, 2, 3, 130, 256, "silu", False),
+        (("Q6_K", "Q6_K"), BLAS_ROWS, 1, 3, 9, 256, "gelu", True),
+        (("Q4_K", "Q4_K"), BLAS_ROWS, 1, 3, 9, 1280, "silu", False),
+        (("Q4_K", "Q6_K"), BLAS_ROWS, 1, 3, 9, 256, "silu", False),
+        (("F32", "F32"), BLAS_ROWS, 1, 3, 9, 32, "gelu", False),
     ],
     gpu=[
         (types, n, 8, 64, 512, 2048, activation, together)
@@ -245,15 +245,15 @@ def test_gates_and_ups(
 @on_devices("biased, wide", [(True, False), (False, True)], emulated_devices=WGMMA)
 def test_gates_and_ups_with_biases_and_of_wide_rows(device: Device, biased: bool, wide: bool) -> None:
     prefill_checks.check_gated(
-        device, ("Q4_K", "Q4_K"), PROMPT_ROWS, 2, experts=3, inner=9, cols=256, biased=biased, wide=wide
+        device, ("Q4_K", "Q4_K"), BLAS_ROWS, 2, experts=3, inner=9, cols=256, biased=biased, wide=wide
     )
 
 
 @on_devices(
     "name, n, experts, inner, cols",
     host=[],
-    emulated=[("Q4_K", PROMPT_ROWS, 3, 9, 256)],
-    gpu=[("Q4_K", PROMPT_ROWS, 20, 512, 2048)],
+    emulated=[("Q4_K", BLAS_ROWS, 3, 9, 256)],
+    gpu=[("Q4_K", BLAS_ROWS, 20, 512, 2048)],
     emulated_devices=WGMMA,
 )
 def test_gates_and_ups_do_not_depend_on_their_neighbours(
@@ -265,8 +265,8 @@ def test_gates_and_ups_do_not_depend_on_their_neighbours(
 @on_devices(
     "name, counts, experts, k, cols",
     host=[],
-    emulated=[("Q6_K", [PROMPT_ROWS, 200], 4, 2, 256)],
-    gpu=[("Q4_K", [PROMPT_ROWS, 400, 2000], 20, 8, 1280)],
+    emulated=[("Q6_K", [BLAS_ROWS, 200], 4, 2, 256)],
+    gpu=[("Q4_K", [BLAS_ROWS, 400, 2000], 20, 8, 1280)],
     emulated_devices=WGMMA,
 )
 def test_rows_of_a_prompt_do_not_depend_on_their_neighbours(

@@ -11,8 +11,8 @@ import pytest
 from luce.models.spec import Activation
 from luce.ops import moe_prefill_int8
 from luce.ops.int8_rows import to_int8
+from luce.ops.matmul_prefill import BLAS_ROWS
 from luce.ops.moe import combine
-from luce.ops.moe_prefill import PROMPT_ROWS
 from luce.ops.weight import upload_experts
 from luce.runtime.device import Device
 from tests.support import op_checks_moe_prefill_int8 as checks
@@ -192,11 +192,11 @@ def test_which_rows_these_products_serve(device: Device) -> None:
     def serves(rows: int, activation: Activation = "silu") -> bool:
         return moe_prefill_int8.multiplies_int8(device, rows, weight, other, 2, activation)
 
-    assert not serves(PROMPT_ROWS)
+    assert not serves(BLAS_ROWS)
     other.int8 = True
-    assert serves(PROMPT_ROWS)
-    assert not serves(PROMPT_ROWS - 1)
-    assert not serves(PROMPT_ROWS, "clamped_swiglu")
+    assert serves(BLAS_ROWS)
+    assert not serves(BLAS_ROWS - 1)
+    assert not serves(BLAS_ROWS, "clamped_swiglu")
 
 
 @on_devices("n, cols, before", [(1, 8, 0), (6, 136, 4), (5, 300, 1), (9, 2048, 8)], host=[])

@@ -30,7 +30,7 @@ class Pair:
 
     target: Path
     draft: str
-    #: the least acceptance rate
+    #: fewest draft tokens accepted in a verification, in the mean: their share of those proposed falls with its width
     right: float
     #: prompts and tokens that run by default
     part: tuple[int, int]
@@ -44,13 +44,13 @@ def of(target: Reference, draft: str, *, right: float = 0.0, tree: bool = False)
 
 
 PAIRS = {
-    "trained model": Pair(TINY / "target.gguf", str(TINY / "drafter.gguf"), 0.3, (12, 64)),
-    "trained draft": Pair(TINY / "target.gguf", str(TINY / "draft.gguf"), 0.2, (12, 64)),
-    "trained draft's trees": Pair(TINY / "target.gguf", str(TINY / "draft.gguf"), 0.2, (12, 64), tree=True),
-    "prompt lookup": Pair(TINY / "target.gguf", "ngram", 0.2, (12, 64)),
-    "fitted draft": of(FIT.target, str(FIT.path), right=0.005),
+    "trained model": Pair(TINY / "target.gguf", str(TINY / "drafter.gguf"), 1.5, (12, 64)),
+    "trained draft": Pair(TINY / "target.gguf", str(TINY / "draft.gguf"), 1.5, (12, 64)),
+    "trained draft's trees": Pair(TINY / "target.gguf", str(TINY / "draft.gguf"), 1.5, (12, 64), tree=True),
+    "prompt lookup": Pair(TINY / "target.gguf", "ngram", 1.5, (12, 64)),
+    "fitted draft": of(FIT.target, str(FIT.path), right=0.2),
     "random draft": of(FIT.target, str(DraftReference("qwen35-a-draft-var-F32").path)),
-    "fitted draft's trees": of(FIT.target, str(FIT.path), right=0.005, tree=True),
+    "fitted draft's trees": of(FIT.target, str(FIT.path), right=0.2, tree=True),
     "random draft's trees": of(FIT.target, str(DraftReference("qwen35-a-draft-var-F32").path), tree=True),
     "DFlash2 draft": of(FIT.target, str(SECOND.path)),
     "DFlash2 draft's trees": of(FIT.target, str(SECOND.path), tree=True),
@@ -135,4 +135,4 @@ def check(name: str, place: str, count: int, tokens: int) -> None:
     print(f"{name}, {place}: {stats.accepted} of {stats.proposed} draft tokens accepted in {stats.steps} verifications")
     assert stats.proposed > count * tokens // 10
     # Where the draft can learn, some of its tokens are accepted, but not all: rows are taken back.
-    assert pair.right * stats.proposed <= stats.accepted < stats.proposed
+    assert pair.right * stats.steps <= stats.accepted < stats.proposed

@@ -33,6 +33,7 @@ class Drive:
     fail: bool = False
     #: whether the next step is prepared while one runs, as in the engine
     prepares: bool = True
+    shares_prompts: bool = False
 
     def __post_init__(self) -> None:
         self.backend = ScriptedBackend(
@@ -41,7 +42,13 @@ class Drive:
         self.pages = PageTables(
             self.backend.capacity.pages, self.windows, slots=self.slots, context=CONTEXT, chunk=self.chunk
         )
-        self.scheduler = Scheduler(self.pages, slots=self.slots, chunk=self.chunk, max_scored_rows=self.max_scored_rows)
+        self.scheduler = Scheduler(
+            self.pages,
+            slots=self.slots,
+            chunk=self.chunk,
+            max_scored_rows=self.max_scored_rows,
+            shares_prompts=self.shares_prompts,
+        )
 
     def step(self) -> ScheduledStep | None:
         for _ in self.scheduler.admit():

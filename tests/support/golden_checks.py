@@ -263,6 +263,52 @@ def check_restored(reference: Reference, driver: Driver) -> None:
         assert (driver.feed((other, prompt[90:]))[0] == expected).all()
 
 
+def check_prompts_together(driver: Driver, vocab: int, lengths: Many[int]) -> None:
+    """Prompts that are read in one step have the bits of each alone, and so have the rows behind them."""
+    random = np.random.default_rng(len(lengths))
+    texts = [random.integers(0, vocab, length + 1, np.int32) for length in lengths]
+
+    def read(*chosen: NDArray[np.int32]) -> NDArray[np.float32]:
+        """Logits of each prompt's last row, and then of the row behind it."""
+        sequences = [driver.start() for _ in chosen]
+        step = driver.step(*((sequence, text[:-1]) for sequence, text in zip(sequences, chosen, strict=True)))
+        ends = np.array([span.start + span.rows - 1 for span in step.spans], np.int32)
+        last = driver.backend.forward(replace(step, output_rows=ends, needs_logits=np.ones(len(ends), np.bool_)))
+        behind = driver.feed(*((sequence, text[-1:]) for sequence, text in zip(sequences, chosen, strict=True)))
+        for sequence in sequences:
+            driver.end(sequence)
+        return np.stack([last.logits, np.concatenate(behind)], axis=1)
+
+    alone = np.concatenate([read(text) for text in texts])
+    np.testing.assert_array_equal(read(*texts), alone)
+
+
+def check_replies_together(driver: Driver, vocab: int, count: int) -> None:
+    """Rows of so many sequences, one of each in a step, have the bits that each has alone."""
+    tokens = np.random.default_rng(count).integers(0, vocab, (count, 3), np.int32)
+
+    def begin() -> list[Sequence]:
+        sequences = [driver.start() for _ in tokens]
+        for sequence, own in zip(sequences, tokens, strict=True):
+            driver.feed((sequence, own[:1]))
+        return sequences
+
+    def read(*work: tuple[Sequence, NDArray[np.int32]]) -> NDArray[np.float32]:
+        """Logits of two steps, a row of each sequence in each."""
+        steps = [driver.feed(*((sequence, own[i : i + 1]) for sequence, own in work)) for i in (1, 2)]
+        return np.concatenate([np.concatenate(step) for step in steps])
+
+    sequences = begin()
+    together = read(*zip(sequences, tokens, strict=True)).reshape(2, count, -1)
+    for sequence in sequences:
+        driver.end(sequence)
+    sequences = begin()
+    alone = np.stack([read(work) for work in zip(sequences, tokens, strict=True)], axis=1)
+    np.testing.assert_array_equal(together, alone)
+    for sequence in sequences:
+        driver.end(sequence)
+
+
 def check_company(driver: Driver, vocab: int, rows: int) -> None:
     """Verified rows of several sequences, `rows` in one step, have the bits of rows that are fed one by one, also
     behind rows that were accepted."""

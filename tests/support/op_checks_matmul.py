@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from luce.ops import matmul_int8, matmul_prefill, matmul_rows_wgmma
 from luce.ops.activation import gated_activation
 from luce.ops.fp16 import to_fp16
-from luce.ops.matmul import FEW_ROWS, add_product, adds_row, matmul, matmul_row, norms_row
+from luce.ops.matmul import FEW_ROWS, MANY_ROWS, add_product, adds_row, matmul, matmul_row, norms_row
 from luce.ops.matmul_prefill import copy_bytes, store_copy
 from luce.ops.norm import Unnormed, rms_norm
 from luce.ops.quantise import quantise, quantise_gated
@@ -115,7 +115,7 @@ def check_parts(device: Device, n: int) -> None:
 
 
 @contextlib.contextmanager
-def _launched(device: Device) -> Iterator[list[str]]:
+def launched(device: Device) -> Iterator[list[str]]:
     """The kernels that the device launches within."""
     kernels, launch = list[str](), type(device).launch
 
@@ -128,14 +128,17 @@ def _launched(device: Device) -> Iterator[list[str]]:
 
 
 def check_company(device: Device, names: Sequence[str], rows: int, cols: int, counts: Sequence[int]) -> None:
-    """Rows have the bits in company that they have alone, up to MANY_ROWS of them, by the kernel for so many."""
+    """Rows have the bits in company that they have alone, by the kernel for so many; more than MANY_ROWS in a step of
+    short prompts."""
     tensors = [random_tensor(name, rows, cols, seed=5 + number) for number, name in enumerate(names)]
     weight, x = upload_weight(device, tensors), _x(max(counts), cols, seed=6)
     alone = [device.download(matmul(device, device.upload(x[at : at + 1]), weight)) for at in range(max(counts))]
-    with _launched(device) as kernels:
+    with launched(device) as kernels:
         for n in counts:
+            device.batch_invariant = n > MANY_ROWS
             together = device.download(matmul(device, device.upload(x[:n]), weight))
             np.testing.assert_array_equal(together, np.concatenate(alone[:n]), err_msg=f"{n} rows")
+    device.batch_invariant = False
     grouped = sum(matmul_rows_wgmma.serves(device, part.type) for part in weight.parts)
     assert kernels.count("matmul_rows_wgmma") == len(counts) * grouped
     assert kernels.count("matmul_rows") == len(counts) * (len(weight.parts) - grouped)
@@ -160,11 +163,11 @@ def check_grouped_waves(
         own = split * ((1 << bits) - together)
         return matmul_rows_wgmma.Dealing(whole, together, whole + split + -(-own // together))
 
-    with mock.patch.object(matmul_rows_wgmma, "dealt", dealing), _launched(device) as kernels:
+    with mock.patch.object(matmul_rows_wgmma, "dealt", dealing), launched(device) as kernels:
         together = device.download(matmul(device, device.upload(x), weight))
     assert kernels.count("matmul_rows_wgmma") == len(tensors)
     assert deal is None or kernels.count("add_chains") == sum(deal[0] * 128 < part.rows for part in weight.parts)
-    with mock.patch.object(matmul_rows_wgmma, "serves", lambda *_: False), _launched(device) as kernels:
+    with mock.patch.object(matmul_rows_wgmma, "serves", lambda *_: False), launched(device) as kernels:
         alone = device.download(matmul(device, device.upload(x), weight))
     assert kernels.count("matmul_rows") == len(tensors)
     np.testing.assert_array_equal(together, alone)
@@ -218,7 +221,7 @@ def check_pair(device: Device, first: str, second: str, n: int) -> None:
     """Two tensors whose formats share a launch give the products of each, bit for bit; neither fills its last block."""
     tensors = [random_tensor("F16", 1, 1536, 1), random_tensor(first, 37, 1536, 2), random_tensor(second, 18, 1536, 3)]
     x = _x(n, 1536, seed=9)
-    with _launched(device) as kernels:
+    with launched(device) as kernels:
         together = _product(device, x, tensors)
     assert kernels.count("matmul_int8_pair") == 1 and "matmul_int8" not in kernels
     apart = np.concatenate([_product(device, x, [t]) for t in tensors], axis=1)
@@ -236,7 +239,7 @@ def check_norm_within(device: Device, names: Sequence[str], rows: Sequence[int],
     x[0, 64:96] = 0  # a scale of its own in some formats
     on_device = device.upload(x), device.upload(factors)
     assert norms_row(device, 1, weight)
-    with _launched(device) as kernels:
+    with launched(device) as kernels:
         actual = device.download(matmul(device, Unnormed(*on_device, EPS), weight))
     assert kernels == ["norm_matmul_int8" + "_pair" * (len(names) - 1)]
     apart = matmul(device, rms_norm(device, *on_device, EPS), weight)
@@ -259,7 +262,7 @@ def check_added(device: Device, names: Sequence[str], rows: Sequence[int], cols:
     before[0, ::3] = -0.0
     assert adds_row(device, 1, weight)
     to = device.upload(before)
-    with _launched(device) as kernels:
+    with launched(device) as kernels:
         add_product(device, x, weight, to)
     assert "add" not in kernels
     np.testing.assert_array_equal(device.download(to), before + device.download(matmul(device, x, weight)))
@@ -381,7 +384,7 @@ def check_halves(device: Device, rows: int, cols: int, n: int) -> None:
         values[::3] *= np.float32(2) ** (np.arange(cols) // 64 % 5 * 6)
     x[1] = 0
     weight = upload_weight(device, [RawTensor("", w.view(np.uint8), GGMLQuantizationType.F32, cols)])
-    with _launched(device) as kernels:
+    with launched(device) as kernels:
         actual = device.download(matmul(device, device.upload(x), weight))
     assert kernels.count("matmul_halves") == 1
     x64, w64 = x.astype(np.float64), w.astype(np.float64)

@@ -20,7 +20,7 @@ from luce.backend.backend import Capacity
 from luce.ops.draw import draw_among
 from luce.ops.matmul import FEW_ROWS
 from luce.runtime.host import HostEvent
-from luce.runtime.step import MAX_CANDIDATES, PAGE, Candidates, Int32, Output, Span, Step
+from luce.runtime.step import MAX_CANDIDATES, PAGE, Candidates, Int32, Output, PendingMasks, Span, Step
 from luce.shard.saved_state import HostSavedState, SavedState, StatePiece, Tensors
 from luce.shard.sizes import pages_for
 
@@ -119,9 +119,9 @@ class ScriptedBackend:
         #: (rows, spans) of every step that ran
         self.steps: list[tuple[int, int]] = []
         self.closed = False
-        #: the step that is queued behind the newest one, if there is one, and its output once that one has run
+        #: the step that is queued behind the newest one, if there is one, and its logits once that one has run
         self._behind: list[Step] = []
-        self._behind_output: Output | None = None
+        self._behind_logits = np.empty((0, vocab), np.float32)
         #: steps that were queued behind another one
         self.followed = 0
         #: steps that were staged
@@ -150,21 +150,25 @@ class ScriptedBackend:
 
     def forward(self, step: Step, queued: Callable[[], None] = lambda: None) -> Output:
         follows = bool(self._behind)
-        assert not follows or self._behind.pop() is step, "another step is queued"
+        assert not follows or self._behind.pop().spans is step.spans, "another step is queued"
+        assert follows or not step.masks_deferred, "masks of a step that nobody queued ahead"
+        assert not follows or step.masks_deferred or step.masks is None, "masks that were not announced"
+        if self.asynchronous and step.masks is not None:
+            self.wait_for_masks(step.masks)
         queued()
         try:
             if self.hook is not None:
                 self.hook(step)
             if self.delay:
                 time.sleep(self.delay)
-            output = self._behind_output if follows else self._forward(step)
-            assert output is not None
+            logits = self._behind_logits if follows else self._compute(step)
+            output = self._output(step, logits)
             for behind in self._behind:
                 # The devices go on, whatever the engine does with the output.
                 assert behind.rows == len(output.ids), "a step follows one of other rows"
                 # They have some token where none could be drawn.
                 tokens = np.maximum(output.ids, 0)
-                self._behind_output = self._forward(dataclasses.replace(behind, tokens=tokens))
+                self._behind_logits = self._compute(dataclasses.replace(behind, tokens=tokens))
         except BaseException as error:
             self._behind.clear()
             self.broken = self.broken or (str(error) if isinstance(error, AssertionError) else None)
@@ -172,12 +176,17 @@ class ScriptedBackend:
         self.steps.append((step.rows, len(step.spans)))
         return output
 
+    def wait_for_masks(self, masks: PendingMasks) -> None:
+        """Shards queue a step's output under its masks, before `queued` is called."""
+        masks.wait()
+
     def stage(self, step: Step) -> None:
         self.staged.append(step)
 
     def follow(self, step: Step) -> bool:
         if not self.asynchronous:
             return False
+        assert step.masks is None, "masks before the tokens that they depend on"
         self._behind.append(step)
         self.followed += 1
         return True
@@ -213,7 +222,8 @@ class ScriptedBackend:
             row[token] += 30
         return row
 
-    def _forward(self, step: Step) -> Output:
+    def _compute(self, step: Step) -> NDArray[np.float32]:
+        """Run a step: the logits of its output rows."""
         self._check(step)
         for span in step.spans:
             self._write(step, span)
@@ -230,7 +240,9 @@ class ScriptedBackend:
             span = next(s for s in step.spans if s.start <= row < s.start + s.rows)
             position = int(step.positions[row])
             rows.append(self.logits(self._history(step, span)[: position + 1], self._missing(step, span, position)))
-        logits = np.array(rows, np.float32).reshape(-1, self.capacity.vocab)
+        return np.array(rows, np.float32).reshape(-1, self.capacity.vocab)
+
+    def _output(self, step: Step, logits: NDArray[np.float32]) -> Output:
         masked = self._masked(step, logits)
         top, chosen = None, masked.argmax(axis=1).astype(np.int32)
         if step.needs_candidates is not None and step.needs_candidates.any():

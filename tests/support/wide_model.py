@@ -3,11 +3,20 @@ dense MLP, or a mixture of experts."""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 
+from luce.backend.layersplit import LayerSplitBackend
+from luce.backend.serving_options import ServingOptions
+from luce.gguf.reader import open_gguf
+from luce.models.keys import Source
+from luce.models.registry import read_spec
+from luce.runtime.device import Device
+from tests.support.drive import Driver
 from tests.support.quant_blocks import random_tensor
 
 #: columns of all matrices, and rows of the table
@@ -77,6 +86,24 @@ def write_wide(path: Path, kind: str = "Q4_K", *, experts: str = "") -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def open_wide(
+    stack: ExitStack,
+    folder: Path,
+    *devices: Device,
+    kind: str = "Q4_K",
+    experts: str = "",
+    slots: int = 5,
+    **options: Any,
+) -> Driver:
+    """A driver of the model on devices until the stack ends. Further arguments are ServingOptions."""
+    path = write_wide(folder / f"{kind}{experts}.gguf", kind, experts=experts)
+    file = stack.enter_context(open_gguf(path))
+    spec = read_spec(Source(str(path), file.metadata, file.tensors))
+    backend = LayerSplitBackend(file, spec, devices, ServingOptions(slots=slots, **options))
+    stack.callback(backend.close)
+    return Driver(backend)
 
 
 def _add_experts(writer: gguf.GGUFWriter, kind: str, experts: str) -> None:

@@ -40,10 +40,10 @@ def tree_of(slot: int, start: int, rows: int) -> list[Span]:
     return tree_spans((0,) * (rows - 1), Span(slot, start, rows, 70))
 
 
-def parts_of(*spans: Span, invariant_rows: int = 16) -> list[int]:
+def parts_of(*spans: Span, invariant_rows: int = 16, shared_rows: int = 0, wanted: tuple[int, ...] = ()) -> list[int]:
     """Rows of the parts of a step of these spans."""
-    step = step_of(*((span.rows, span.position) for span in spans))
-    parts = separate_prompts(replace(step, spans=spans), invariant_rows)
+    step = step_of(*((span.rows, span.position) for span in spans), wanted=wanted)
+    parts = separate_prompts(replace(step, spans=spans), invariant_rows, shared_rows)
     for first, part in zip(itertools.accumulate([part.rows for part in parts], initial=0), parts, strict=False):
         assert all(row >= 0 for span in part.spans for row in span.ancestors)
         np.testing.assert_array_equal(part.tokens, step.tokens[first : first + part.rows])
@@ -62,6 +62,26 @@ def test_replies_share_a_step_of_as_many_rows_as_have_the_bits_of_one() -> None:
     # A tree is one sequence's.
     trees = [span for slot in range(3) for span in tree_of(slot, 16 * slot, 16)]
     assert parts_of(*trees, invariant_rows=40) == [32, 16]
+
+
+def test_short_prompts_share_a_step() -> None:
+    def spans_of(*rows: int) -> list[Span]:
+        starts = itertools.accumulate(rows, initial=0)
+        return [Span(slot, start, count, 0) for slot, (start, count) in enumerate(zip(starts, rows, strict=False))]
+
+    several = spans_of(9, 7, 17, 143, 60, 144, 20, 30)
+    assert parts_of(*several, shared_rows=1000) == [16, 220, 144, 50]
+    assert parts_of(*several, shared_rows=160) == [16, 160, 60, 144, 50]
+    assert parts_of(*several) == [16, 17, 143, 60, 144, 20, 30]
+    # Behind short ones, and behind replies that leave room for few rows.
+    assert parts_of(*spans_of(20, 16), shared_rows=1000) == [20, 16]
+    assert parts_of(*spans_of(1, 1, 20, 30), shared_rows=1000) == [2, 50]
+    # A product of the head has the bits of one row for 16 rows.
+    ends = spans_of(*[20] * 17)
+    outputs = tuple(20 * number + 19 for number in range(17))
+    assert parts_of(*ends, shared_rows=1000, wanted=outputs) == [320, 20]
+    assert parts_of(*ends, shared_rows=1000, wanted=outputs[1:]) == [340]
+    assert parts_of(*spans_of(20, 30), shared_rows=1000, wanted=tuple(range(20))) == [20, 30]
 
 
 def test_replies_run_apart_from_prompts() -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from luce.bench.cost import Rows
 from luce.bench.measure import Kind, Stepper, Workload
 from luce.kvcache.paging import KVFlash
-from luce.runtime.step import PAGE, Output, Step
+from luce.runtime.step import PAGE, Step
 from tests.support.paging import Asked, Hashed
 from tests.support.replies import make_engine
 from tests.support.scripted_backend import ScriptedBackend
@@ -39,10 +40,10 @@ def test_plans_equal_the_steps_that_run(test: Workload) -> None:
     ran: list[tuple[list[Rows], int]] = []
 
     class Recorder(ScriptedBackend):
-        def _forward(self, step: Step) -> Output:
+        def _compute(self, step: Step) -> NDArray[np.float32]:
             # Only the contract: these steps read contexts that nothing computed.
             self._check(step)
-            return Output(np.zeros(len(step.output_rows), np.int32), np.empty((0, self.capacity.vocab), np.float32))
+            return np.zeros((len(step.output_rows), self.capacity.vocab), np.float32)
 
     def hook(step: Step) -> None:
         ran.append(([Rows(span.rows, span.position) for span in step.spans], len(step.output_rows)))
@@ -98,8 +99,8 @@ def test_pages_are_swapped_as_in_the_engine() -> None:
 @pytest.mark.parametrize("kind", ["prompt", "decode", "verify", "batch"])
 def test_every_run_begins_with_the_same_pages(kind: Kind) -> None:
     class Unread(ScriptedBackend):
-        def _forward(self, step: Step) -> Output:
-            return Output(np.zeros(len(step.output_rows), np.int32), np.empty((0, self.capacity.vocab), np.float32))
+        def _compute(self, step: Step) -> NDArray[np.float32]:
+            return np.zeros((len(step.output_rows), self.capacity.vocab), np.float32)
 
     views: list[list[list[int]]] = []
 

@@ -5,8 +5,10 @@ The scripted backend computes such a step at once behind the other one, whatever
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
+from functools import partialmethod
 from typing import Any
 
 import numpy as np
@@ -18,11 +20,12 @@ from luce.engine.draft_times import FIRST_STEPS
 from luce.engine.events import Event, Failed, FinishReason, Tokens
 from luce.engine.reasoning_limit import ReasoningLimit
 from luce.engine.sampling import Sampler
+from luce.engine.speculate import Speculator
 from luce.errors import BackendError
 from luce.kvcache.paging import KVFlash
-from luce.runtime.step import PAGE, Step
+from luce.runtime.step import PAGE, PendingMasks, Step
 from tests.support.cached_engine import Rig
-from tests.support.constraints import Few
+from tests.support.constraints import Few, Runs, Turns
 from tests.support.drafters import always, oracle
 from tests.support.paging import Hashed
 from tests.support.replies import EOS, Letters, engine, make_engine, submit
@@ -156,12 +159,77 @@ def test_a_reply_may_fill_the_context() -> None:
     assert reply.ids == backend.reply(PROMPT, PAGE - 3)
 
 
-@pytest.mark.parametrize("why", ["whole logits", "penalty", "constraint", "paging", "drafts"])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_k": 20, "seed": 9}])
+@pytest.mark.parametrize("verify", [0, 16])
+def test_masks_are_made_when_the_token_ahead_of_them_is_known(verify: int, sampling: dict[str, Any]) -> None:
+    replies = []
+    for asynchronous in (False, True):
+        backend = ScriptedBackend(slots=3, recurrent=True, verify=verify, asynchronous=asynchronous)
+        with engine(backend, eos=frozenset(), grammar_threads=2) as made:
+            # One ends while the others go on, and one has no mask.
+            own = [
+                submit(made, [50, n], max_tokens=12 * n, constraint=Turns(97, *range(10, 90)), **sampling)
+                for n in (1, 3)
+            ]
+            free, _ = submit(made, PROMPT, max_tokens=30)
+            for reply in (free, *(reply for reply, _ in own)):
+                assert reply.finished().reason is FinishReason.LENGTH
+        replies.append([reply.ids for reply, _ in own])
+        assert free.ids == backend.reply(PROMPT, 30) and (backend.followed >= 15) == asynchronous
+    assert replies[0] == replies[1]
+
+
+def test_nothing_is_queued_behind_masks_that_are_still_made() -> None:
+    """Threads that make masks use the grammars."""
+
+    class Early(ScriptedBackend):
+        def wait_for_masks(self, masks: PendingMasks) -> None:
+            """The engine hears that the step is queued while threads make its masks."""
+
+    backend = Early(slots=1)
+    with engine(backend, eos=frozenset()) as made:
+        reply, _ = submit(made, PROMPT, max_tokens=20, constraint=Few(97, 10, 11, 12))
+        reply.finished()
+    assert len(reply.ids) == 20 and not backend.followed
+
+
+def test_what_a_grammar_forces_is_verified_rather_than_queued_ahead() -> None:
+    """Where forced tokens are verified at all: of two of them the second makes the next step wait."""
+    found = []
+    for verify in (0, 16):
+        backend = ScriptedBackend(slots=1, verify=verify)
+        with engine(backend, eos=frozenset()) as made:
+            reply, _ = submit(made, PROMPT, max_tokens=40, constraint=Runs(97, *range(10, 90)))
+            reply.finished()
+            found.append((reply.ids, made.stats().forced[1], backend.followed))
+    (plain, none, all_ahead), (ids, forced, some) = found
+    assert ids == plain and none == 0 and all_ahead >= 36
+    # Of a run of four the step that was queued chooses the first one.
+    assert forced >= 9 and some >= 5
+
+
+def test_a_grammar_that_fails_ends_its_own_reply() -> None:
+    class Fails(Few):
+        def forced(self, most: int, ends: frozenset[int]) -> list[int]:
+            if len(self.pushed) > 8:
+                raise ValueError("a bug in the library")
+            return []
+
+    backend = ScriptedBackend(slots=2)
+    with engine(backend, eos=frozenset()) as made:
+        fails, _ = submit(made, [60, 61], max_tokens=30, constraint=Fails(97, 10, 11, 12))
+        greedy, _ = submit(made, PROMPT, max_tokens=30)
+        greedy.finished()
+        assert "a bug in the library" in str(fails.failed())
+    assert greedy.ids == backend.reply(PROMPT, 30) and backend.followed
+
+
+@pytest.mark.parametrize("why", ["whole logits", "penalty", "masks on the host", "paging", "drafts"])
 def test_what_needs_the_token_waits_for_it(why: str) -> None:
     each: dict[str, dict[str, Any]] = {
         "whole logits": {"temperature": 1.0, "top_k": 0, "seed": 3},
         "penalty": {"presence_penalty": 1.0},
-        "constraint": {"constraint": Few(97, 10, 11, 12)},
+        "masks on the host": {"constraint": Few(97, 10, 11, 12), "logprobs": 0},
     }
     params = each.get(why, {})
     sizes: dict[str, Any] = {"bound": 9, "context": 20 * PAGE, "chunk": 2 * PAGE} if why == "paging" else {}
@@ -248,6 +316,14 @@ def test_a_step_that_fails_takes_the_one_behind_it_along(at: int) -> None:
     assert again.ids == backend.reply(PROMPT, 20) and reply.ids == again.ids[: at - 1]
 
 
+@pytest.fixture
+def steady_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look at the clock takes as long: on a busy machine, real times may say that drafts pay."""
+    clock = partialmethod(Speculator.__init__, clock=itertools.count(0.0, 1.0).__next__)
+    monkeypatch.setattr(Speculator, "__init__", clock)
+
+
+@pytest.mark.usefixtures("steady_clock")
 def test_steps_are_queued_ahead_while_a_drafter_rests() -> None:
     """A drafter that rests leaves its steps as they are without one."""
     backend = ScriptedBackend(slots=1, script=after(PROMPT, [30, 31, 32]), context=1000)
@@ -271,6 +347,7 @@ def test_no_row_beyond_the_original_context_is_queued_before_its_sequence_is_str
     assert max(plain) == 39 and reply.ids == backend.reply(PROMPT, 60) and backend.followed > 40
 
 
+@pytest.mark.usefixtures("steady_clock")
 def test_a_drafter_observes_each_row_once_before_its_sequence_ends() -> None:
     """Its features are saved with the checkpoint behind the reply, which has the row that was queued ahead."""
     backend = ScriptedBackend(slots=1, context=1000, script=ending_in(200, EOS))

@@ -200,7 +200,8 @@ def test_a_prompt_that_is_read_again_counts_once(monkeypatch: pytest.MonkeyPatch
 
 
 def test_one_thread_at_a_time_uses_a_constraint() -> None:
-    backend = ScriptedBackend(slots=2, context=256)
+    # Its step is under way before the masks are there.
+    backend = ScriptedBackend(slots=2, context=256, asynchronous=False)
     submitted, begun, lost, clashes = threading.Event(), threading.Event(), threading.Event(), list[str]()
 
     class Slow(Few):

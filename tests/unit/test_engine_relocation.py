@@ -148,6 +148,31 @@ def test_steps_have_as_many_rows_as_the_new_devices_take() -> None:
     assert [reply.ids for reply in drafted] == [backend.reply(PROMPT[n:], 120) for n in range(6)]
 
 
+def test_short_prompts_share_steps_where_the_new_devices_say_so() -> None:
+    backend = ScriptedBackend(slots=6, context=256, chunk=256)
+
+    def move() -> None:
+        wipe(backend)
+        backend.capacity = replace(backend.capacity, shares_prompts=True)
+
+    def most_prompts(made: Engine) -> int:
+        begin, begun = len(backend.steps), threading.Event()
+        backend.hook = lambda step: None if begun.wait(TIMEOUT) else pytest.fail("no prompts came")
+        replies = [submit(made, [*range(40 + n)], max_tokens=1)[0] for n in range(4)]
+        begun.set()
+        for reply in replies:
+            reply.finished()
+        return max(rows for rows, _ in backend.steps[begin:])
+
+    with engine(backend, eos=frozenset()) as made:
+        assert most_prompts(made) < 80
+        hook = backend.hook = Held(3)
+        reply, _ = submit(made, PROMPT, max_tokens=TOKENS)
+        assert move_at(made, hook, move) == [None]
+        reply.finished()
+        assert most_prompts(made) > 80
+
+
 @pytest.mark.parametrize("options", [{"drafter": True}, {"temperature": 1.0, "seed": 7}], ids=["ngram", "draws"])
 def test_drafts_and_draws_go_on(options: dict[str, Any]) -> None:
     def run(moves: bool) -> list[int]:

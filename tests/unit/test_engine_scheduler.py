@@ -17,97 +17,6 @@ from luce.runtime.step import STRETCHED
 from tests.support.driven_scheduler import CHUNK, SLOTS, Drive, rows, sequence
 
 
-def test_replies_go_on_beside_a_long_prompt() -> None:
-    drive = Drive()
-    short, long = sequence(3, max_new_tokens=10), sequence(300, max_new_tokens=1)
-    drive.scheduler.add(short)
-    drive.step()
-    drive.scheduler.add(long)
-    for _ in range(9):
-        assert rows(drive.step()) == {short: 1, long: CHUNK}
-    assert drive.ended == [short]
-
-
-def test_a_short_prompt_is_not_stuck_behind_a_long_one() -> None:
-    drive = Drive()
-    long, short = sequence(400, max_new_tokens=1), sequence(10, max_new_tokens=1)
-    drive.scheduler.add(long)
-    drive.step()
-    drive.scheduler.add(short)
-    assert rows(drive.step()) == {short: 10, long: CHUNK}
-    assert drive.ended == [short]
-    # One that has not few rows takes turns with it.
-    other = sequence(20, max_new_tokens=1)
-    drive.scheduler.add(other)
-    assert rows(drive.step()) == {other: 20}
-    assert rows(drive.step()) == {long: CHUNK}
-    assert drive.ended == [short, other]
-
-
-@pytest.mark.parametrize("length", [10, 20])
-def test_a_long_prompt_is_not_stuck_behind_short_ones(length: int) -> None:
-    drive = Drive(slots=8)
-    long = sequence(5 * CHUNK, max_new_tokens=1)
-    drive.scheduler.add(long)
-    # More come than there is room for: of all that wait, none gets two turns before another one.
-    for _ in range(5 * 8):
-        for _ in range(2):
-            drive.scheduler.add(sequence(length, max_new_tokens=0))
-        drive.step()
-    assert long in drive.ended
-
-
-def test_a_step_has_one_prompt_of_many_rows() -> None:
-    drive = Drive(slots=6)
-    first, second = sequence(18, max_new_tokens=0), sequence(CHUNK, max_new_tokens=0)
-    few = [sequence(n, max_new_tokens=0) for n in (6, 5, 6, 16)]
-    for one in (first, second, *few):
-        drive.scheduler.add(one)
-    assert list(rows(drive.step())) == [few[0], few[1], first]
-    assert list(rows(drive.step())) == [few[2], second]
-    assert list(rows(drive.step())) == [few[3]]
-
-
-def test_prompts_for_which_there_is_no_room_take_turns() -> None:
-    drive = Drive(chunk=2)
-    all_three = [sequence(6, max_new_tokens=1) for _ in range(3)]
-    for one in all_three:
-        drive.scheduler.add(one)
-    for _ in range(3):
-        drive.step()
-    assert [one.computed for one in all_three] == [2, 2, 2]
-
-
-@given(
-    lengths=st.lists(st.tuples(st.integers(1, 150), st.booleans()), min_size=1, max_size=SLOTS),
-    chunk=st.integers(1, 60),
-    scored=st.integers(1, 30),
-)
-def test_company_does_not_change_a_prompts_pieces(lengths: list[tuple[int, bool]], chunk: int, scored: int) -> None:
-    def pieces(prompts: list[tuple[int, bool]]) -> list[list[int]]:
-        drive = Drive(chunk=chunk, max_scored_rows=scored)
-        sequences = [sequence(n, max_new_tokens=0 if whole else 3, scores_prompt=whole) for n, whole in prompts]
-        for one in sequences:
-            drive.scheduler.add(one)
-        found: list[list[int]] = [[] for _ in prompts]
-        while plan := drive.step():
-            for part in plan.sequences:
-                if part.position < len(part.sequence.prompt):
-                    found[sequences.index(part.sequence)].append(part.rows)
-        return found
-
-    assert pieces(lengths) == [own for one in lengths for own in pieces([one])]
-
-
-def test_prompt_rows_of_a_step_are_at_most_a_chunk() -> None:
-    drive = Drive()
-    for _ in range(SLOTS):
-        drive.scheduler.add(sequence(100, max_new_tokens=2))
-    while plan := drive.step():
-        read = [p.rows for p in plan.sequences if p.position < 100]
-        assert sum(n for n in read if n > 16) <= CHUNK and sum(n for n in read if n <= 16) <= 16
-
-
 def test_a_plan_is_filled_with_what_is_proposed_later() -> None:
     drive = Drive()
     drafted, plain = sequence(70, max_new_tokens=30), sequence(3, max_new_tokens=30)
@@ -358,33 +267,6 @@ def test_what_is_wanted_of_a_step() -> None:
     assert drive.ended == [silent]
 
 
-def test_scored_prompts_want_all_rows_in_bounded_pieces() -> None:
-    drive = Drive(max_scored_rows=8)
-    scored, other = (
-        sequence(20, max_new_tokens=0, scores_prompt=True),
-        sequence(40, max_new_tokens=1, cache=CacheState(lengths=(CHUNK - 8,))),
-    )
-    drive.scheduler.add(scored)
-    drive.scheduler.add(other)
-    plan = drive.step()
-    assert rows(plan) == {scored: 8, other: CHUNK - 8}
-    assert plan is not None
-    assert plan.step.output_rows.tolist() == list(range(8))
-    assert plan.step.needs_logits.all()
-    drive.run()
-    assert set(drive.ended) == {scored, other}
-
-
-def test_more_scored_prompts_than_their_bound_take_turns() -> None:
-    drive = Drive(max_scored_rows=2)
-    three = [sequence(4, max_new_tokens=0, scores_prompt=True) for _ in range(3)]
-    for one in three:
-        drive.scheduler.add(one)
-    while plan := drive.step():
-        assert plan.step.needs_logits.sum() <= 2
-    assert set(drive.ended) == set(three)
-
-
 def test_deadlines() -> None:
     drive = Drive(slots=1)
     runs = sequence(3, deadline=5.0, queue_deadline=1.0)
@@ -486,6 +368,14 @@ def test_any_arrivals_leave_nothing_and_do_not_change_replies(
     assert len(list(drive.scheduler.admit())) == SLOTS
 
 
+def test_no_device_draws_where_the_host_has_whole_logits() -> None:
+    drive = Drive()
+    drive.scheduler.add(sequence(5, 9, device_draws=True, draw=Draw(3, 0.7, 40), cache=CacheState(saves_logits=True)))
+    reading, decoding = drive.step(), drive.step()
+    assert reading is not None and reading.step.needs_logits.all() and reading.step.draws is None
+    assert decoding is not None and not decoding.step.needs_logits.any() and decoding.step.draws is not None
+
+
 def test_what_follows_a_step_is_prepared_for_that_step() -> None:
     drive = Drive(prepares=False)
     for prompt in (3, 4):
@@ -493,10 +383,10 @@ def test_what_follows_a_step_is_prepared_for_that_step() -> None:
     reading, decoding = drive.step(), drive.step()
     assert reading is not None and decoding is not None
     drive.scheduler.prepare(decoding)
-    following = drive.scheduler.follow(0.0)
+    following = drive.scheduler.follow(0.0, verifies=True)
     assert following is not None
     assert [one.position for one in following.sequences] == [one.position + 1 for one in decoding.sequences]
     assert (following.step.positions == decoding.step.positions + 1).all()
     # None follows one that reads, whatever was prepared before.
     drive.scheduler.prepare(reading)
-    assert drive.scheduler.follow(0.0) is None
+    assert drive.scheduler.follow(0.0, verifies=True) is None

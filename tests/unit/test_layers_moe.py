@@ -20,7 +20,6 @@ from luce.ops.int8_rows import Int8Rows
 from luce.ops.matmul import FEW_ROWS, MANY_ROWS
 from luce.ops.matmul_int8 import ADDS, ADDS_EARLY
 from luce.ops.matmul_prefill import BLAS_ROWS
-from luce.ops.moe_prefill import PROMPT_ROWS
 from luce.ops.moe_prefill_int8 import store_experts
 from luce.ops.norm import Unnormed
 from luce.ops.weight import upload_experts, upload_weight
@@ -93,6 +92,14 @@ def test_a_row_has_the_bits_that_it_has_alone() -> None:
         for rows, all_rows in together.items():
             if row < rows:
                 np.testing.assert_array_equal(all_rows[row], alone)
+    # In a step of several short prompts any number of rows.
+    more = np.concatenate((x, x[:ROWS]))
+    assert not np.array_equal(device.download(layer(device.upload(more)))[:MANY_ROWS], together[MANY_ROWS])
+    device.batch_invariant = True
+    found = device.download(layer(device.upload(more)))
+    device.batch_invariant = False
+    np.testing.assert_array_equal(found[:MANY_ROWS], together[MANY_ROWS])
+    np.testing.assert_array_equal(found[MANY_ROWS:], together[ROWS])
     assert _layer(device, experts_in="IQ4_NL").invariant_rows == FEW_ROWS
     device.products = frozenset()
     assert _layer(device).invariant_rows == FEW_ROWS
@@ -175,14 +182,14 @@ def test_rows_of_prompts_as_int8(shared_in: str) -> None:
     """They are rounded once, for the experts and for a shared MLP that multiplies int8 too; fewer rows are not."""
     device = EmulatedDevice(products=("F16", "BF16", "WGMMA"))
     plain, own = (_layer(device, shared_in=shared_in, int8=int8) for int8 in (False, True))
-    x = device.upload(np.random.default_rng(2).standard_normal((PROMPT_ROWS, HIDDEN)).astype(np.float32))
+    x = device.upload(np.random.default_rng(2).standard_normal((BLAS_ROWS, HIDDEN)).astype(np.float32))
     with (
         mock.patch.object(moe, "to_int8", wraps=moe.to_int8) as rounded,
         mock.patch.object(GatedMLPLayer, "__call__", autospec=True, side_effect=GatedMLPLayer.__call__) as shared,
         mock.patch.object(moe, "route", wraps=moe.route) as route,
     ):
         exact, actual = (device.download(layer(x)).astype(np.float64) for layer in (plain, own))
-        few = [device.download(layer(x[: PROMPT_ROWS - 1])) for layer in (plain, own)]
+        few = [device.download(layer(x[: BLAS_ROWS - 1])) for layer in (plain, own)]
     assert rounded.call_count == 1
     assert [type(call.args[1]) is Int8Rows for call in shared.call_args_list[:2]] == [False, shared_in == "Q8_0"]
     assert [call.kwargs["multiplies"] for call in route.call_args_list] == [True, False, False, False]

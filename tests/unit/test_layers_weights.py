@@ -14,7 +14,7 @@ from luce.layers.routed_experts import RoutedExperts, load_experts
 from luce.layers.weights import WeightLoader
 from luce.models.spec import ModelSpec
 from luce.ops import moe_prefill_int8
-from luce.ops.moe_prefill import PROMPT_ROWS
+from luce.ops.matmul_prefill import BLAS_ROWS
 from tests.support.emulated import EmulatedDevice
 from tests.support.reference import Reference
 
@@ -66,7 +66,7 @@ def test_experts_have_copies_behind_the_matrices(file: GGUFFile) -> None:
             {"experts"} if layer < layers else set() for layer in range(2)
         ]
         # Those without make them for each step: the bits are the same.
-        assert all(e.multiplies_int8(PROMPT_ROWS) for e in own.layers)
+        assert all(e.multiplies_int8(BLAS_ROWS) for e in own.layers)
 
 
 def test_a_second_call_takes_no_more_memory(file: GGUFFile) -> None:
@@ -87,7 +87,7 @@ def test_without_such_products_experts_have_none(file: GGUFFile, int8: bool, fou
     own = Loaded(file, MIXTURE.spec, int8=int8, four_waves=four_waves)
     assert own.loader.store_copies(1 << 40) == own.dense
     assert own.stored() == [NONE, NONE]
-    assert not any(e.multiplies_int8(PROMPT_ROWS) for e in own.layers)
+    assert not any(e.multiplies_int8(BLAS_ROWS) for e in own.layers)
 
 
 def test_a_device_without_memory_keeps_what_it_has(file: GGUFFile) -> None:

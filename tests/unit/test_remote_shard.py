@@ -34,6 +34,7 @@ from luce.shard.timing import SequenceRows
 from tests.support.drive import Driver
 from tests.support.reference import Reference
 from tests.support.threaded_daemon import ThreadedDaemon
+from tests.support.told_shards import tell_shares_prompts
 
 REFERENCE = Reference("qwen35-a-Q8_0")
 SPEC = REFERENCE.spec
@@ -104,6 +105,13 @@ def test_a_daemon_that_has_loaded_something_else(lie: str, monkeypatch: pytest.M
 
 def test_a_daemon_that_has_loaded_what_it_was_asked_to() -> None:
     load()
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_daemon_says_whether_short_prompts_may_share_a_step(shares: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    tell_shares_prompts(monkeypatch, shares=shares)
+    with placement() as (file, devices), closing(LayerSplitBackend(file, SPEC, devices, OPTIONS)) as backend:
+        assert [shard.info.shares_prompts for shard in backend.shards] == [shares, shares]
 
 
 @pytest.mark.parametrize("seconds", [(), (1.0, 1.0), (-1.0,), (float("nan"),), (float("inf"),)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,13 +22,16 @@ from luce.layers.weights import WeightLoader
 from luce.models.keys import Source
 from luce.models.registry import read_spec
 from luce.models.spec import ModelSpec
+from luce.ops.matmul import FEW_ROWS, MANY_ROWS
 from luce.runtime.draws import Draw, RowDraws
 from luce.runtime.host import HostDevice
 from luce.runtime.kernels import KernelBuild
 from luce.shard import local
 from luce.shard.shard_options import DeviceLayers
 from luce.shard.warm_up import layers_of_each_kind
+from tests.support.drive import Driver
 from tests.support.emulated import EmulatedDevice
+from tests.support.wide_model import open_wide
 
 REFERENCE = Path(__file__).parents[1] / "reference"
 #: models with layers of several kinds; the other families run in the nightly check
@@ -93,12 +97,33 @@ def test_the_first_use_of_a_number_of_rows_compiles_nothing(name: str, sequences
             for slot in range(slots):
                 stepper.move_to(slot, 4)
             stepper.decode(range(slots))
+        if sequences > 1:
+            device.doing = "short prompts that share a step"
+            driver = Driver(backend)
+            step = driver.step(*((driver.start(), np.zeros(rows, np.int32)) for rows in (17, 143, 60)))
+            wanted = np.array([span.start + span.rows - 1 for span in step.spans], np.int32)
+            backend.forward(dataclasses.replace(step, output_rows=wanted, needs_logits=np.zeros(3, np.bool_)))
         device.doing = "drawing a token"
         forward = backend.forward
         draws = RowDraws.of([Draw(1, 0.7, 40)])
         backend.forward = lambda step, queued=lambda: None: forward(dataclasses.replace(step, draws=draws), queued)  # type: ignore[method-assign]
         stepper.decode([0])
         backend.close()
+    assert device.built
+    assert not device.late, "\n".join(f"{when}: {build}" for build, when in device.late.items())
+
+
+def test_more_replies_than_a_short_prompt_has_rows_compile_nothing(tmp_path: Path) -> None:
+    device, count = Recorder(), MANY_ROWS + 1
+    with ExitStack() as stack:
+        driver = open_wide(stack, tmp_path, device, slots=count, context=64)
+        assert driver.backend.capacity.invariant_rows > FEW_ROWS
+        stepper = Stepper(driver.backend, 64)
+        for sequences in (FEW_ROWS + 1, count):
+            device.doing = f"{sequences} sequences"
+            for slot in range(sequences):
+                stepper.move_to(slot, 4)
+            stepper.decode(range(sequences))
     assert device.built
     assert not device.late, "\n".join(f"{when}: {build}" for build, when in device.late.items())
 
