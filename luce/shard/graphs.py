@@ -26,6 +26,8 @@ _log = logging.getLogger(__name__)
 
 #: most rows of a captured step, and of one of its spans: decoding sequences and speculative spans
 MAX_ROWS, MAX_SPAN = 64, 16
+#: most rows of a captured step that has one of each sequence, if the device can capture a library's matrix products
+MAX_REPLIES = 256
 #: fewest rows of a long step that is captured
 LONG_ROWS = 256
 # Entries of the narrowest page table: 512 positions. Thread blocks without a page cost less than more graphs.
@@ -88,7 +90,9 @@ class GraphRunner:
         widths = [_padded(view.table.shape[1], pages) for view, pages in zip(step.views, self._pages, strict=True)]
         shape = StepShape.of(step, tuple(widths))
         few = shape.rows <= MAX_ROWS and shape.longest <= MAX_SPAN
-        if not (self._device.captures and (few or (self._long and shape.spans == 1 and shape.rows >= LONG_ROWS))):
+        replies = shape.longest == 1 and shape.rows <= MAX_REPLIES and self._device.captures_gemm
+        long = self._long and shape.spans == 1 and shape.rows >= LONG_ROWS
+        if not (self._device.captures and (few or replies or long)):
             return None
         replay = self._shapes.pop(shape, None) or _Replay(self._device, self._work, shape, self._input_memory)
         self._shapes[shape] = replay

@@ -17,7 +17,7 @@ from luce.runtime.device import Array, DeviceName
 from luce.runtime.draws import Draw, RowDraws
 from luce.runtime.step import Span, Step
 from luce.shard import graphs
-from luce.shard.graphs import MAX_ROWS, MAX_SPAN
+from luce.shard.graphs import MAX_REPLIES, MAX_ROWS, MAX_SPAN
 from luce.shard.shard import TransientActivation
 from tests.support.capturing import CapturingDevice
 from tests.support.drive import Driver
@@ -81,7 +81,7 @@ def test_a_device_that_cannot_capture_runs_on(make_driver: MakeDriver, caplog: p
 
 def test_what_is_captured(make_driver: MakeDriver) -> None:
     reference, device = Reference("qwen3-a-MIX"), CapturingDevice()
-    ids = np.resize(reference.expected["prompt_17"], MAX_ROWS + 1)
+    ids = reference.expected["prompt_17"]
 
     def captures(*lengths: int) -> bool:
         before = device.captured
@@ -91,7 +91,26 @@ def test_what_is_captured(make_driver: MakeDriver) -> None:
         return device.captured > before
 
     assert captures(1) and captures(MAX_SPAN) and captures(MAX_SPAN, 3) and captures(*[1] * MAX_ROWS)
-    assert not captures(MAX_SPAN + 1) and not captures(*[1] * (MAX_ROWS + 1))
+    assert not captures(MAX_SPAN + 1)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "rows", "gemm", "captured"),
+    [
+        (MAX_REPLIES, 1, True, 1),
+        (MAX_REPLIES + 1, 1, True, 0),
+        (MAX_ROWS + 1, 1, False, 0),
+        (MAX_ROWS // 2, 2, False, 1),
+        (MAX_ROWS // 2 + 1, 2, True, 0),
+    ],
+)
+def test_more_replies_are_captured_where_products_can_be(sequences: int, rows: int, gemm: bool, captured: int) -> None:
+    device, tokens = CapturingDevice(), np.arange(sequences * rows, dtype=np.int32)
+    device.captures_gemm = gemm
+    replayer = graphs.GraphRunner(device, lambda step, inputs: (device.empty(1),), ())
+    step = Step.of_spans([Span(slot, slot * rows, rows, 0) for slot in range(sequences)], tokens, ())
+    results = [replayer.run(step, ()) for _ in range(3)]
+    assert (device.captured, isinstance(results[-1], TransientActivation)) == (captured, captured == 1)
 
 
 @pytest.mark.parametrize(("long", "gemm", "captured"), [(True, True, 1), (True, False, 0), (False, True, 0)])
