@@ -55,7 +55,7 @@
 
 // Blocks of a multiprocessor that get registers: as many as fit into shared memory.
 #define BLOCKS (QUERIES == 16 && HEAD <= 256 ? 3 : 1)
-// Most splits of a row.
+// Most splits of a row. A launch may have fewer places for them, if no page number of its rows is as large.
 #define SPLITS 64
 #define FOLD_THREADS 256
 
@@ -215,7 +215,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                 int n = wave_row() + m * 16 + half * 8 + g;
                 if (n >= tile.queries || split_pages(position(tile, n), tile.window) != pages) continue;
                 int row = (span - base) * rows_apart + query_row(tile, n);
-                i64 to = ((i64)row * heads + query_head(tile, n)) * SPLITS + blockIdx.z;
+                i64 to = ((i64)row * heads + query_head(tile, n)) * gridDim.z + blockIdx.z;
                 if (t == 0 && wave_n() == 0) {
                     state[to].x = sums.top[m][half];
                     state[to].y = sums.total[m][half];
@@ -237,8 +237,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 // `padded` quantised rows, of which n are the step's (quantise.h; d is a multiple of 128).
 extern "C" __global__ void __launch_bounds__(FOLD_THREADS)
     attention_fold(float* __restrict__ out, const float* __restrict__ values, const float2* __restrict__ state,
-                   const int base, const int rows_apart, const int* __restrict__ spans, const int d, const int window,
-                   const int few, const float* __restrict__ gate, const i64 gate_row, const i64 gate_head,
+                   const int base, const int rows_apart, const int* __restrict__ spans, const int places, const int d,
+                   const int window, const int few, const float* __restrict__ gate, const i64 gate_row, const i64 gate_head,
                    const int gating, const int gate_each, const int n, u8* __restrict__ to_int8, const int padded,
                    const int wide, const float* __restrict__ sinks) {
     __shared__ float4 part[FOLD_THREADS];
@@ -253,7 +253,7 @@ extern "C" __global__ void __launch_bounds__(FOLD_THREADS)
 #endif
     int pages = split_pages(position, width);
     int first = oldest_page(position, width) / pages, count = position / PAGE / pages + 1 - first;
-    i64 query = ((i64)blockIdx.x * gridDim.y + blockIdx.y) * SPLITS;
+    i64 query = ((i64)blockIdx.x * gridDim.y + blockIdx.y) * places;
     luce_await();
     luce_release();  // behind the wait: attention_few lets this kernel start at once
     if (row >= rows || rows > few) return;

@@ -4,8 +4,8 @@ Queries and softmax weights are rounded to fp16 (to bfloat16 if K or V have that
 most FEW_ROWS rows are split over blocks, and `attention_fold` adds the blocks' sums; longer spans read their pages in
 sequence. A row's bits depend on which of the two its span is, and on nothing else in its step.
 
-Launch shapes depend on the number of rows and spans, on `longest` and on head sizes. Lengths, positions, pages and the
-places of spans may change between replays of a captured graph.
+Launch shapes depend on the number of rows and spans, on `longest`, on SpanArrays.pages and on head sizes. Lengths,
+positions below those pages, page tables and the places of spans may change between replays of a captured graph.
 """
 
 from __future__ import annotations
@@ -171,16 +171,17 @@ def launch(
     rows = min(spans.longest, FEW_ROWS)
     tile = next((tile for tile in tiles if tile.queries >= rows * group), tiles[-1])
     per_span = -(-rows * group // tile.queries)
-    batch = min(spans.count, max(1, _BUFFER // (rows * heads * _SPLITS * d)))
-    values = device.empty((batch * rows, heads, _SPLITS, d))
-    state = device.empty((batch * rows, heads, _SPLITS, 2))
+    splits = min(spans.pages or _SPLITS, _SPLITS)
+    batch = min(spans.count, max(1, _BUFFER // (rows * heads * splits * d)))
+    values = device.empty((batch * rows, heads, splits, d))
+    state = device.empty((batch * rows, heads, splits, 2))
     gating = (*_gating(gate), np.int32(n), *as_arguments(out if isinstance(out, Quantised) else None))
     for base in range(0, spans.count, batch):
         count = min(batch, spans.count - base)
         place = np.int32(base), np.int32(rows)
-        run(tile, "attention_few", (count * per_span, kv_heads, _SPLITS), values, state, *place, *common)
+        run(tile, "attention_few", (count * per_span, kv_heads, splits), values, state, *place, *common)
         result = (None if isinstance(out, Quantised) else out, values, state, *place, spans.table)
-        sizes = (np.int32(d), limit, np.int32(FEW_ROWS))
+        sizes = (np.int32(splits), np.int32(d), limit, np.int32(FEW_ROWS))
         run(tile, "attention_fold", (count * rows, heads), *result, *sizes, *gating, inputs.sinks)
 
 

@@ -26,6 +26,8 @@ PAGE = 64
 MAX_CANDIDATES = 64
 #: most rows of a draft tree
 MAX_TREE_ROWS = 16
+# Least and largest StepShape.pages: few shapes, and attention has places for all pages from 64 on.
+_FEW_PAGES, _MANY_PAGES = 8, 32
 #: a position id of at least so much is one of a stretched sequence, and this number above its position
 STRETCHED = 1 << 24
 
@@ -315,6 +317,8 @@ class StepShape:
     position_ids: bool = False
     #: rows of the shortest span, if the longest has more than MAX_TREE_ROWS; else 0
     shortest: int = 0
+    #: every row's position is below so many pages: a power of two; 0: it may be any
+    pages: int = 0
 
     @classmethod
     def of(cls, step: Step, widths: tuple[int, ...] | None = None) -> StepShape:
@@ -330,8 +334,11 @@ class StepShape:
             # Rounded up, so that chains and trees of all forms have few shapes.
             longest = 1 << (longest - 1).bit_length()
         copies = tuple(0 if view.copies is None else len(view.copies) for view in step.views)
+        end = max((span.position + span.rows for span in step.spans), default=0)
+        pages = max(_FEW_PAGES, 1 << (-(-end // PAGE) - 1).bit_length()) if 0 < end <= _MANY_PAGES * PAGE else 0
         sizes = step.rows, len(step.spans), longest, len(step.output_rows)
-        return cls(*sizes, widths, seen, pending, branching, copies, step.position_ids is not None, shortest)
+        own = copies, step.position_ids is not None, shortest, pages
+        return cls(*sizes, widths, seen, pending, branching, *own)
 
     @cached_property
     def size(self) -> int:
@@ -383,6 +390,8 @@ class SpanArrays:
     branches: Array | None = None
     #: the shortest span has at least so many rows
     shortest: int = 0
+    #: every row's position is below so many pages; 0: it may be any
+    pages: int = 0
 
 
 class DeviceStep:
@@ -401,7 +410,8 @@ class DeviceStep:
         #: positions for rotary embeddings
         self.position_ids = next(arrays) if shape.position_ids else self.positions
         accepting = pending if shape.pending else None
-        self.spans = SpanArrays(table, row_span, shape.spans, shape.longest, accepting, branches, shape.shortest)
+        longest, shortest = shape.longest, shape.shortest
+        self.spans = SpanArrays(table, row_span, shape.spans, longest, accepting, branches, shortest, shape.pages)
         views = []
         for seen, copies in itertools.zip_longest(shape.seen, shape.copies, fillvalue=0):
             table, first, count, dest = itertools.islice(arrays, 4)

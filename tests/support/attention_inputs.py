@@ -179,11 +179,13 @@ def run(
     attend: Callable[[Device, AttentionInputs], Array] = op.attention,
     softcap: float = 0.0,
     sinks: F32 | None = None,
+    below: int = 0,
 ) -> F32:
     """The step of all chunks: writes their rows into scattered pages, then attends. float32 [rows, heads, d].
 
     Pages that no chunk sees hold NaN; rows behind a sequence's end hold `stale`, or NaN in pools of integers. `drop`
     leaves out the pages that lie before the window of the chunk's first row, `padding` widens the page table.
+    `below`: SpanArrays.pages.
     """
     pages = Pages.scatter(chunks, device, kv, window=window if drop else None, stale=stale, seed=seed)
     starts = np.cumsum([0, *(chunk.rows for chunk in chunks)])
@@ -203,7 +205,8 @@ def run(
     view = pages.view(device, padding, seen)
     write_kv(device, k, v, Destination(k_pool, v_pool, view.dest))
     row_span = up(np.repeat(np.arange(len(chunks), dtype=np.int32), spans[:, 2]))
-    arrays = SpanArrays(table=up(spans), row_span=row_span, count=len(chunks), longest=max(c.rows for c in chunks))
+    longest = max(chunk.rows for chunk in chunks)
+    arrays = SpanArrays(table=up(spans), row_span=row_span, count=len(chunks), longest=longest, pages=below)
     result: F32 = device.download(
         attend(
             device,

@@ -214,7 +214,8 @@ def check_sharp(device: Device) -> None:
 def check_rows_alone(
     device: Device, heads: int, kv_heads: int, d: int, position: int, window: int | None, kv: KVTypes = AUTO
 ) -> None:
-    """Bits of 16 rows: alone, in pieces, in a batch with a wider table; by one block and split over many."""
+    """Bits of 16 rows: alone, in pieces, in a batch with a wider table; by one block and split over many, with as few
+    places for splits as there are pages."""
     rows = 16
     history = History.random(position + rows, heads, kv_heads, d, 8, spread=3.0)
     other = History.random(300, heads, kv_heads, d, 9)
@@ -235,6 +236,10 @@ def check_rows_alone(
     mixed = bits(crowd, padding=9)
     same_bits(mixed[7:10], whole[2:5])
     same_bits(mixed[11:12], whole[9:10])
+    pages = -(-(position + rows) // PAGE)
+    if pages <= 64:
+        same_bits(bits([Chunk(history, position, rows)], below=pages), whole)
+        same_bits(bits(crowd, below=max(pages, 5))[7:10], whole[2:5])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(op, "ENOUGH_BLOCKS", 0)
         same_bits(bits([Chunk(history, position, rows)]), whole)
