@@ -55,6 +55,8 @@ class GraphRunner:
         self._shapes: dict[StepShape, _Replay] = {}
         #: input arrays of the graphs, by position and shape; all graphs share them, as they run one after another
         self._input_memory: dict[tuple[int, tuple[int, ...]], Array] = {}
+        #: whether a step of more than MAX_ROWS rows could not be captured
+        self._refused_many = False
         #: a step whose arrays are on the device, but for its tokens, and its shape's graph
         self._staged: tuple[Step, _Replay] | None = None
         #: number of replayed steps
@@ -94,11 +96,19 @@ class GraphRunner:
         long = self._long and shape.spans == 1 and shape.rows >= LONG_ROWS
         if not (self._device.captures and (few or replies or long)):
             return None
-        replay = self._shapes.pop(shape, None) or _Replay(self._device, self._work, shape, self._input_memory)
+        replay = self._shapes.pop(shape, None)
+        replay = replay or _Replay(self._device, self._work, shape, self._input_memory, self._log_refusal)
         self._shapes[shape] = replay
         if len(self._shapes) > _MAX_SHAPES:
             del self._shapes[next(iter(self._shapes))]
         return replay
+
+    def _log_refusal(self, rows: int, error: DeviceError) -> None:
+        many = rows > MAX_ROWS
+        # The CPU runs ops of several families by NumPy. Steps of many rows have many shapes, all of which lack memory.
+        quiet = self._device.host or (many and self._refused_many)
+        self._refused_many |= many
+        _log.log(logging.DEBUG if quiet else logging.WARNING, "steps of %d rows run launch by launch: %s", rows, error)
 
     def close(self) -> None:
         """Release the graphs and the arrays that they read. Idempotent."""
@@ -113,11 +123,17 @@ class GraphRunner:
 class _Replay:
     """Steps of one shape: eager the first time, captured the second time, replayed from then on.
 
-    `input_memory`: the input arrays that all shapes share, by position and shape.
+    `input_memory`: the input arrays that all shapes share, by position and shape. `on_refused` gets the number of rows
+    and the reason if the shape cannot be captured.
     """
 
     def __init__(
-        self, device: Device, work: Work, shape: StepShape, input_memory: dict[tuple[int, tuple[int, ...]], Array]
+        self,
+        device: Device,
+        work: Work,
+        shape: StepShape,
+        input_memory: dict[tuple[int, tuple[int, ...]], Array],
+        on_refused: Callable[[int, DeviceError], None],
     ) -> None:
         self._device = device
         self._work = work
@@ -128,6 +144,7 @@ class _Replay:
         #: int32 [rows] on the device
         self.tokens = shape.cut(self._step_memory)[0]
         self._input_memory = input_memory
+        self._on_refused = on_refused
         self._inputs: tuple[Array, ...] = ()
         self._has_run = self._refused = False
         self.graph: Graph | None = None
@@ -173,9 +190,7 @@ class _Replay:
             self.graph, self._result = self._device.capture(self._call)
         except DeviceError as error:
             self._refused = True
-            # The CPU runs ops of several families by NumPy.
-            level = logging.DEBUG if self._device.host else logging.WARNING
-            _log.log(level, "steps of %d rows run launch by launch: %s", self._shape.rows, error)
+            self._on_refused(self._shape.rows, error)
 
 
 def _raise_closed(step: DeviceStep, inputs: tuple[Array, ...]) -> tuple[Array, ...]:

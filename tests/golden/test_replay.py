@@ -113,6 +113,18 @@ def test_more_replies_are_captured_where_products_can_be(sequences: int, rows: i
     assert (device.captured, isinstance(results[-1], TransientActivation)) == (captured, captured == 1)
 
 
+def test_one_warning_where_memory_is_short_for_many_replies(caplog: pytest.LogCaptureFixture) -> None:
+    device = CapturingDevice(refuses=True)
+    replayer = graphs.GraphRunner(device, lambda step, inputs: (device.empty(1),), ())
+    with caplog.at_level(logging.WARNING, logger="luce"):
+        for count in (MAX_ROWS - 1, MAX_ROWS, MAX_ROWS + 1, MAX_ROWS + 2):
+            spans = [Span(slot, slot, 1, 0) for slot in range(count)]
+            for _ in range(2):
+                replayer.run(Step.of_spans(spans, np.zeros(count, np.int32), ()), ())
+    rows = [int(message.split()[2]) for message in caplog.messages]
+    assert rows == [MAX_ROWS - 1, MAX_ROWS, MAX_ROWS + 1]
+
+
 @pytest.mark.parametrize(("long", "gemm", "captured"), [(True, True, 1), (True, False, 0), (False, True, 0)])
 def test_long_steps_are_captured_where_products_can_be(long: bool, gemm: bool, captured: int) -> None:
     device, rows = CapturingDevice(), np.arange(300, dtype=np.int32)
