@@ -272,8 +272,8 @@ def _device_info(own: DeviceLayers, builder: LayerBuilder, held: int, unpacked: 
     part = DeviceInfo(str(device.name), own.layers, weights.nbytes, held, unpacked)
     if builder.offloaded is not None:
         return replace(part, offloaded=own.offloaded, offloaded_bytes=builder.offloaded.nbytes)
-    # More rows are launched one by one. A CPU takes as long for each row of prompts: eight of 100 tokens ended together
-    # and no sooner (135M, 2 cores).
+    # Steps with drafts of more rows run launch by launch. A CPU takes as long for each row of prompts: eight of 100
+    # tokens ended together and no sooner (135M, 2 cores).
     return replace(part, invariant_rows=min(MAX_ROWS, weights.invariant_rows), shares_prompts=not device.host)
 
 
