@@ -109,13 +109,16 @@ class ServedCluster:
             why_not = "it is not loaded" if model is None else f"{model.immovable} keeps it from moving"
             if self._shrunk:
                 why_not = "it has a smaller context, and may get back its own"
+            away = ", ".join(sorted(self.coordinator.placed - self.coordinator.present))
             log.event(_log, "the model is loaded anew behind its requests", reason=why_not)
             self._why = why
             reload()
             if model is not None and not model.engine.wait_idle(self._drain):
+                # The engine may hear of a lost member later than the coordinator.
+                without = f" without {away}" if away else ""
                 model.engine.end_replies(
-                    f"the model is loaded anew on other machines, and this reply had no more than {self._drain:g} s "
-                    f"({flag('cluster_drain')}) to end: {why_not}"
+                    f"the model is loaded anew on other machines{without}, and this reply had no more than "
+                    f"{self._drain:g} s ({flag('cluster_drain')}) to end: {why_not}"
                 )
             return
         try:

@@ -283,3 +283,23 @@ def test_what_keeps_a_model_from_moving_lets_it_be_loaded_anew(
     assert reasons == ["--kvflash keeps it from moving"] and called[:2] == ["reload", 12.5]
     text = "this reply had no more than 12.5 s (--cluster-drain) to end: --kvflash keeps it from moving"
     assert called[2:] == ([] if idle else [f"the model is loaded anew on other machines, and {text}"])
+
+
+def test_replies_that_a_lost_member_ends_are_told_its_name(folder: Path, monkeypatch: Patch) -> None:
+    with serving(folder, monkeypatch, lambda names: True, cluster_on_loss="replan") as (cluster, model, (box, _)):
+        called: list[str] = []
+
+        def reload() -> None:
+            # The placement without the member may begin at once.
+            called.append("reload")
+            cluster.coordinator.unplaced()
+
+        monkeypatch.setattr(Movable, "wait_idle", staticmethod(lambda seconds: False))
+        monkeypatch.setattr(Movable, "end_replies", staticmethod(called.append), raising=False)
+        model.immovable, cluster.reload = "--draft", reload
+        assert box.host is not None
+        box.host.stop()
+        box.end()
+        assert within(30, lambda: len(called) >= 2)
+    assert called[0] == "reload"
+    assert called[1].startswith("the model is loaded anew on other machines without box, and this reply had")
