@@ -234,13 +234,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 
 // The splits' sums added and divided, times sigmoid or softplus (gating 1 or 2, 0: no gate) of gate, one of a head
 // (gate_each 1) or one of each of its values (d). The result goes to out or, if `padded` is not 0, only to
-// `padded` quantised rows, of which n are the step's (quantise.h; d is a multiple of 128).
+// `padded` quantised rows, of which n are the step's (quantise.h; d is a multiple of 128). `places` splits of each row
+// and head lie in values and state: gridDim.z of attention_few.
 extern "C" __global__ void __launch_bounds__(FOLD_THREADS)
     attention_fold(float* __restrict__ out, const float* __restrict__ values, const float2* __restrict__ state,
                    const int base, const int rows_apart, const int* __restrict__ spans, const int places, const int d,
-                   const int window, const int few, const float* __restrict__ gate, const i64 gate_row, const i64 gate_head,
-                   const int gating, const int gate_each, const int n, u8* __restrict__ to_int8, const int padded,
-                   const int wide, const float* __restrict__ sinks) {
+                   const int window, const int few, const float* __restrict__ gate, const i64 gate_row,
+                   const i64 gate_head, const int gating, const int gate_each, const int n, u8* __restrict__ to_int8,
+                   const int padded, const int wide, const float* __restrict__ sinks) {
     __shared__ float4 part[FOLD_THREADS];
     int span = base + blockIdx.x / rows_apart, row = blockIdx.x % rows_apart, thread = threadIdx.x;
     // Not later than here, as the compiler would have it.

@@ -26,8 +26,8 @@ PAGE = 64
 MAX_CANDIDATES = 64
 #: most rows of a draft tree
 MAX_TREE_ROWS = 16
-# Least and largest StepShape.pages: few shapes, and attention has places for all pages from 64 on.
-_FEW_PAGES, _MANY_PAGES = 8, 32
+# The values of StepShape.pages: few shapes, and attention has places for all pages from 64 on.
+_PAGES = (8, 16, 32)
 #: a position id of at least so much is one of a stretched sequence, and this number above its position
 STRETCHED = 1 << 24
 
@@ -317,7 +317,7 @@ class StepShape:
     position_ids: bool = False
     #: rows of the shortest span, if the longest has more than MAX_TREE_ROWS; else 0
     shortest: int = 0
-    #: every row's position is below so many pages: a power of two; 0: it may be any
+    #: every row's position is below so many pages: 8, 16 or 32; 0: it may be any
     pages: int = 0
 
     @classmethod
@@ -335,7 +335,7 @@ class StepShape:
             longest = 1 << (longest - 1).bit_length()
         copies = tuple(0 if view.copies is None else len(view.copies) for view in step.views)
         end = max((span.position + span.rows for span in step.spans), default=0)
-        pages = max(_FEW_PAGES, 1 << (-(-end // PAGE) - 1).bit_length()) if 0 < end <= _MANY_PAGES * PAGE else 0
+        pages = next((pages for pages in _PAGES if end <= pages * PAGE), 0)
         sizes = step.rows, len(step.spans), longest, len(step.output_rows)
         own = copies, step.position_ids is not None, shortest, pages
         return cls(*sizes, widths, seen, pending, branching, *own)

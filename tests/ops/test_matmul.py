@@ -21,7 +21,7 @@ from luce.ops.weight import KERNEL_TYPES, Weight, WeightPart, upload_weight
 from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
 from tests.support import op_checks_matmul as checks
-from tests.support.devices import EMULATED, emulated_only, on_devices
+from tests.support.devices import EMULATED, emulated_32, emulated_only, emulated_wgmma, on_devices
 from tests.support.emulated import EmulatedDevice
 from tests.support.quant_blocks import FORMATS, PLAIN, block_cols, decoded, random_tensor, whole_blocks
 from tests.support.quantised import INT8, seen
@@ -36,8 +36,6 @@ BULK = ("emulated, wgmma",)
 FEW = {name: (1, 2, 4)[i % 3] for i, name in enumerate(FORMATS)}
 
 bf16_tiles = on_devices(host=[], gpu=[], emulated_devices=("emulated, mma",))
-emulated_32 = on_devices(host=[], gpu=[], emulated_devices=("emulated, 32 lanes",))
-emulated_wgmma = on_devices(host=[], gpu=[], emulated_devices=("emulated, wgmma",))
 
 
 @pytest.mark.parametrize("n", [1, 8, 9, 33])
@@ -245,7 +243,7 @@ def test_int8_sums_are_the_same_on_all_emulated_devices(name: str, n: int) -> No
 
 @pytest.mark.parametrize("name", INT8)
 @pytest.mark.parametrize("n", [1, 2, 16])
-@on_devices(host=[], gpu=[], emulated_devices=BULK)
+@emulated_wgmma
 def test_int8_sums_are_the_same_where_rows_come_by_bulk_copies(device: Device, name: str, n: int) -> None:
     # Four chains, and eight in three steps; missing and cut off units; rows that begin anywhere; the end of memory.
     for rows, units in ((19, 5), (11, 18)):

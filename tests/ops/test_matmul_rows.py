@@ -12,11 +12,8 @@ from luce.ops.matmul_prefill import BLAS_ROWS
 from luce.ops.weight import upload_weight
 from luce.runtime.device import Device
 from tests.support import op_checks_matmul as checks
-from tests.support.devices import on_devices
+from tests.support.devices import emulated_32, emulated_wgmma, on_devices
 from tests.support.quant_blocks import random_tensor
-
-emulated_32 = on_devices(host=[], gpu=[], emulated_devices=("emulated, 32 lanes",))
-emulated_wgmma = on_devices(host=[], gpu=[], emulated_devices=("emulated, wgmma",))
 
 #: tiles as a whole and chains together, of check_grouped_waves
 Deal = tuple[int, int] | None

@@ -20,7 +20,7 @@ from luce.runtime.device import Device
 from luce.runtime.host import HostDevice
 from tests.support import op_checks_moe as checks
 from tests.support import op_checks_moe_prefill as prefill_checks
-from tests.support.devices import emulated_only, on_devices
+from tests.support.devices import emulated_only, emulated_wgmma, on_devices
 from tests.support.emulated import EmulatedDevice
 from tests.support.quant_blocks import FORMATS, decoded, random_tensor, whole_blocks
 
@@ -155,7 +155,7 @@ def test_norm_product_and_choice_in_one_launch(
     checks.check_norm_route(device, family, rows, cols, experts, top_k, group)
 
 
-@on_devices(host=[], gpu=[], emulated_devices=WGMMA)
+@emulated_wgmma
 def test_a_choice_in_one_launch_within_groups_or_among_nan(device: Device) -> None:
     groups = ExpertGroups(8, 4, "two best")
     checks.check_norm_route(device, "laguna", 64, 96, 64, 6, 128, groups=groups)
@@ -163,7 +163,7 @@ def test_a_choice_in_one_launch_within_groups_or_among_nan(device: Device) -> No
     checks.check_norm_route(device, "laguna", 64, 96, 64, 6, 128, value=np.inf)
 
 
-@on_devices(host=[], gpu=[], emulated_devices=WGMMA)
+@emulated_wgmma
 def test_numbers_between_blocks_are_taken_once(device: Device) -> None:
     """Slots that are not empty before a launch, and more numbers to take than blocks post."""
     checks.check_slots(device)

@@ -72,6 +72,9 @@ def on_devices(
 
 #: the test runs without a GPU on both emulated devices alone
 emulated_only = on_devices(host=[], gpu=[])
+#: the test runs on one emulated device: with 32 lanes, and with the matrix instructions of Hopper
+emulated_32 = on_devices(host=[], gpu=[], emulated_devices=("emulated, 32 lanes",))
+emulated_wgmma = on_devices(host=[], gpu=[], emulated_devices=("emulated, wgmma",))
 
 
 def opened(name: str, request: pytest.FixtureRequest) -> Iterator[Device]:
