@@ -162,7 +162,9 @@ class ServedCluster:
                     _log.warning("the model cannot move, and tries again without what is not there: %s", error)
                     continue
                 tried, there = self.coordinator.placed, before & self.coordinator.present
-                if only is None and tried != there:
+                # A placement that is not worth it may be that of the same members: those for which it was tried are
+                # gone, or lack the model file.
+                if only is None and (tried != there or why == "auto"):
                     _log.warning("the model stays where it was: %s", error)
                     only = there
                     continue

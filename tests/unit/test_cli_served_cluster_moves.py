@@ -227,26 +227,32 @@ def test_a_lost_member_has_time_to_come_back(folder: Path, monkeypatch: Patch) -
         den.host.stop()
 
 
-@pytest.mark.parametrize(("rate", "present", "taken"), [(115.1, 0.0, True), (114.9, 0.0, False), (130.0, 120.0, False)])
-def test_a_faster_placement_is_taken_by_itself(
-    rate: float, present: float, taken: bool, folder: Path, monkeypatch: Patch
-) -> None:
-    def plan(decode: float) -> Any:
-        on = SimpleNamespace(shard=SimpleNamespace(device="cpu:0"))
-        prediction = SimpleNamespace(decode_rate=decode, shards=(on,))
-        problem = SimpleNamespace(devices=(), links={}, offload="off")
-        return SimpleNamespace(prediction=prediction, problem=problem, known=SimpleNamespace(ways={}))
+def plan(decode: float) -> Any:
+    on = SimpleNamespace(shard=SimpleNamespace(device="cpu:0"))
+    prediction = SimpleNamespace(decode_rate=decode, shards=(on,))
+    problem = SimpleNamespace(devices=(), links={}, offload="off")
+    return SimpleNamespace(prediction=prediction, problem=problem, known=SimpleNamespace(ways={}))
 
-    asked: list[frozenset[str]] = []
+
+def once(asked: list[frozenset[str]]) -> Any:
+    """AutoReplan.due that holds once, for the first members without layers; `asked` gets those of each call."""
 
     def due(self: Any, now: float, idle: frozenset[str], *, running: int, waiting: int) -> bool:
         if idle:
             asked.append(idle)
         return len(asked) == 1 and bool(idle)
 
+    return due
+
+
+@pytest.mark.parametrize(("rate", "present", "taken"), [(115.1, 0.0, True), (114.9, 0.0, False), (130.0, 120.0, False)])
+def test_a_faster_placement_is_taken_by_itself(
+    rate: float, present: float, taken: bool, folder: Path, monkeypatch: Patch
+) -> None:
+    asked: list[frozenset[str]] = []
     with serving(folder, monkeypatch, lambda names: True, cluster_replan="auto") as (cluster, model, (box, _)):
         box.stop()
-        monkeypatch.setattr(module.AutoReplan, "due", due)
+        monkeypatch.setattr(module.AutoReplan, "due", once(asked))
         model.moves.clear()
         model.plan, model.next = plan(100.0), plan(rate)
         if present:
@@ -258,6 +264,23 @@ def test_a_faster_placement_is_taken_by_itself(
         assert within(30, lambda: model.moves == ([both] if taken else [both, one])), model.moves
         assert asked[0] == frozenset({"box"}) and model.reason is None
         assert within(30, lambda: model.plan is model.next)
+
+
+def test_a_model_stays_where_it_was_if_the_member_that_would_make_it_faster_cannot(
+    folder: Path, monkeypatch: Patch
+) -> None:
+    fields = {"cluster_replan": "auto", "cluster_stream": "off"}
+    with serving(folder, monkeypatch, lambda names: True, **fields) as (cluster, model, (box, _)):
+        box.stop()
+        (box.folder / "model.gguf").unlink()
+        monkeypatch.setattr(module.AutoReplan, "due", once([]))
+        model.moves.clear()
+        model.plan, model.next = plan(100.0), plan(100.0)
+        box.start()
+        one = ("member://den/cpu:0",)
+        assert within(30, lambda: len(model.moves) == 2 or model.reason is not None)
+        assert model.moves == [one, one] and model.reason is None
+        assert within(30, lambda: states(cluster) == {"box": "idle", "den": "loading"}), states(cluster)
 
 
 @pytest.mark.parametrize("idle", [True, False])
