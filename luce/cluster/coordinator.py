@@ -233,9 +233,9 @@ class Coordinator:
             return wanted
 
     def unplaced(self) -> None:
-        """The model is on no devices: it fits nowhere."""
+        """The model is on no devices: it fits nowhere. A command that has come meanwhile holds."""
         with self._lock:
-            self._layers, self._placement, self.wanted = {}, {}, ""
+            self._layers, self._placement, self.wanted = {}, {}, "command" if self.wanted == "command" else ""
             self._apply(membership.Unplaced())
 
     @property

@@ -286,6 +286,20 @@ def test_a_placement_without_a_lost_member_is_not_wanted_any_more_once_it_is_bac
         assert home.take_wanted(0) == "command" and home.take_wanted(0) == ""
 
 
+def test_what_is_wanted_while_a_model_finds_no_place(home: Coordinator, hosts: Make) -> None:
+    for wanted, still in (("command", "command"), ("leave", "")):
+        home.plan("0" * 32)
+        home.want(wanted)
+        home.unplaced()
+        assert home.take_wanted(0) == still
+    # A member that has come since the placement was planned.
+    home.plan("0" * 32)
+    hosts(home).start()
+    assert home.wait_for_members(1, 30) == 1
+    home.unplaced()
+    assert home.take_wanted(0) == "back"
+
+
 def test_drain_by_command(home: Coordinator, hosts: Make) -> None:
     host = hosts(home).start()
     assert home.wait_for_members(1, 30) == 1

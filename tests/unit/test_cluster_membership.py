@@ -182,6 +182,38 @@ def test_a_model_that_fits_nowhere_is_placed_once_a_member_comes() -> None:
     assert not any(isinstance(i, Replan) for i in membership.handle(connected(BOX, 2, "2"), 0.0))
 
 
+def test_what_comes_while_a_model_finds_no_place_is_tried_too() -> None:
+    # What was asked for meanwhile keeps no later one from being asked for.
+    membership, left = after(*SERVING, Left(1))
+    assert left[-1] == Replan("leave", "box")
+    membership.handle(Unplaced(), 0.0)
+    assert membership.members["box"].state == "gone"
+    membership.handle(Admitted("den", DEN, ""), 0.0)
+    assert membership.handle(connected(DEN, 2), 0.0)[-1] == Replan("back", "den")
+    # One that has come too late for the placement, or was not in it.
+    came = Admitted("den", DEN, ""), connected(DEN, 2)
+    for events in (
+        (*came, Unplaced()),
+        (*came, Planned(("box",)), Unplaced()),
+        (Disconnected(1, ""), connected(BOX, 2), Unplaced()),
+    ):
+        membership, done = after(*SERVING, *events)
+        name = "box" if BOX in [getattr(event, "certificate", b"") for event in events] else "den"
+        assert done[-1] == Replan("back", name)
+        # Once.
+        membership.handle(Planned((name,)), 0.0)
+        assert not any(isinstance(i, Replan) for i in membership.handle(Unplaced(), 0.0))
+    # Not one that was in it, cannot load it, is gone again, or came to a model that has found a place since.
+    for events in (
+        (*came, Planned(("box", "den"))),
+        (*came, Searched(2, "no such file")),
+        (*came, Disconnected(2, "")),
+        (*came, Kept(frozenset({"box"}))),
+    ):
+        _, done = after(*SERVING, *events, Unplaced())
+        assert not any(isinstance(i, Replan) for i in done)
+
+
 def test_a_connection_counts_only_with_its_token_session_and_epoch() -> None:
     for between, accepted in (
         ((), True),
