@@ -30,17 +30,17 @@ def present_prediction(plan: PredictedPlan, problem: Problem) -> Prediction:
     return predict(given, placed) or plan.prediction
 
 
-@dataclass
+@dataclass(frozen=True)
 class KnownFigures:
     """The figures of all devices that a model's placements have considered, also of those that are not there now."""
 
-    devices: dict[str, DeviceFigures] = field(default_factory=dict)
-    links: dict[tuple[str, str], LinkFigures] = field(default_factory=dict)
+    devices: Mapping[str, DeviceFigures] = field(default_factory=dict)
+    links: Mapping[tuple[str, str], LinkFigures] = field(default_factory=dict)
 
-    def note(self, problem: Problem) -> None:
-        """Keep the figures of a placement's problem."""
-        self.devices |= {device.name: device for device in problem.devices}
-        self.links |= problem.links
+    def beside(self, problem: Problem) -> KnownFigures:
+        """These figures, and those of a placement's problem."""
+        devices = {device.name: device for device in problem.devices}
+        return KnownFigures({**self.devices, **devices}, {**self.links, **problem.links})
 
     def lacks(self, idle: Mapping[str, tuple[str, ...]]) -> frozenset[str]:
         """Those of `idle`, names with their devices, of which no figures are known."""

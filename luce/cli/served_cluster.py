@@ -69,9 +69,10 @@ class ServedCluster:
         self._why = "start"
         #: the loaded model, which this does not keep from being freed
         self._model: Callable[[], Model | None] = lambda: None
-        #: of all devices so far; and of members without layers, what they would bring to the placement that there is
+        #: of all devices so far
         self._known = KnownFigures()
-        self._gains: tuple[Mapping[str, tuple[str, ...]], Mapping[str, Gain]] | None = None
+        #: what members without layers would bring: the placement, the figures and the members for which that is known
+        self._gains: tuple[PredictedPlan, KnownFigures, Mapping[str, tuple[str, ...]], Mapping[str, Gain]] | None = None
         #: its file and the settings with which it was opened
         self._opened: tuple[Path, Config] | None = None
         coordinator.model_facts = self._facts
@@ -248,9 +249,9 @@ class ServedCluster:
         model = place(path, dataclasses.replace(config, target_devices=(*own, *devices)), connects)
         placed = {str(shard["device"]): shard["layers"] for shard in model.placement}
         self.coordinator.keep({device: range(at[0], at[1] + 1) for device, at in placed.items()}, why)
-        self._model, self._gains = weakref.ref(model), None
+        self._model = weakref.ref(model)
         if model.plan is not None:
-            self._known.note(model.plan.problem)
+            self._known = self._known.beside(model.plan.problem)
         self._auto.placed(time.monotonic(), frozenset(self.coordinator.idle))
         for device, rate in _bandwidths(model).items():
             log.event(_log, "member measured", device=device, bytes_per_second=rate)
@@ -268,24 +269,28 @@ class ServedCluster:
         """Where the planner places the model: what members without layers would bring, and those of which it has no
         figures."""
         assert self._opened is not None
-        if model.plan is None or Goal.of(self._opened[1]) is None:
+        # Read once: the model may move meanwhile, on the engine's thread.
+        plan, figures, last = model.plan, self._known, self._gains
+        if plan is None or Goal.of(self._opened[1]) is None:
             return {}, ()
         idle = self.coordinator.idle
         # A search takes up to a second, and `luce cluster status --watch` asks each second.
-        if self._gains is None or self._gains[0] != idle:
-            self._gains = idle, self._known.gains(model.plan, idle)
-        return self._gains[1], self._known.lacks(idle)
+        if last is None or last[0] is not plan or last[1] is not figures or last[2] != idle:
+            last = self._gains = plan, figures, idle, figures.gains(plan, idle)
+        return last[3], figures.lacks(idle)
 
 
 def _bandwidths(model: Model) -> dict[str, float]:
     """As in ModelFacts."""
-    known = {} if model.plan is None else model.plan.known.ways
+    plan = model.plan
+    known = {} if plan is None else plan.known.ways
     return {name: way.bandwidth for name, way in known.items() if name.startswith(MEMBER)}
 
 
 def plan_status(model: Model) -> PlanStatus:
     """The placement of a model, and how fast it is."""
-    prediction = None if model.plan is None else model.plan.prediction
+    plan = model.plan
+    prediction = None if plan is None else plan.prediction
     predicted = {} if prediction is None else {s.shard.device: 1000 * s.decode.total for s in prediction.shards}
     stages = []
     for shard in model.placement:

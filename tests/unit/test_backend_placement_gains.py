@@ -25,9 +25,8 @@ def planned(found: Problem) -> PredictedPlan:
 
 def test_a_member_that_was_there_before_has_its_gain() -> None:
     slow, fast = gpu("cuda:0", 0.5), gpu("member://box/cuda:0", 2.0)
-    known = KnownFigures()
     both, alone = planned(problem(slow, fast)), planned(problem(slow))
-    known.note(both.problem)
+    known = KnownFigures().beside(both.problem)
     idle = {"box": ("member://box/cuda:0",), "den": ("member://den/cuda:0",)}
     gains = known.gains(alone, idle)
     # Of the other one no figures are known.

@@ -254,6 +254,47 @@ def test_members_that_no_placement_has_considered_are_not_measured(
     model.engine.close()
 
 
+def test_the_status_holds_while_the_model_is_placed_anew(monkeypatch: Patch) -> None:
+    settings = config(cluster_min="0", target_devices="auto")
+    model: Any = ScriptedModel(settings)
+    #: how often a comparison or a search lasts until the model is placed anew
+    during, plans = {"comparison": 0, "search": 0}, list[Any]()
+
+    def place(moment: str) -> None:
+        if during[moment]:
+            during[moment] -= 1
+            model.plan = dataclasses.replace(model.plan)
+            cluster.open_model(MODEL, settings, lambda share: None, lambda text: None)
+
+    class Idle(dict[str, Any]):
+        def __ne__(self, other: object) -> bool:
+            place("comparison")
+            return not self == other
+
+    def gains(self: Any, plan: Any, idle: Any) -> dict[str, Any]:
+        plans.append(plan)
+        place("search")
+        return {}
+
+    monkeypatch.setattr(module, "open_model", lambda *arguments: model)
+    monkeypatch.setattr(module.Coordinator, "idle", Idle(box=("member://box/cpu:0",)))
+    monkeypatch.setattr(module.KnownFigures, "gains", gains)
+    with served_cluster(settings) as opened:
+        assert opened is not None
+        cluster = opened
+        cluster.open_model(MODEL, settings, lambda share: None, lambda text: None)
+        facts = cluster.coordinator.model_facts
+        assert facts() is not None and facts() is not None and plans == [model.plan]
+        during["comparison"] = 1
+        assert facts() is not None and during["comparison"] == 0
+        # What is found for an earlier placement is not that of the next one.
+        during["search"] = 1
+        assert facts() is not None and during["search"] == 0 and plans[-1] is not model.plan
+        assert facts() is not None and plans[-1] is model.plan
+        assert facts() is not None and len(plans) == 3
+    model.engine.close()
+
+
 def test_predicted_and_measured_speed(monkeypatch: Patch) -> None:
     model: Any = ScriptedModel(Config())
     plan, prediction = plan_status(model), model.plan.prediction
