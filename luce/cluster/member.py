@@ -325,6 +325,8 @@ class MemberHost:
             try:
                 self._connect_once()
             except (OSError, ValueError, ChannelError, UsageError) as error:
+                # Before it is known whether it leaves: from now on that would be said to nobody, and ends it.
+                connected, self._link = self._link is not None, None
                 if self._ending.is_set():
                     return
                 if self._leaving.is_set():
@@ -336,12 +338,11 @@ class MemberHost:
                 if str(error) != said:
                     said = str(error)
                     event(_log, "coordinator lost", logging.WARNING, address=self._address, reason=said)
-            if self._link is not None:
-                self._link = None
-                # Whoever it may be by then that has a placement for this host: the devices are free meanwhile.
-                self._work.put(wire.Release())
-                if time.monotonic() - begun > _LONGEST_DELAY:
-                    attempts, said = delays(), ""
+                if connected:
+                    # Whoever it may be by then that has a placement for this host: the devices are free meanwhile.
+                    self._work.put(wire.Release())
+                    if time.monotonic() - begun > _LONGEST_DELAY:
+                        attempts, said = delays(), ""
 
     def _connect_once(self) -> None:
         """One control connection, until it ends. Raises OSError, ChannelError and UsageError."""

@@ -300,6 +300,30 @@ def test_what_is_wanted_while_a_model_finds_no_place(home: Coordinator, hosts: M
     assert home.take_wanted(0) == "back"
 
 
+def test_a_host_that_leaves_as_its_connection_ends_is_gone(home: Coordinator, hosts: Make) -> None:
+    host, left = hosts(home), threading.Event()
+    host.patience = 3600.0
+
+    class Leaving(logging.Handler):
+        """Lets it leave as soon as it says that the connection has ended."""
+
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.getMessage() == "coordinator lost" and host.host is not None:
+                host.host.leave()
+                left.set()
+
+    host.start()
+    assert home.wait_for_members(1, 30) == 1
+    handler, log = Leaving(), logging.getLogger("luce.cluster")
+    log.addHandler(handler)
+    try:
+        for link in list(home.links.values()):
+            link.close()
+        assert left.wait(30) and host.end() is None
+    finally:
+        log.removeHandler(handler)
+
+
 def test_drain_by_command(home: Coordinator, hosts: Make) -> None:
     host = hosts(home).start()
     assert home.wait_for_members(1, 30) == 1
