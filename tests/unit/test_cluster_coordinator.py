@@ -325,7 +325,10 @@ def test_a_host_that_leaves_as_its_connection_ends_is_gone(home: Coordinator, ho
 
 
 def test_drain_by_command(home: Coordinator, hosts: Make) -> None:
-    host = hosts(home).start()
+    host = hosts(home)
+    # Cut off before it is dismissed, it would be lost.
+    host.patience = 30.0
+    host.start()
     assert home.wait_for_members(1, 30) == 1
     with answering(home, lambda: None):
         assert ask(home.files, wire.AskDrain("box")) == wire.Done("box leaves once other machines have its layers")
