@@ -198,6 +198,8 @@ async def test_a_request_waits_for_a_while_and_the_load_goes_on() -> None:
     with pytest.raises(UnavailableError, match=r"^the model is being loaded: a$") as caught:
         await use(models, "a")
     assert caught.value.retry_after == 5
+    # The load may not have begun by then.
+    await until(lambda: models.entry("a").progress > 0)
     assert (models.entry("a").state, models.entry("a").progress, models.entry("a").users) == ("loading", 0.5, 0)
     gate.set()
     await until(lambda: models.entry("a").state == "loaded")
