@@ -30,8 +30,11 @@ __all__ = ["folder"]
 Patch, Output = pytest.MonkeyPatch, pytest.CaptureFixture[str]
 
 
-def opened(settings: Config, patch: Patch, host: Any = lambda made: None) -> tuple[Config, list[str], list[str]]:
-    """The settings with which a model is opened, the places of members' daemons, and what the load waited for."""
+def opened(
+    settings: Config, patch: Patch, host: Any = lambda made: None, on_wait: Any = lambda text: None
+) -> tuple[Config, list[str], list[str]]:
+    """The settings with which a model is opened, the places of members' daemons, and what the load waited for, which
+    `on_wait` gets too."""
     seen: list[Any] = []
 
     def open_model(path: Path, config: Config, progress: Any, connects: Any) -> Any:
@@ -40,10 +43,15 @@ def opened(settings: Config, patch: Patch, host: Any = lambda made: None) -> tup
 
     patch.setattr(module, "open_model", open_model)
     waited: list[str] = []
+
+    def waits(text: str) -> None:
+        waited.append(text)
+        on_wait(text)
+
     with served_cluster(settings) as cluster:
         assert cluster is not None
         host(cluster)
-        cluster.open_model(MODEL, settings, lambda share: None, waited.append)
+        cluster.open_model(MODEL, settings, lambda share: None, waits)
     return (*seen, waited)
 
 
@@ -80,12 +88,13 @@ def test_the_load_waits_for_members(folder: Path, monkeypatch: Patch) -> None:
         return found
 
     monkeypatch.setattr(module, "Coordinator", kept)
-    # It starts only once the load waits.
-    settings, places, waited = opened(
-        config(cluster_min="1", cluster_wait="300"),
-        monkeypatch,
-        lambda cluster: threading.Timer(0.5, lambda: made[0].start()).start(),
-    )
+
+    def start(text: str) -> None:
+        # Only once the load waits.
+        if text and made[0].host is None:
+            made[0].start()
+
+    settings, places, waited = opened(config(cluster_min="1", cluster_wait="300"), monkeypatch, on_wait=start)
     assert settings.target_devices == ("cpu:0", "member://box/cpu:0") and places == ["member://box/"]
     assert waited[0] == "waiting for members: 0 of 1" and waited[-1] == ""
     made[0].stop()
