@@ -37,7 +37,7 @@ def test_a_machine_joins_and_holds_layers(start: Any, tmp_path: Path) -> None:
     assert b"--model-dir" in lines[1] and not any(command.encode() in line for line in lines)
     assert greedy(port) == EXPECTED
     shards = ask(port, "/props")[1]["runtime"]["target_sharding"]
-    found = member_of(start)
+    found = serving_member(start)
     status = start("server", "cluster", "status", "--json")
     assert status.ended() == 0, status.log
     assert [(m["name"], m["layers"]) for m in json.loads("".join(status.out))["members"]] == [
