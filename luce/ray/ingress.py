@@ -123,6 +123,7 @@ class Ingress:
         `record`: of a stream that is to go on."""
         for _ in range(TRIES):
             name = uuid.uuid4().hex
+            self._routing.asked(name)
             call = self._forward.remote(*sent.request, record, call=name, **sent.routing)
             try:
                 head = json.loads(await anext(aiter(call)))

@@ -16,8 +16,8 @@ class SharedRouting:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._state = RoutingState()
-        #: by the id of a request, its replica and keys
-        self._under_way: dict[str, tuple[str, Sequence[bytes]]] = {}
+        #: by the id of a request, its replica and keys, None before it went to one
+        self._under_way: dict[str, tuple[str, Sequence[bytes]] | None] = {}
 
     def keep(self, names: Collection[str]) -> None:
         """These replicas run, and no others."""
@@ -45,18 +45,23 @@ class SharedRouting:
         with self._lock:
             return self._state.ranked(keys, time.monotonic(), among)
 
-    def began(self, request: str, name: str, keys: Sequence[bytes]) -> None:
-        """A request went to a replica."""
+    def asked(self, request: str) -> None:
+        """A request is about to be routed: it begins at most until it ends."""
         with self._lock:
-            self._under_way[request] = name, keys
-            self._state.began(name, keys)
+            self._under_way[request] = None
 
-    def ended(self, request: str) -> None:
-        """A request that went to a replica has ended; others are not known."""
+    def began(self, request: str, name: str, keys: Sequence[bytes]) -> None:
+        """A request went to a replica; nothing if it has ended by then, as its client has left."""
         with self._lock:
             if request in self._under_way:
-                name, keys = self._under_way.pop(request)
-                self._state.ended(name, keys, time.monotonic())
+                self._under_way[request] = name, keys
+                self._state.began(name, keys)
+
+    def ended(self, request: str) -> None:
+        """A request has ended, also one that went to no replica; others are not known."""
+        with self._lock:
+            if (found := self._under_way.pop(request, None)) is not None:
+                self._state.ended(*found, time.monotonic())
 
     def loads(self) -> dict[str, dict[str, Any]]:
         """By replica, what `luce ray status` shows."""

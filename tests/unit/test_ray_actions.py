@@ -231,11 +231,17 @@ def test_the_routing_state_is_shared_by_name() -> None:
     assert routing.apply("a", {**report, "parallel": 2, "prefill_seconds": 0.1, "reply_seconds": 1.0})
     assert routing.followed("a") == ("x", 4)
     assert routing.ranked([b"k"], ["a", "b"]) == ["a", "b"] and routing.ranked([b"k"], ["b"]) == ["b"]
+    routing.asked("call")
     routing.began("call", "a", [b"k"])
     assert routing.loads()["a"] == {"life": "x", "requests": 1, "parallel": 2, "blocks": 1}
     for _ in range(2):
         routing.ended("call")
         assert routing.loads()["a"]["requests"] == 0
+    # The client leaves while the router's thread sends its request: its blocks would be taken for cached for ever.
+    routing.asked("left")
+    routing.ended("left")
+    routing.began("left", "b", [b"other"])
+    assert routing.loads()["b"]["requests"] == 0 and routing.ranked([b"k", b"other"], ["a", "b"]) == ["a", "b"]
 
 
 def test_the_parts_that_run_with_ray_need_no_other_package() -> None:
