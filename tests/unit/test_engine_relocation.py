@@ -322,24 +322,32 @@ def test_replies_that_end_in_time_are_not_put_aside() -> None:
 def test_replies_that_run_on_are_put_aside() -> None:
     backend = ScriptedBackend(slots=2, context=256)
     with engine(backend, eos=frozenset()) as made:
-        ended = threading.Event()
+        asked, over, post = threading.Semaphore(0), threading.Event(), Admission.post
 
-        class Slow(Held):
+        class Stepping(Held):
+            """A step behind each question of who moves the model, so that no reply ends before the move."""
+
             def __call__(self, step: Step) -> None:
                 super().__call__(step)
-                if self.count > self.at:
-                    ended.wait(0.02)
+                if self.count > self.at and not over.is_set():
+                    assert asked.acquire(timeout=TIMEOUT)
 
-        hook = backend.hook = Slow(5)
+        def counted(self: Admission, command: Callable[[], None]) -> bool:
+            done = post(self, command)
+            asked.release()
+            return done
+
+        hook = backend.hook = Stepping(5)
         begun, _ = submit(made, PROMPT, max_tokens=TOKENS)
         seen = list[int]()
 
         def replace() -> None:
             seen.append(len(begun.ids))
             wipe(backend)
-            ended.set()
+            over.set()
 
-        assert move_at(made, hook, replace, drain=0.01) == [None]
+        with mock.patch.object(Admission, "post", counted):
+            assert move_at(made, hook, replace, drain=0.01) == [None]
         begun.finished()
     assert begun.ids == backend.reply(PROMPT, TOKENS) and seen[0] < TOKENS
 
