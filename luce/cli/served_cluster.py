@@ -73,6 +73,8 @@ class ServedCluster:
         self._known = KnownFigures()
         #: what members without layers would bring: the placement, the figures and the members for which that is known
         self._gains: tuple[PredictedPlan, KnownFigures, Mapping[str, tuple[str, ...]], Mapping[str, Gain]] | None = None
+        #: the members of its last placement, also while it has none
+        self._members = frozenset[str]()
         #: its file and the settings with which it was opened
         self._opened: tuple[Path, Config] | None = None
         coordinator.model_facts = self._facts
@@ -169,7 +171,7 @@ class ServedCluster:
                     _log.warning("the model stays where it was: %s", error)
                     only = there
                     continue
-                away = ", ".join(sorted(before - there))
+                away = ", ".join(sorted(self._members - self.coordinator.present))
                 reason = f"the model does not fit without {away}: {error}" if away else str(error)
                 model.backend.unload(reason)
                 self.coordinator.unplaced()
@@ -249,7 +251,7 @@ class ServedCluster:
         model = place(path, dataclasses.replace(config, target_devices=(*own, *devices)), connects)
         placed = {str(shard["device"]): shard["layers"] for shard in model.placement}
         self.coordinator.keep({device: range(at[0], at[1] + 1) for device, at in placed.items()}, why)
-        self._model = weakref.ref(model)
+        self._model, self._members = weakref.ref(model), self.coordinator.placed
         if model.plan is not None:
             self._known = self._known.beside(model.plan.problem)
         self._auto.placed(time.monotonic(), frozenset(self.coordinator.idle))

@@ -146,6 +146,11 @@ def test_a_model_that_fits_nowhere_says_what_is_missing_until_that_is_back(folde
         assert within(30, lambda: model.reason is not None)
         assert model.reason == "the model does not fit without box: it needs 7 bytes more"
         assert states(cluster) == {"box": "lost", "den": "idle"} and cluster.status().replans["loss"] == 1
+        # Whoever tries in vain hears the same.
+        model.reason = None
+        cluster.replan()
+        assert within(30, lambda: model.reason is not None)
+        assert model.reason == "the model does not fit without box: it needs 7 bytes more"
         box.start()
         assert within(30, lambda: cluster.status().replans.get("back") == 1)
         assert within(30, lambda: model.moves[-1] == ("member://box/cpu:0", "member://den/cpu:0"))
