@@ -147,7 +147,9 @@ class Stepper:
         self._texts[slot, begin:end] = self._random.integers(0, self._backend.capacity.vocab, rows, np.int32)
         prompt, limits, at = self._texts[slot, :end], PagingLimits(), begin
         if self.pager is not None and end > self.pager.max_positions:
-            limits = PagingLimits(prompt_multiple=self.pager.segment, query_rows=QUESTION_ROWS)
+            limits = PagingLimits(
+                prompt_multiple=self.pager.segment, prompt_bound=self.pager.max_positions, query_rows=QUESTION_ROWS
+            )
             self.pager.begin_prompt(slot, prompt, begin)
         while at < end:
             self._rescore_if_due(slot, end)

@@ -93,6 +93,8 @@ class PagingLimits:
     max_draft: int | None = None
     #: no step crosses a multiple of so many positions while the prompt is read; 0 without a limit
     prompt_multiple: int = 0
+    #: nor this position, before which every row sees all of its text; 0 without one
+    prompt_bound: int = 0
     #: the prompt's last rows, which no step reads together with those before them
     query_rows: int = 0
 
@@ -299,4 +301,6 @@ def rows_to_boundary(position: int, end: int, paging: PagingLimits, lengths: Man
         bounds.append(rows - paging.query_rows)
     if paging.prompt_multiple:
         bounds.append(paging.prompt_multiple - position % paging.prompt_multiple)
+    if position < paging.prompt_bound:
+        bounds.append(paging.prompt_bound - position)
     return min(bounds)

@@ -23,7 +23,9 @@ class SequencePaging:
             and not sequence.paging.prompt_multiple
             and len(sequence.prompt) > pager.max_positions
         ):
-            sequence.paging = PagingLimits(prompt_multiple=pager.segment, query_rows=QUESTION_ROWS)
+            sequence.paging = PagingLimits(
+                prompt_multiple=pager.segment, prompt_bound=pager.max_positions, query_rows=QUESTION_ROWS
+            )
             pager.begin_prompt(slot, sequence.prompt, computed)
         elif pager.rescore_due(slot, computed):
             pager.rescore(slot, computed, sequence.tokens)

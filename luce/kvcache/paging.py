@@ -124,8 +124,9 @@ class Pager:
         self._options = options
         self._policy = options.policy
         self._tail = options.tail
-        #: rows of a prompt that does not fit, a multiple of PAGE: pages are swapped out where such a segment begins. It
-        #: takes half of the resident pages beside the first and the last ones; the pages with high scores get the rest.
+        #: rows of a prompt that does not fit, a multiple of PAGE: pages are swapped out where such a segment begins, in
+        #: the one with the first page that does not fit where that page begins. It takes half of the resident pages
+        #: beside the first and the last ones; the pages with high scores get the rest.
         self.segment = max(1, min((self._max_resident - SINK - self._tail) // 2, chunk // PAGE)) * PAGE
         self._clock = 0
         self._sequences: dict[int, _PagedSequence] = {}
@@ -281,8 +282,11 @@ class Pager:
             return
         sequence = self._sequences.get(slot)
         if sequence is not None and position < sequence.prompt:
-            segment = position // self.segment + 1
-            end = max(end, min(-(-sequence.prompt // PAGE), segment * self.segment // PAGE))
+            segment_end = (position // self.segment + 1) * self.segment
+            if position < self.max_positions:
+                # What fits sees all of its text, as in a sequence that ends there and shares these pages.
+                segment_end = min(segment_end, self.max_positions)
+            end = max(end, min(-(-sequence.prompt // PAGE), segment_end // PAGE))
         resident = self._table.resident(slot)
         over = len(resident) + end - held_end - self._max_resident
         if over <= 0:

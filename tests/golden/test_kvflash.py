@@ -169,6 +169,29 @@ def test_a_pool_as_large_as_the_context_changes_no_bit(name: str) -> None:
     assert (found[0][1] == found[1][1]).all()
 
 
+@pytest.mark.parametrize("name", ["qwen3-a-F32", "qwen35-a-F32"])
+def test_a_reply_that_fits_is_exact_behind_a_prompt_that_does_not(name: str) -> None:
+    """They begin alike, up to a piece of the long one in which the pool becomes too small for it."""
+    reference = Reference(name)
+    long = prompt(reference, 1500)
+    # A recurrent model resumes at a checkpoint, every 128 tokens.
+    settings = {"chunk": 512, "cache_interval": 128, "kvflash": "1280"}
+    found = []
+    for first in ([], long):
+        with load(reference.path, **settings) as model:
+            if first:
+                ask(model, first, 1)
+                assert residency(model).swapped_out > 0
+            again = model.generate(
+                [*long[:1200], *long[:10]], max_tokens=20, temperature=0, ignore_eos=True, logprobs=0
+            )
+            found.append([(token.id, token.logprob) for token in again])
+            assert again.finish is not None and (again.finish.timings.cached_tokens > 1000) == bool(first)
+    (plain, plain_logprobs), (cached, cached_logprobs) = (zip(*reply, strict=True) for reply in found)
+    assert cached == plain
+    np.testing.assert_allclose(cached_logprobs, plain_logprobs, atol=1e-4)
+
+
 def drive(model: luce.Model, reference: Reference) -> tuple[list[list[int]], tuple[int, ...]]:
     """Replies to prompts of which some do not fit, one again from the cache and one behind it; pages that moved."""
     first = prompt(reference, 1100)

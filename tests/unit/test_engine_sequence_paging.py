@@ -24,7 +24,7 @@ from luce.kvcache.disk.tier import DiskTier
 from luce.kvcache.paging import KVFlash, PagingStats
 from luce.kvcache.policies import AgePolicy, Policy
 from luce.kvcache.prefix_tree import Residency
-from luce.runtime.step import PAGE
+from luce.runtime.step import PAGE, Step
 from tests.support.drafters import BranchingDrafter, sometimes
 from tests.support.paging import Asked, Hashed
 from tests.support.replies import make_engine
@@ -281,6 +281,23 @@ def test_sequences_that_fit_are_not_paged() -> None:
         assert [Asked(engine, prompt, 50).reply() for prompt in asked] == expected
         stats = residency(engine)
         assert (stats.swapped_out, stats.rescores) == (0, 0)
+
+
+@pytest.mark.parametrize("chunk", [PAGE, 4 * PAGE])
+def test_the_rows_of_a_long_prompt_that_fit_see_all_of_its_text(chunk: int) -> None:
+    """A sequence that fits may begin like it, and share their pages."""
+    hidden: list[int] = []
+
+    def note(step: Step) -> None:
+        (span,), (view,) = step.spans, step.views
+        if span.position < BOUND * PAGE and view.count[0] * PAGE < span.position + span.rows:
+            hidden.append(span.position)
+
+    (prompt,) = prompts(12, 1)
+    with running(chunk=chunk, hook=note) as (engine, _):
+        assert len(Asked(engine, np.resize(prompt, 20 * PAGE).tolist(), 5).reply()) == 5
+        assert residency(engine).swapped_out > 0
+    assert not hidden
 
 
 def test_a_context_that_fits_is_as_without_a_limit() -> None:
