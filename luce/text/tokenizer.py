@@ -256,24 +256,29 @@ class Tokenizer:
         """Whether the other vocabulary has the same tokens with the same ids."""
         return self._texts == other._texts
 
-    def encode(self, text: str, *, specials: bool, limit: PromptLimit = NO_LIMIT, before: int = 0) -> list[int]:
+    def encode(
+        self, text: str, *, specials: bool, limit: PromptLimit = NO_LIMIT, before: int = 0, continues: bool = False
+    ) -> list[int]:
         """The ids of a text, without BOS. Lone surrogates are read as U+FFFD.
 
         `specials` True recognises the texts of control and user-defined tokens; False only those of user-defined
         tokens: a control token's text is then ordinary text, and no control token can result.
-        With `space_prefix` a space goes before the text and after every special token, as in SentencePiece.
+        With `space_prefix` a space goes before the text and after every special token, as in SentencePiece; with
+        `continues` the text continues an earlier one, and none goes before it.
 
         Long texts are encoded in pieces; between two of them `limit` may stop it. `before`: tokens of the prompt in
         front of this text.
         """
         ids: list[int] = []
+        prefix = " " * (self.space_prefix and not continues)
         for token, piece in (self.special if specials else self._visible).cut(text):
             limit.check(before + len(ids))
             if token is not None:
                 ids.append(token)
+                prefix = " " * self.space_prefix
                 continue
             if not self._spelled:
-                piece = (" " * self.space_prefix + piece).replace(" ", _SPACE)
+                piece = (prefix + piece).replace(" ", _SPACE)
             for part in _between_newlines(piece) if self._runs else (piece,):
                 if part in self._runs:
                     ids.append(self._runs[part])

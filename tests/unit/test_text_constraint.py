@@ -16,7 +16,7 @@ from luce.errors import BackendError, GrammarLimitError
 from luce.text.grammar import GrammarCompiler
 from luce.text.reasoning import ReasoningTokens
 from luce.text.tokenizer import Tokenizer
-from tests.support.vocabulary import byte_level
+from tests.support.vocabulary import byte_level, sentencepiece
 
 TOKENIZER = Tokenizer(
     byte_level(
@@ -37,6 +37,33 @@ def ids(text: str) -> list[int]:
 
 def bits(words: NDArray[np.uint32]) -> set[int]:
     return {token for token in range(32 * len(words)) if int(words[token // 32]) >> token % 32 & 1}
+
+
+PIECES = {"▁": -1.0, "▁h": -2.0, "he": -2.5, "lo": -2.0, "▁lo": -1.5, "▁a": -3.0, "b": -4.0}
+SPACED = Tokenizer(sentencepiece(PIECES, control=("<s>", "</s>"), eos_token_id=2))
+NO_SPACE = Tokenizer(sentencepiece({"a": -1.0}, control=("<s>", "</s>"), eos_token_id=2, add_space_prefix=False))
+COMPOSED = Tokenizer(byte_level(("Ã ©",), control=("<end>",), eos_token_id=257), nfc=True)
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "text"),
+    [
+        (SPACED, "hello a lo"),
+        (SPACED, "a\u2581b"),
+        (NO_SPACE, "a b"),
+        (COMPOSED, "cafe\u0301!"),
+        (TOKENIZER, "a<t>b"),
+    ],
+    ids=["space before the text", "no space", "no token of a space", "letters composed", "special token"],
+)
+def test_text_that_the_tokenizer_writes_otherwise(tokenizer: Tokenizer, text: str) -> None:
+    constraint, written = GrammarCompiler(tokenizer, tokenizer.vocab).grammar("start: " + json.dumps(text)), b""
+    while not constraint.over:
+        assert all(constraint.valid(constraint.forced(15, NONE), (), NONE))
+        token = max(bits(constraint.mask(NONE)) - tokenizer.eos_ids)
+        constraint.push(token)
+        written += tokenizer.token_bytes(token)
+    assert written == text.encode()
 
 
 @settings(deadline=None)
