@@ -131,7 +131,13 @@ class Committer:
         tokens: list[Token] = []
         path, reason, stop = [0], None, None
         while True:
-            token = reply.choose(rows[path[-1]])
+            try:
+                token = reply.choose(rows[path[-1]])
+            except Exception:
+                # Those before it are the client's, as if steps of their own had given them.
+                if tokens:
+                    self._delivery.later(reply, lambda: reply.on_event(Tokens(tuple(tokens))))
+                raise
             self.predicted_tokens += 1
             reason, text, stop = reply.finish_reason(token.id)
             # dataclasses.replace takes three times as long, and the drafter waits for as many tokens as were accepted.

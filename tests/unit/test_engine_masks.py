@@ -302,6 +302,25 @@ def test_no_token_that_is_allowed_ends_that_reply_alone(params: dict[str, Any]) 
     assert (str(error), error.code) == ("the grammar of the reply allows no token here", "grammar_limit")
 
 
+@pytest.mark.parametrize("verify", [0, 8])
+def test_the_tokens_before_the_one_that_fails_are_delivered(verify: int) -> None:
+    class Ending(Few):
+        """Of its ids none at the fifth place; those before it are forced."""
+
+        def at(self, place: int) -> Many[int]:
+            return self.ids[place : place + 1]
+
+        def forced(self, most: int, ends: frozenset[int]) -> list[int]:
+            return list(self.ids[len(self.pushed) :][:most])
+
+    backend = ScriptedBackend(vocab=VOCAB, verify=verify)
+    with engine(backend, verify_width=verify) as made:
+        reply, _ = submit(made, PROMPTS[0], constraint=Ending(VOCAB, 7, 8, 9, 7), max_tokens=20)
+        assert isinstance(reply.failed(), GrammarLimitError)
+    assert max(rows for rows, _ in backend.steps[1:]) == (4 if verify else 1)
+    assert ids_of(reply) == [7, 8, 9, 7]
+
+
 def test_masks_that_are_slow_for_the_second_time_end_the_reply() -> None:
     count = iter(range(100))
 
