@@ -18,7 +18,7 @@ from luce.kvcache import saver
 from luce.kvcache.disk.fingerprint import Fingerprint
 from luce.kvcache.disk.store import Store
 from luce.runtime.step import PAGE
-from tests.support.cached_engine import EXACT, Silent, each_kind, finish, ids
+from tests.support.cached_engine import EXACT, Silent, each_exact, each_kind, finish, ids
 from tests.support.daemons import within
 from tests.support.disk_tier import MODEL, files, rig, snapshots_left, tier, wait_for
 
@@ -171,6 +171,18 @@ def test_private_tokens_are_not_written(kind: dict[str, Any], tmp_path: Path) ->
         r.ask(prompt, 3, [70])
     with rig(tmp_path, **kind) as r:
         assert r.ask(prompt, 3, [70], shared=100) == (r.backend.reply(prompt, 3), 100)
+
+
+@each_exact
+def test_the_logits_of_a_prompts_end_are_not_shared_where_its_end_is_not(kind: dict[str, Any], tmp_path: Path) -> None:
+    prompt, ran = ids(130), list[list[int]]()
+    with rig(tmp_path, **kind) as r:
+        r.ask(prompt, 3, [120])
+    for shared in (None, 120):
+        with rig(tmp_path, **kind) as r:
+            assert r.ask(prompt, 1, [120], shared) == (r.backend.reply(prompt, 1), 120)
+            ran.append([rows for rows, _ in r.backend.steps])
+    assert ran == [[], [10]]
 
 
 def test_another_model_finds_nothing(tmp_path: Path) -> None:
