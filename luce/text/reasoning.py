@@ -148,12 +148,12 @@ def reasoning_limit(
     ReasoningLimit."""
     markers, ending = dialect.reasoning, dialect.budget
     assert markers is not None
-    blanks = [tokenizer.encode(text, specials=False) for text in _BLANKS]
+    blanks = [tokenizer.encode(text, specials=False, continues=True) for text in _BLANKS]
     return ReasoningLimit(
         opening=tuple(tokenizer.encode(markers.open, specials=True)),
         closers=frozenset({found.closes}),
         closing=tuple(tokenizer.encode(markers.close + ending.lead_out, specials=True)),
-        lead_in=tuple(tokenizer.encode(ending.lead_in, specials=False)),
+        lead_in=tuple(tokenizer.encode(ending.lead_in, specials=False, continues=True)),
         blank=frozenset(ids[0] for ids in blanks if len(ids) == 1),
         inside=found.inside,
         budget=budget,

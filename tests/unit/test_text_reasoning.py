@@ -16,7 +16,7 @@ from luce.models.spec import Dialect, Markers, ReasoningBudget
 from luce.text.chat import ChatFormat
 from luce.text.reasoning import ReasoningSplitter, ReasoningTokens, reasoning_limit, reasoning_splitter
 from luce.text.tokenizer import USER_DEFINED, Tokenizer
-from tests.support.vocabulary import DIRECTORY, NAMES, byte_level, cases, metadata, nfc
+from tests.support.vocabulary import DIRECTORY, NAMES, byte_level, cases, metadata, nfc, sentencepiece
 
 MARKERS = Markers("<t>", "</t>")
 PIECES = st.lists(st.sampled_from(["<t>", "</t>", "<", "/", "t>", "a", "b ", " ", "\n"]), max_size=12)
@@ -122,6 +122,15 @@ def test_the_limit_of_a_family_has_its_ids() -> None:
     assert (found.inside, found.budget, found.reply_reserve) == (True, 5, 7)
     closed = reasoning_limit(family, vocabulary, ReasoningTokens(opens, closes, inside=False), None, 0)
     assert not closed.inside and closed.budget is None
+
+
+def test_what_a_limit_adds_continues_the_reply() -> None:
+    # A vocabulary that writes a space before a text.
+    vocabulary = Tokenizer(sentencepiece({"▁": -1.0}, control=("<s>", "</s>")))
+    family = Dialect(Markers("<t>", "</t>"), ReasoningBudget(lead_in="go"))
+    found = reasoning_limit(family, vocabulary, ReasoningTokens(5, 6, inside=True), 5, 7)
+    assert b"".join(map(vocabulary.token_bytes, found.lead_in)) == b"go"
+    assert {vocabulary.token_bytes(token) for token in found.blank} == {b" ", b"\n", b"\t"}
 
 
 def test_the_limit_of_a_reply_depends_on_its_prompt() -> None:
