@@ -150,7 +150,8 @@ class _Parser(argparse.ArgumentParser):
             formatter.end_section()
         if rest:
             formatter.add_text(f"`{self.prog} --help all` shows {rest} more flags.")
-        return formatter.format_help().replace(f"{self.prog} [FLAG...] {self.prog} ", f"{self.prog} [FLAG...] ")
+        # argparse puts its own name of the program behind ours, with or without operands.
+        return formatter.format_help().replace(f"{self.prog} [FLAG...] {self.prog}", f"{self.prog} [FLAG...]", 1)
 
     def error(self, message: str) -> NoReturn:
         """One line: the usage of a verb has sixty."""

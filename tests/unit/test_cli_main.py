@@ -142,7 +142,9 @@ def test_help_is_short_unless_all_is_asked_for(capsys: pytest.CaptureFixture[str
         short = capsys.readouterr().out
         assert main([verb, "--help", "all"]) == 0
         every = capsys.readouterr().out
-        assert short.count(f"luce {verb} [FLAG...]") == 1 and f"example: {EXAMPLES[verb].partition(' | ')[0]}" in short
+        usage = short.partition("\n\n")[0]
+        assert usage.startswith(f"usage: luce {verb} [FLAG...]") and usage.count("luce") == 1
+        assert f"example: {EXAMPLES[verb].partition(' | ')[0]}" in short
         assert set(re.findall(r"--[a-z][a-z-]+", short)) <= set(re.findall(r"--[a-z][a-z-]+", every)) | {"--help"}
         if verb in ("serve", "chat", "run"):
             assert "--kvflash-tau" in every and "--kvflash-tau" not in short
