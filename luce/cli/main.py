@@ -137,7 +137,9 @@ class _Parser(argparse.ArgumentParser):
         """The arguments of the verb, its own flags, and the settings that most people use."""
         from luce.config.settings import FIELDS
 
-        flags = [a for a in self._actions if a.option_strings and (a.dest not in FIELDS or a.dest in _COMMON)]
+        # Only flags of settings have no default here. A verb's own flag may have the name of a setting.
+        settings = {a.dest for a in self._actions if a.dest in FIELDS and a.default is argparse.SUPPRESS}
+        flags = [a for a in self._actions if a.option_strings and (a.dest not in settings or a.dest in _COMMON)]
         rest = sum(bool(a.option_strings) for a in self._actions) - len(flags)
         operands = [a for a in self._actions if not a.option_strings]
         formatter = self._get_formatter()
@@ -149,7 +151,7 @@ class _Parser(argparse.ArgumentParser):
             formatter.add_arguments(actions)
             formatter.end_section()
         if rest:
-            formatter.add_text(f"`{self.prog} --help all` shows {rest} more flags.")
+            formatter.add_text(f"`{self.prog} --help all` shows {rest} more flag{'s' if rest > 1 else ''}.")
         # argparse puts its own name of the program behind ours, with or without operands.
         return formatter.format_help().replace(f"{self.prog} [FLAG...] {self.prog}", f"{self.prog} [FLAG...]", 1)
 

@@ -151,6 +151,22 @@ def test_help_is_short_unless_all_is_asked_for(capsys: pytest.CaptureFixture[str
             assert f"luce {verb} --help all" in short and len(short.splitlines()) < 75
 
 
+@pytest.mark.parametrize(
+    ("verb", "flag"),
+    [
+        ("join", "--cluster"),
+        ("cluster", "--cluster"),
+        ("shard", "--prefill-drafter"),
+        ("doctor", "--measure-budget"),
+    ],
+)
+def test_the_short_help_has_flags_of_the_verb_that_are_called_as_a_setting(
+    verb: str, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([verb, "--help"]) == 0
+    assert f"  {flag} " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_examples_of_the_help_are_valid(verb: str) -> None:
     command = EXAMPLES[verb].rpartition("luce ")[2] if verb != "run" else EXAMPLES[verb].partition("luce ")[2]
