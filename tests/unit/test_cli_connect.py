@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import tomllib
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -235,6 +236,20 @@ async def test_what_is_refused(
 def test_no_server(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["connect", "codex", "--server", "http://127.0.0.1:9"]) == 7
     assert capsys.readouterr().err == "luce: http://127.0.0.1:9/v1: Connection refused\n"
+
+
+def test_no_such_host(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(socket.gaierror) as known:
+        socket.getaddrinfo("nowhere.invalid", 80)
+    assert main(["connect", "codex", "--server", "http://nowhere.invalid"]) == 7
+    assert capsys.readouterr().err == f"luce: http://nowhere.invalid/v1: {known.value.strerror}\n"
+
+
+async def test_a_server_without_tls(here: Running, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    url = here.url.replace("http:", "https:")
+    assert await asyncio.to_thread(main, ["connect", "codex", "--server", url]) == 7
+    error = capsys.readouterr().err
+    assert error.startswith(f"luce: {url}/v1: [SSL: ") and error.count("\n") == 1
 
 
 async def test_a_small_context_is_told(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

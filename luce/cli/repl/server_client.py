@@ -147,6 +147,9 @@ class ServerClient:
             raise ServerError(f"{self.url}: {response.status}: {_reason(text) or response.reason}")
 
     def _failure(self, error: Exception) -> ServerError:
+        if isinstance(error, aiohttp.ClientConnectorDNSError | aiohttp.ClientConnectorSSLError):
+            # Numbers of getaddrinfo and OpenSSL, of which os.strerror knows nothing or something else.
+            return ServerError(f"{self.url}: {_short(error.os_error.strerror or str(error.os_error))}")
         if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno:
             return ServerError(f"{self.url}: {os.strerror(error.os_error.errno)}")
         if isinstance(error, aiohttp.ClientPayloadError | aiohttp.ServerDisconnectedError | ConnectionResetError):
