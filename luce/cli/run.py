@@ -17,7 +17,7 @@ from luce.cli.arguments import LOADED, add_json, add_model, add_reply, add_setti
 from luce.cli.plain_writer import PlainThoughts, PlainWriter, ThoughtWriter
 from luce.cli.pull import fetch
 from luce.cli.repl.attachments import path_of, schema_format
-from luce.cli.repl.model_replier import ModelReply, reasoning_request, template_variables
+from luce.cli.repl.model_replier import ModelReply, check_format, reasoning_request, template_variables
 from luce.cli.repl.replier import Request, Thinking
 from luce.config.environment import environment
 from luce.config.settings import Config
@@ -102,6 +102,7 @@ def _reply(model: Model, prompt: str, arguments: argparse.Namespace, asked: Requ
     """Print the reply. A model without a chat template continues the prompt unchanged."""
     template = model.chat.template
     reasoning = reasoning_request(model, asked.think, "--think")
+    check_format(model, asked.sampling.get("response_format"), f"--schema {arguments.schema}")
     with progress.shown("reading the prompt", unit="tokens") as wait:
         ids: str | list[int] = prompt
         splitter, messages = None, []

@@ -190,6 +190,16 @@ def test_a_prompt_that_does_not_fit_names_the_flag(capsys: pytest.CaptureFixture
         assert advice in error
 
 
+def test_a_schema_that_cannot_be_enforced_names_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "object", "not": {}}')
+    command = ["run", str(MODEL), "hi", "--schema", str(schema), "--max-ctx", "256", "--kv-cache-dir", "off"]
+    assert main(command) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"luce: --schema {schema}: ") and printed.err.count("\n") == 1
+    assert "not" in printed.err and printed.out == ""
+
+
 def test_inspect_is_not_cut_in_a_pipe(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     assert main(["inspect", str(HYBRID)]) == 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from luce.api import Generation, Model
@@ -114,11 +114,7 @@ class ModelReplier(Replier):
     def check(self, request: Request, origin: str) -> None:
         """As in Replier."""
         reasoning_request(self._model, request.think, origin)
-        if request.response_format is not None:
-            try:
-                self._model.grammars.constraint(request.response_format)
-            except RequestError as error:
-                raise UsageError(f"{origin}: {error}") from None
+        check_format(self._model, request.response_format, origin)
 
     def default(self, name: str) -> Any:
         """As in Replier."""
@@ -184,6 +180,16 @@ def reasoning_request(model: Model, think: str | int | None, origin: str) -> Rea
     if not has_switch(chat):
         raise UsageError(f"{origin}: think {think}: the model's chat template has no {' or '.join(SWITCHES)}")
     return asked
+
+
+def check_format(model: Model, response_format: Mapping[str, Any] | None, origin: str) -> None:
+    """Raise UsageError that begins with `origin` for a format that the model's replies cannot have."""
+    if response_format is None:
+        return
+    try:
+        model.grammars.constraint(response_format)
+    except RequestError as error:
+        raise UsageError(f"{origin}: {error}") from None
 
 
 def template_variables(chat: ChatFormat, asked: ReasoningRequest) -> dict[str, Any]:
