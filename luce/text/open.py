@@ -70,5 +70,7 @@ def _template(file: GGUFFile, config: Config) -> tuple[str | None, str, type[Luc
     origin = f"--chat-template {config.chat_template}"
     try:
         return config.chat_template.read_text(encoding="utf-8"), origin, UsageError
-    except (OSError, UnicodeDecodeError) as problem:
+    except OSError as problem:
+        raise UsageError(f"{origin}: {problem.strerror}", param="chat_template") from None
+    except UnicodeDecodeError as problem:
         raise UsageError(f"{origin}: {problem}", param="chat_template") from None

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from luce.config.settings import Config
+from luce.errors import UsageError
 from luce.gguf.reader import open_gguf
 from luce.models.keys import Source
 from luce.models.registry import read_spec
@@ -60,6 +61,15 @@ def test_a_file_without_a_template_keeps_no_process(tmp_path: Path) -> None:
         spec = read_spec(Source(str(base), file.metadata, file.tensors))
         chat = text_open.open_chat(opened, file, spec, Config(), Vocabulary.read(file, spec).tokenizer, child)
         assert chat.template is None and child.process.poll() is not None
+
+
+def test_a_template_that_cannot_be_read_is_named_once(tmp_path: Path) -> None:
+    config = Config(chat_template=tmp_path / "nowhere")
+    with contextlib.ExitStack() as opened, pytest.raises(UsageError) as caught:
+        file = opened.enter_context(open_gguf(MODEL))
+        spec = read_spec(Source(str(MODEL), file.metadata, file.tensors))
+        text_open.open_chat(opened, file, spec, config, Vocabulary.read(file, spec).tokenizer, None)
+    assert str(caught.value) == f"--chat-template {tmp_path}/nowhere: No such file or directory"
 
 
 def test_a_process_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
