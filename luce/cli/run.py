@@ -106,7 +106,9 @@ def _reply(model: Model, prompt: str, arguments: argparse.Namespace, asked: Requ
     with progress.shown("reading the prompt", unit="tokens") as wait:
         ids: str | list[int] = prompt
         splitter, messages = None, []
-        if template is not None or arguments.system:
+        if template is None and arguments.system:
+            raise UsageError("--system: the model file has no chat template; leave it out, or set --chat-template")
+        if template is not None:
             messages = [{"role": "system", "content": arguments.system}] if arguments.system else []
             variables = template_variables(model.chat, reasoning)
             messages = [*messages, {"role": "user", "content": prompt}]

@@ -342,6 +342,13 @@ def test_run_without_a_template_continues_the_text(scripted: Any, capsys: pytest
     assert capsys.readouterr().out == "more\n"
 
 
+def test_run_without_a_template_takes_no_system_message(scripted: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    scripted().chat.template = None
+    assert main(["run", "x.gguf", "Once upon", "-s", "Be brief."]) == 2
+    message = "luce: --system: the model file has no chat template; leave it out, or set --chat-template\n"
+    assert capsys.readouterr().err == message
+
+
 def test_run_takes_a_prompt_behind_flags(scripted: Any, capsys: pytest.CaptureFixture[str]) -> None:
     model = scripted("Fine.")
     assert main(["run", "x.gguf", "--max-tokens", "4", "hi"]) == 0
