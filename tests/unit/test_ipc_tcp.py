@@ -44,6 +44,12 @@ def test_what_is_no_key_file(text: str, tmp_path: Path) -> None:
         open_key_file(tmp_path / "file", "--key-file", server=True)
 
 
+def test_a_key_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        open_key_file(tmp_path / "file", "--key-file", server=True)
+    assert str(caught.value) == f"--key-file {tmp_path}/file: No such file or directory"
+
+
 def handshake(client: Tls, daemon: Tls) -> tuple[ssl.SSLSocket, ssl.SSLSocket]:
     """The ends of a connection whose handshake is over."""
     ours, theirs = socket.socketpair()
