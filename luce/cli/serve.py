@@ -123,6 +123,8 @@ def model_entries(model: str | None, flags: Mapping[str, Any], config: Config) -
 
 def _in_directory(folder: Path) -> list[ModelTable]:
     """The models of --models-dir, by the names of their files."""
+    if not folder.is_dir():
+        raise UsageError(f"{flag('models_dir')} {folder}: not a directory", param="models_dir")
     found = gguf_models(folder)
     if not found:
         raise UsageError(f"{flag('models_dir')} {folder}: holds no GGUF file", param="models_dir")

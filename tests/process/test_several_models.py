@@ -197,6 +197,8 @@ def test_a_directory_of_models(tmp_path: Path) -> None:
     [
         ((), "luce: MODEL: missing; give a model, --models-dir, or tables [models.NAME]\n"),
         (("--models-dir", "{empty}"), "luce: --models-dir {empty}: holds no GGUF file\n"),
+        (("--models-dir", "{empty}/nowhere"), "luce: --models-dir {empty}/nowhere: not a directory\n"),
+        (("--models-dir", "{twice}"), "luce: --models-dir {twice}: not a directory\n"),
         (("--config", "{twice}"), "luce: two models have the name x\n"),
     ],
 )
