@@ -45,11 +45,12 @@ class Talk:
         system: str | None = None,
         replier: Replier | None = None,
         settings: Settings | None = None,
+        width: int = 200,
         **options: Any,
     ) -> None:
         notes = io.StringIO()
         self.model = model
-        console = Console(file=notes, width=200, highlight=False, markup=False)
+        console = Console(file=notes, width=width, highlight=False, markup=False)
         replier = replier or ModelReplier(model)  # type: ignore[arg-type]
         self.session = Session(replier, keys, Screen(console), settings, **options)
         self.session.conversation.system = system

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from luce.cli.repl import conversation
+from luce.cli.repl.show import TOPICS
 from luce.errors import BackendError, ContextError
 from tests.support.scripted_chat import ScriptedModel
 from tests.support.talk import Keys, Talk
@@ -150,6 +151,12 @@ def test_show() -> None:
     rows = dict(line.split(maxsplit=1) for line in notes.splitlines() if len(line.split(maxsplit=1)) == 2)
     assert rows["temperature"].strip() == "0.7"
     assert rows["seed"].strip() == "random"
+
+
+def test_help_is_not_cut_at_a_terminal() -> None:
+    notes = Talk(ScriptedModel(), Keys("/?"), width=80).notes
+    first = "".join(line[:40].strip() for line in notes.splitlines())
+    assert "\u2026" not in notes and f"/show{'|'.join(TOPICS)}" in first
 
 
 def test_help_names_every_command() -> None:

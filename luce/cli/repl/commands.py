@@ -38,6 +38,9 @@ _SWITCHES = ("verbose", "wordwrap", "nohistory")
 def show_help(session: Session, rest: str) -> None:
     """List the commands and keys."""
     table = Table(box=None, show_header=False)
+    # The topics of /show are one word, which is wider than half a terminal.
+    table.add_column(overflow="fold")
+    table.add_column()
     seen: dict[str, list[str]] = {}
     for name, command in {**COMMANDS, **LEAVE}.items():
         seen.setdefault(f"{command.arguments}\0{command.help}", []).append(name)
