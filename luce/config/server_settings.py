@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from luce.config.field import setting
-from luce.config.values import choice, choices, http_url, integer, names, number, path, text
+from luce.config.values import choice, choices, http_url, integer, names, number, origins, path, text
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class ServerSettings:
     )
     cors_origin: tuple[str, ...] = setting(
         (),
-        names,
+        origins,
         "origins whose pages may call the server; * for all",
         metavar="ORIGIN[,ORIGIN...]",
         group="server",

@@ -174,6 +174,17 @@ def names(text: str) -> tuple[str, ...]:
     return parts
 
 
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/]+", re.ASCII)
+
+
+def origins(text: str) -> tuple[str, ...]:
+    """Origins as browsers send them, or `*`, separated by commas."""
+    parts = tuple(part.strip() for part in text.split(","))
+    if not all(map(_ORIGIN.fullmatch, parts)):
+        raise ValueError("expected * or origins such as https://example.com:8443, without a path, separated by commas")
+    return parts
+
+
 #: efforts of reasoning from the least to the most, in OpenAI's spelling
 EFFORTS = ("minimal", "low", "medium", "high", "xhigh", "max")
 #: efforts in the spellings of others

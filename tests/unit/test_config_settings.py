@@ -80,6 +80,14 @@ def test_every_setting_belongs_to_a_verb() -> None:
     assert {field.metadata["group"] for field in FIELDS.values()} == groups
 
 
+@pytest.mark.parametrize("wrong", ["localhost:3000", "http://localhost:3000/", "https://a.example, example.com", ""])
+def test_an_origin_that_no_browser_sends_is_refused(wrong: str) -> None:
+    with pytest.raises(UsageError, match=r"^--cors-origin: expected \* or origins such as https://example.com:8443, "):
+        resolve({"cors_origin": [wrong]}, env={})
+    for right in ("*", "null", "http://localhost:3000,app://obsidian.md"):
+        assert resolve({"cors_origin": [right]}, env={}).cors_origin == tuple(right.split(","))
+
+
 @pytest.mark.parametrize("devices", ["cpu:0", "cpu:0,cpu:1"])
 def test_a_cache_directory_without_a_cache_is_refused(devices: str) -> None:
     given = {"target_devices": devices, "kv_cache_dir": "/srv/kept", "cache_ram": "0"}
