@@ -104,6 +104,12 @@ async def test_opencode(here: Running, home: Path) -> None:
     assert provider["models"]["tiny"]["reasoning"] is True
 
 
+async def test_a_command_with_a_name_of_several_words_is_quoted(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async with running(alias=("Qwen3 4B",)) as here:
+        assert await connect(here, "opencode", "--write", key="") == 0
+    assert capsys.readouterr().out.endswith("\nstart it: opencode --model 'luce/Qwen3 4B'\n")
+
+
 async def test_aider(here: Running, home: Path) -> None:
     found = await written(here, home, "aider")
     assert found[".aider.luce.env"] == {

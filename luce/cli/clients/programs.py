@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,7 +86,7 @@ def opencode(served: Served) -> Setup:
     }
     path = platformdirs.user_config_path("opencode") / "opencode.json"
     file = ConfigFile(path, JSON, {"provider": {_PROVIDER: provider}}, bool(served.key))
-    return Setup((file,), f"opencode --model {_PROVIDER}/{served.name}", least_context=16384)
+    return Setup((file,), f"opencode --model {shlex.quote(f'{_PROVIDER}/{served.name}')}", least_context=16384)
 
 
 def aider(served: Served) -> Setup:
