@@ -121,6 +121,15 @@ async def test_aider(here: Running, home: Path) -> None:
     assert found[".aider.model.metadata.json"]["openai/tiny"]["max_input_tokens"] == 40_000
 
 
+async def test_aider_needs_a_name_without_blanks(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async with running(alias=("Qwen3 4B", "qwen3-4b")) as here:
+        for flags, status in (((), 2), (("--write",), 2), (("--model", "qwen3-4b"), 0)):
+            assert await connect(here, "aider", *flags, key="") == status
+    error = capsys.readouterr().err
+    message = "luce: aider: its file of variables cannot hold the name 'Qwen3 4B'; give the model another one with "
+    assert error.splitlines()[:2] == [f"{message}`luce serve --alias NAME`"] * 2
+
+
 async def test_llm(here: Running, home: Path) -> None:
     found = await written(here, home, "llm")
     (entry,) = found[".config/io.datasette.llm/extra-openai-models.yaml"]

@@ -190,10 +190,15 @@ def _parse_variables(text: str) -> dict[str, str]:
     return found
 
 
+def plain(value: str) -> bool:
+    """Whether all programs read a variable of this value in the same way."""
+    return _PLAIN.fullmatch(value) is not None
+
+
 def _insert_variables(text: str, changes: Json) -> str:
     lines = _lines(text)
     for name, value in changes.items():
-        if not _PLAIN.fullmatch(value):
+        if not plain(value):
             raise FormatProblem(f"{name}: programs read its value in different ways")
         at = next((i for i, line in enumerate(lines) if (m := _VARIABLE.match(line.strip())) and m[1] == name), None)
         if at is None:

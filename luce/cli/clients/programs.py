@@ -10,9 +10,10 @@ from pathlib import Path
 import platformdirs
 
 from luce.cli.clients.config_file import ConfigFile
-from luce.cli.clients.formats import JSON, TOML, VARIABLES, YAML, Json
+from luce.cli.clients.formats import JSON, TOML, VARIABLES, YAML, Json, plain
 from luce.cli.clients.served import Served
 from luce.config.environment import environment
+from luce.errors import UsageError
 
 #: what clients that insist on a key send to a server without keys
 _ANY_KEY = "none"
@@ -90,8 +91,15 @@ def opencode(served: Served) -> Setup:
 
 
 def aider(served: Served) -> Setup:
-    """Variables, which win over aider's configuration, and an entry in its list of models."""
+    """Variables, which win over aider's configuration, and an entry in its list of models. Raises UsageError for a name
+    that variables cannot hold."""
     name = f"openai/{served.name}"
+    if not plain(name):
+        raise UsageError(
+            f"aider: its file of variables cannot hold the name {served.name!r}; give the model another one with "
+            "`luce serve --alias NAME`",
+            param="model",
+        )
     path = Path.home() / ".aider.luce.env"
     variables = {
         "AIDER_MODEL": name,
