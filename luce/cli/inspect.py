@@ -15,7 +15,7 @@ from rich.text import Text
 from luce.backend.expert_placement import ExpertBytes
 from luce.cli import plan
 from luce.cli.arguments import add_json, add_model, add_settings
-from luce.cli.console import output
+from luce.cli.console import folded, output
 from luce.cli.plan import Opened
 from luce.errors import LuceError
 from luce.gguf.reader import GGUFFile
@@ -219,7 +219,7 @@ def _show(facts: dict[str, Any], with_layers: bool) -> None:
     }
     for name, value in rows.items():
         table.add_row(name, Text(str(value)))
-    console.print(table)
+    console.print(folded(table))
     kinds = Table("type", "bytes", title=f"{facts['tensors']} tensors", title_justify="left")
     for name, size in facts["bytes"].items():
         kinds.add_row(name, f"{size:,}")

@@ -21,7 +21,7 @@ from luce.backend.placement import default_context, fits_beside, plan_model
 from luce.backend.serving_options import ServingOptions
 from luce.cli import progress
 from luce.cli.arguments import add_json, add_model, add_settings, settings
-from luce.cli.console import output
+from luce.cli.console import folded, output
 from luce.cli.predicted_plan import Asked, predicted, show
 from luce.cli.pull import fetch
 from luce.compress.open import ScorerPlan, plan_scorer
@@ -283,7 +283,7 @@ def table(facts: dict[str, Any]) -> Table:
         scorer = facts["prefill_drafter"]
         sizes = (f"{size / _MIB:,.1f} MiB" for size in (scorer["bytes"], 0, 0, scorer["free"]))
         shown.add_row(scorer["device"], "compression", *sizes, "yes" if scorer["fits"] else "NO", "")
-    return shown
+    return folded(shown)
 
 
 def _experts(shard: dict[str, Any]) -> str:

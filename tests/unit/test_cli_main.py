@@ -207,6 +207,19 @@ def test_inspect_is_not_cut_in_a_pipe(capsys: pytest.CaptureFixture[str], monkey
     assert str(HYBRID) in text and "\u2026" not in text
 
 
+def test_inspect_cuts_no_path_at_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As long as a path in the hub's cache.
+    model = tmp_path / ("folder" * 20) / "model.gguf"
+    model.parent.mkdir()
+    model.symlink_to(MODEL)
+    screen = Terminal()
+    monkeypatch.setattr("sys.stdout", screen)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["inspect", str(model), "--devices", "cpu:0,cpu:1"]) == 0
+    text = screen.getvalue()
+    assert "\u2026" not in text and str(model) in "".join(text.split())
+
+
 def test_run_needs_a_prompt(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", str(MODEL)]) == 2
     assert capsys.readouterr().err == "luce: PROMPT: missing; give a prompt or pipe one in\n"

@@ -153,6 +153,13 @@ def test_show() -> None:
     assert rows["seed"].strip() == "random"
 
 
+def test_show_cuts_no_path_at_a_terminal() -> None:
+    model = ScriptedModel()
+    model.path = Path("/folder" * 20) / "model.gguf"
+    notes = Talk(model, Keys("/show info"), width=80).notes
+    assert "\u2026" not in notes and str(model.path) in "".join(notes.split())
+
+
 def test_help_is_not_cut_at_a_terminal() -> None:
     notes = Talk(ScriptedModel(), Keys("/?"), width=80).notes
     first = "".join(line[:40].strip() for line in notes.splitlines())

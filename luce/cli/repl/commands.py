@@ -13,6 +13,7 @@ from typing import Any
 from rich.table import Table
 
 from luce.cli import options
+from luce.cli.console import folded
 from luce.cli.plain_writer import printable
 from luce.cli.repl import conversation as files
 from luce.cli.repl import show
@@ -38,9 +39,6 @@ _SWITCHES = ("verbose", "wordwrap", "nohistory")
 def show_help(session: Session, rest: str) -> None:
     """List the commands and keys."""
     table = Table(box=None, show_header=False)
-    # The topics of /show are one word, which is wider than half a terminal.
-    table.add_column(overflow="fold")
-    table.add_column()
     seen: dict[str, list[str]] = {}
     for name, command in {**COMMANDS, **LEAVE}.items():
         seen.setdefault(f"{command.arguments}\0{command.help}", []).append(name)
@@ -49,7 +47,8 @@ def show_help(session: Session, rest: str) -> None:
         table.add_row(f"{' '.join(names)} {arguments}".rstrip(), text)
     for keys, text in _KEYS.items():
         table.add_row(keys, text)
-    session.screen.notes.print(table)
+    # The topics of /show are one word, which is wider than half a terminal.
+    session.screen.notes.print(folded(table))
 
 
 def clear(session: Session, rest: str) -> None:

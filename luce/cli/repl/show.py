@@ -8,6 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from luce.cli import options
+from luce.cli.console import folded
 from luce.cli.plain_writer import printable
 from luce.cli.repl.session import Session
 from luce.errors import UsageError
@@ -90,7 +91,7 @@ def _rows(session: Session, rows: dict[str, Any]) -> None:
     table = Table(box=None, show_header=False)
     for name, value in rows.items():
         table.add_row(name, printable(str(value)))
-    session.screen.notes.print(table)
+    session.screen.notes.print(folded(table))
 
 
 TOPICS: dict[str, Callable[[Session], None]] = {
