@@ -73,6 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     path = fetch(arguments.model, config)
     with open_gguf(path) as file, progress.shown("measuring the devices", lines=True) as wait:
         spec = read_spec(Source(str(file.paths[0]), file.metadata, file.tensors))
+        _check_contexts((*single, *many), spec.longest_context)
         with contextlib.ExitStack() as opened:
             devices = [opened.enter_context(contextlib.closing(d)) for d in open_placement(config)]
             report = _facts(file, spec, devices)
@@ -117,6 +118,15 @@ def _tests(arguments: argparse.Namespace) -> tuple[list[Workload], list[Workload
     if not single and not many:
         raise UsageError("-p, -n, --rows, --sequences: nothing to measure", param="prompt")
     return single, many
+
+
+def _check_contexts(tests: Sequence[Workload], trained: int) -> None:
+    """Raise UsageError for a test of more tokens than the model was trained for."""
+    for test in tests:
+        if test.context > trained:
+            flags = {"prompt": "-p", "decode": "-n", "verify": "--rows", "batch": "-n"}[test.kind]
+            asked = f"{flags}, -d: {test.context} tokens" if test.depth else f"{flags}: {test.context} tokens"
+            raise UsageError(f"{asked}: the model was trained for {trained}", param=test.kind)
 
 
 def _prompt_rows(tests: Sequence[Workload], chunk: int) -> list[int]:

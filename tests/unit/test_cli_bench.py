@@ -182,6 +182,25 @@ def test_bad_lists(flags: list[str], message: str, capsys: pytest.CaptureFixture
     assert capsys.readouterr().err == f"luce: {message}\n"
 
 
+@pytest.mark.parametrize(
+    ("flags", "asked"),
+    [
+        (["-p", "9,5000"], "-p: 5000"),
+        (["-n", "9", "-d", "4090"], "-n, -d: 4099"),
+        (["--rows", "5000"], "--rows: 5000"),
+        (["-p", "0", "-n", "5000", "--sequences", "2"], "-n: 5000"),
+    ],
+)
+def test_more_tokens_than_a_model_was_trained_for(
+    flags: list[str], asked: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Nothing is measured before.
+    monkeypatch.setattr(bench, "limits", None)
+    assert main(["bench", str(MODEL), "-p", "0", "-n", "0", *flags]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said == f"luce: {asked} tokens: the model was trained for 4096"
+
+
 def test_host_limits() -> None:
     reached = host_limits(Sizes(copied_bytes=1 << 20, side=64), [16, 3])
     assert set(reached.products) == {3, 16}
