@@ -25,6 +25,8 @@ def run(arguments: argparse.Namespace) -> int:
     path = fetch(arguments.model, resolve({}), newest=True)
     if not path.exists():
         raise ModelError(f"{path}: no such file")
+    if path.is_dir():
+        raise ModelError(f"{path}: is a directory")
     print(path)
     return 0
 

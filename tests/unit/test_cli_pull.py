@@ -83,3 +83,9 @@ def test_an_alias_that_is_here_says_nothing(
 def test_a_path_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["pull", "/nowhere.gguf"]) == 3
     assert capsys.readouterr().err == "luce: /nowhere.gguf: no such file\n"
+
+
+def test_a_directory_is_no_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["pull", str(tmp_path)]) == 3
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", f"luce: {tmp_path}: is a directory\n")
