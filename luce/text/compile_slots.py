@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Generic, NamedTuple, TypeVar
 
@@ -16,6 +17,10 @@ Result = TypeVar("Result")
 
 #: most calls at the same time
 SLOTS = 2
+#: Bytes of the stack of each thread; only those in use are memory. The grammar library calls itself for each rule or
+#: schema that another one names, and ends the process where the stack does: with 8 MiB behind a chain of 700 schemas.
+#: The 20,000 that a schema may have take 100 MiB.
+_STACK = 256 << 20
 #: most calls that wait for a slot
 _MOST_WAITING = 64
 
@@ -121,7 +126,8 @@ class CompileSlots(Generic[Result]):
                 self._pool = ThreadPoolExecutor(SLOTS, "luce-grammar")
             made = Ticket(self._limit, self._late)
             self._tickets[key] = made, cost
-            self._pool.submit(self._run, made, function)
+            with _threads_with_stack(_STACK):
+                self._pool.submit(self._run, made, function)
             self._evict()
             return made
 
@@ -151,3 +157,17 @@ class CompileSlots(Generic[Result]):
             self._closed = True
             if self._pool is not None:
                 self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+_STACK_LOCK = threading.Lock()
+
+
+@contextlib.contextmanager
+def _threads_with_stack(size: int) -> Iterator[None]:
+    """Threads that start meanwhile have stacks of so many bytes: Python has one size for all that start at a time."""
+    with _STACK_LOCK:
+        before = threading.stack_size(size)
+        try:
+            yield
+        finally:
+            threading.stack_size(before)

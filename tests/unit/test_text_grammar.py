@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from luce.engine.sequence import Constraint
 from luce.errors import BackendError, GrammarLimitError, RequestError
 from luce.text.digit_limit import DigitLimit
-from luce.text.grammar import GrammarCompiler
+from luce.text.grammar import GrammarCompiler, WantedReply
 from luce.text.reasoning import ReasoningTokens
+from luce.text.reply_format import ReplyFormat
 from luce.text.tokenizer import Tokenizer
 from tests.support.vocabulary import byte_level
 
@@ -170,6 +171,21 @@ def test_formats_that_cannot_be_enforced_are_refused(given: dict[str, Any], para
         COMPILER.constraint(given)
     assert (caught.value.param, caught.value.code) == (param, code)
     assert str(caught.value).startswith(f"{param}: ") and len(str(caught.value)) < 400
+
+
+def grammar_of(lark: str) -> Constraint:
+    return COMPILER.wait(WantedReply(ReplyFormat("grammar", lark))).constraint()
+
+
+def test_a_long_chain_of_schemas_compiles() -> None:
+    """The library calls itself for each; it would end the process at the end of a usual stack."""
+    inner = {f"d{i}": {"type": "array", "items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(3000)}
+    push(made({"$ref": "#/$defs/d0", "$defs": {**inner, "d3000": {"type": "null"}}}), "[[[]]]")
+
+
+def test_a_long_chain_of_rules_compiles() -> None:
+    rules = "".join(f"r{i}: r{i + 1}\n" for i in range(9000))
+    push(grammar_of(f'start: r0\n{rules}r9000: "yes"\n'), "yes")
 
 
 def test_a_grammar_that_grows_too_large_in_a_reply_is_the_clients() -> None:
