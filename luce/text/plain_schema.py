@@ -71,6 +71,8 @@ _UNENFORCED = frozenset(
 )
 _OBJECT_KEYWORDS = frozenset(["properties", "patternProperties", "additionalProperties", "required", "minProperties"])
 _ARRAY_KEYWORDS = frozenset(["items", "prefixItems", "minItems", "maxItems"])
+#: the least integer that `const` and `enum` may hold
+LEAST_VALUE = -(2**63 - 1024)
 #: keywords that may give a schema without `type` one
 _TYPED_ELSEWHERE = frozenset(("type", "$ref", "enum", "const", "anyOf", "oneOf", "allOf"))
 
@@ -319,9 +321,8 @@ class _Walk:
 
     def _values(self, made: _Json, key: str, value: Any, values: list[Any], at: _At) -> None:
         schema_limits.check_values(at.path, values)
-        if _beyond_64_bits(values):
-            # The library makes doubles of them.
-            self._relax(at.path, "integers beyond 64 bits cannot be enforced")
+        if _unwritable(values):
+            self._relax(at.path, "integers beyond 64 bits, and the least of those with 64, cannot be enforced")
         else:
             made[key] = value
 
@@ -407,12 +408,14 @@ class _Walk:
         return name
 
 
-def _beyond_64_bits(value: Any) -> bool:
+def _unwritable(value: Any) -> bool:
+    """Whether a value has an integer that the library cannot hold a reply to."""
     if isinstance(value, int):
-        return not -(2**63) <= value < 2**64
+        # It makes doubles of integers beyond 64 bits, and ends the process at one whose double is -2**63.
+        return not LEAST_VALUE <= value < 2**64
     if isinstance(value, dict):
-        return any(map(_beyond_64_bits, value.values()))
-    return isinstance(value, list) and any(map(_beyond_64_bits, value))
+        return any(map(_unwritable, value.values()))
+    return isinstance(value, list) and any(map(_unwritable, value))
 
 
 def _is_number(value: Any) -> bool:

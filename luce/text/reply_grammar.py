@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from luce.text.grammar_library import EMPTY, INVALID, GrammarError, regex_rule
 from luce.text.grammar_options import GrammarOptions
 from luce.text.lark import json_rule, text_rule
-from luce.text.plain_schema import Place, PlainSchema, plain_schema
+from luce.text.plain_schema import LEAST_VALUE, Place, PlainSchema, plain_schema
 from luce.text.reply_format import JSON_KINDS, ReplyFormat
 from luce.text.schema_limits import SchemaError, check_pattern, too_complex
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 _MOST_REPLACED = 8
 #: schemas that are compiled alone to find the one that does not compile
 _MOST_TRIED = 64
+# Integers of the digits that those below LEAST_VALUE have.
+_LEAST_INTEGERS = re.compile(r"-922337203685477[0-9]{4}(?![0-9])")
 
 
 class Compile(Protocol):
@@ -56,6 +59,7 @@ def reply_grammar(
         return schema_grammar(plain, compiled, blank=blank, strict=form.strict, compact=options.compact_json)
     try:
         if form.kind == "grammar":
+            _check_integers(form.value)
             # Alone, its mistakes have their place in the text of the request.
             found = compiled(f"start: {blank}@body\n", body=form.value) if blank else compiled(form.value)
             return ReplyGrammar(found, rule="@body")
@@ -69,6 +73,13 @@ def reply_grammar(
         # Only a grammar is compiled as it stands in the request.
         reason = str(error) if form.kind == "grammar" else error.reason
         raise SchemaError("", reason, INVALID if error.code == EMPTY else str(error.code)) from None
+
+
+def _check_integers(lark: str) -> None:
+    """Refuse a Lark grammar with schemas that have an integer at which the library ends the process: it compiles them
+    as they stand."""
+    if "%json" in lark and any(int(found) < LEAST_VALUE for found in _LEAST_INTEGERS.findall(lark)):
+        raise SchemaError("", "the least integers of 64 bits cannot be enforced", INVALID)
 
 
 # --- schemas

@@ -177,6 +177,15 @@ def grammar_of(lark: str) -> Constraint:
     return COMPILER.wait(WantedReply(ReplyFormat("grammar", lark))).constraint()
 
 
+@pytest.mark.parametrize("integer", [-(2**63), -(2**63) + 512])
+def test_a_schema_in_a_grammar_has_none_of_the_least_integers(integer: int) -> None:
+    with pytest.raises(RequestError, match="the least integers of 64 bits") as caught:
+        grammar_of(f'start: %json {{"const": {integer}}}')
+    assert caught.value.code == "invalid_value"
+    push(grammar_of(f'start: %json {{"const": {-(2**63) + 1024}}}'), str(-(2**63) + 1024))
+    push(grammar_of(f'start: "{integer}"'), str(integer))
+
+
 def test_a_long_chain_of_schemas_compiles() -> None:
     """The library calls itself for each; it would end the process at the end of a usual stack."""
     inner = {f"d{i}": {"type": "array", "items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(3000)}
