@@ -33,6 +33,8 @@ _DEFAULTS = SamplingParams()
 _SPELLINGS = {"typical_p": "typ_p", "temp": "temperature"}
 #: 32 bits of ones, by which llama.cpp asks for a random seed too
 _RANDOM_SEEDS = (-1, 2**32 - 1)
+#: digits of a token's id, leading zeros included
+_LONGEST_ID = 40
 
 
 async def completion(request: web.Request) -> web.StreamResponse:
@@ -145,6 +147,9 @@ def _biases(sent: Mapping[str, float] | list[tuple[int | str, float]], model: Mo
         if bias is True:
             raise invalid("logit_bias", "expected numbers or false")
         if isinstance(key, int) or (key.isascii() and key.isdigit()):
+            if isinstance(key, str) and len(key) > _LONGEST_ID:
+                # Python reads no number of thousands of digits.
+                raise invalid("logit_bias", f"{key[:40]}... is no token id")
             ids = [int(key)]
         else:
             ids = model.tokenizer.encode(key, specials=True)

@@ -198,6 +198,7 @@ async def test_the_prefix_cache_is_used_unless_it_is_off() -> None:
         ({"prompt": "a", "samplers": ["seed"]}, "samplers", "invalid_value"),
         ({"prompt": "a", "logit_bias": [[97, True]]}, "logit_bias", "invalid_value"),
         ({"prompt": "a", "logit_bias": [[261, 1]]}, "logit_bias", "invalid_value"),
+        ({"prompt": "a", "logit_bias": {"1" * 5000: 1}}, "logit_bias", "invalid_value"),
         ({"prompt": "a", "xtc_probability": 0.5}, "xtc_probability", "unsupported_parameter"),
         ({"prompt": "a" * 600}, None, "context_length_exceeded"),
     ],
