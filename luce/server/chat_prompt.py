@@ -70,6 +70,9 @@ def _plain(message: Message, index: int) -> _Json:
         raise invalid(f"{where}.content", "is required")
     if message.role == "tool" and not message.tool_call_id:
         raise invalid(f"{where}.tool_call_id", "is required")
+    for i, call in enumerate(message.tool_calls or ()):
+        if not isinstance(call.get("id"), str | None):
+            raise invalid(f"{where}.tool_calls[{i}].id", "expected text")
     if message.role == "function" and not message.name:
         raise invalid(f"{where}.name", "is required")
     if isinstance(message.content, dict):

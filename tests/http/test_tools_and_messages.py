@@ -55,6 +55,14 @@ def allowing(*names: str, mode: str = "auto") -> dict[str, Any]:
         ({"messages": [{"role": "system"}, USER]}, "messages[0].content", INVALID),
         ({"messages": [USER, {"role": "tool", "content": "1"}]}, "messages[1].tool_call_id", INVALID),
         ({"messages": [USER, {"role": "function", "content": "1"}]}, "messages[1].name", INVALID),
+        *(
+            (
+                {"messages": [{"role": "assistant", "tool_calls": [{"id": id}]}, USER]},
+                "messages[0].tool_calls[0].id",
+                INVALID,
+            )
+            for id in (["a"], {"a": 1}, 1)
+        ),
     ],
 )
 async def test_what_does_not_fit_is_refused(fields: dict[str, Any], param: str, code: str) -> None:
