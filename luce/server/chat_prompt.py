@@ -66,6 +66,10 @@ def _plain(message: Message, index: int) -> _Json:
     plain: _Json = {k: v for k, v in msgspec.structs.asdict(message).items() if v is not None}
     if message.reasoning is not None:
         plain.setdefault("reasoning_content", message.reasoning)
+    refusal = plain.pop("refusal", "")
+    if message.role == "assistant" and not message.content:
+        # What the model said in place of a content.
+        plain["content"] = refusal
     if message.role in ("system", "developer", "user") and (message.content is None or message.content == []):
         raise invalid(f"{where}.content", "is required")
     if message.role == "tool" and not message.tool_call_id:

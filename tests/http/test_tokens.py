@@ -89,6 +89,16 @@ async def test_the_text_is_what_the_template_writes() -> None:
             assert reply["prompt"] == template.render(messages=messages, tools=tools, add_generation_prompt=True)
 
 
+async def test_a_refusal_stands_for_the_content_of_an_assistant() -> None:
+    async with running() as here:
+        prompts = []
+        for said in ({"content": None, "refusal": "No."}, {"refusal": "No."}, {"content": "No.", "refusal": None}):
+            messages = [USER, {"role": "assistant", **said}, USER]
+            _, reply, _ = await here.post("/apply-template", {"messages": messages})
+            prompts.append(reply["prompt"])
+        assert "No." in prompts[0] and len(set(prompts)) == 1
+
+
 async def test_detokenizing() -> None:
     async with running() as here:
         for path in ("/detokenize", "/v1/detokenize"):
