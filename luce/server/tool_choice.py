@@ -139,6 +139,8 @@ def _check_choice(param: str, choice: str | ToolChoice | None, names: Sequence[s
         if choice.allowed_tools is None:
             raise invalid(f"{param}.allowed_tools", "is required")
         chosen = [_name(tool) for tool in choice.allowed_tools.tools]
+        if not chosen and choice.allowed_tools.mode == "required":
+            raise invalid(f"{param}.allowed_tools.tools", "names no tool that the reply could call")
     else:
         chosen = [_name(choice.function or {"name": choice.name})]
     for name in chosen:

@@ -32,6 +32,7 @@ def allowing(*names: str, mode: str = "auto") -> dict[str, Any]:
         ({"tools": [TOOL], "tool_choice": {"type": "x"}}, "tool_choice.type", INVALID),
         ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools", INVALID),
         ({"tools": [TOOL], "tool_choice": allowing("f", "g")}, "tool_choice", INVALID),
+        ({"tools": [TOOL], "tool_choice": allowing(mode="required")}, "tool_choice.allowed_tools.tools", INVALID),
         ({"function_call": {"name": "f"}}, "function_call", INVALID),
         ({"functions": [{"name": "f"}], "function_call": {"name": "g"}}, "function_call", INVALID),
         ({"functions": [{"parameters": {}}]}, "functions[0].name", INVALID),
