@@ -39,6 +39,10 @@ def close_bounds(made: _Json) -> None:
 
 def bound_integers(made: _Json) -> None:
     """Give integers the bounds that they lack."""
+    for key in ("minimum", "exclusiveMinimum"):
+        # Such as -2**63, with which the library refuses the whole schema of the integer.
+        if made.get(key, 0) < -_LARGEST_INTEGER:
+            del made[key]
     low = max((made[key] for key in ("minimum", "exclusiveMinimum") if key in made), default=None)
     high = min((made[key] for key in ("maximum", "exclusiveMaximum") if key in made), default=None)
     if low is None and (high is None or high > -_LARGEST_INTEGER):

@@ -62,6 +62,12 @@ def plain(schema: Any, **options: bool) -> tuple[Any, tuple[str, ...]]:
         ({"type": ["integer", "null"]}, {**INTEGER, "type": ["integer", "null"]}),
         ({"type": "integer", "minimum": 1}, {"type": "integer", "minimum": 1, "maximum": LARGEST}),
         ({"type": "integer", "exclusiveMaximum": 1}, {"type": "integer", "exclusiveMaximum": 1, "minimum": -LARGEST}),
+        ({"type": "integer", "minimum": -(2**63)}, INTEGER),
+        ({"type": "integer", "exclusiveMinimum": -(2**70), "maximum": 1}, {**INTEGER, "maximum": 1}),
+        (
+            {"type": "integer", "minimum": -(2**63), "exclusiveMinimum": 3},
+            {"type": "integer", "exclusiveMinimum": 3, "maximum": LARGEST},
+        ),
         ({"type": "integer", "enum": [2**63]}, {"type": "integer", "enum": [2**63]}),
         ({"type": "number"}, {"type": "number"}),
         # Formats bind strings.
