@@ -186,6 +186,25 @@ def test_a_schema_in_a_grammar_has_none_of_the_least_integers(integer: int) -> N
     push(grammar_of(f'start: "{integer}"'), str(integer))
 
 
+@pytest.mark.parametrize("word", ["e\u0301", "\u212b", "\u1112\u1161\u11ab"])
+def test_a_text_that_the_tokenizer_would_compose_can_be_forced(word: str) -> None:
+    """The mask allows the bytes of the grammar's text, not those of its composed form."""
+    composing = Tokenizer(byte_level(MERGES, control=("<end>",), eos_token_id=256 + len(MERGES)), nfc=True)
+    compiler = GrammarCompiler(composing, composing.vocab)
+    text = f"a yy {word} yy"
+    constraint = compiler.wait(WantedReply(ReplyFormat("choice", [text]))).constraint()
+    forced = constraint.forced(len(text.encode()))
+    assert text.encode().startswith(b"".join(map(composing.token_bytes, forced))) and len(forced) > 2
+    written = b""
+    while not constraint.over:
+        words = constraint.mask()
+        token = next(i for i in range(composing.vocab) if int(words[i // 32]) >> i % 32 & 1)
+        assert constraint.allows(token)
+        constraint.push(token)
+        written += composing.token_bytes(token)
+    assert written.decode() == text
+
+
 def test_a_long_chain_of_schemas_compiles() -> None:
     """The library calls itself for each; it would end the process at the end of a usual stack."""
     inner = {f"d{i}": {"type": "array", "items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(3000)}
