@@ -420,7 +420,7 @@ def test_a_reply_whose_pages_are_swapped_is_not_read_again() -> None:
     # Which of its pages are on the devices depends on all steps so far.
     backend = ScriptedBackend(context=48 * PAGE, slots=1, chunk=4 * PAGE, bound=9, recurrent=True)
     with engine(backend, eos=frozenset(), resume_seconds=30, kvflash=KVFlash(Hashed(), 4, 16, 1 << 30)) as made:
-        backend.hook = Losing(backend, 10)
+        backend.hook = Losing(backend, 12)
         begun, _ = submit(made, LONG * 6, max_tokens=TOKENS)
         assert str(begun.failed()) == "shard 1 is gone" and begun.ids
         backend.hook = None
