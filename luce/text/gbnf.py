@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from luce.errors import LuceError
 from luce.text.lark import text_rule
-from luce.text.schema_limits import MAX_REPEATS
+from luce.text.schema_limits import MAX_REPEATS, bounded_int
 
 _RULE = re.compile(r"^[ \t]*([A-Za-z0-9_-]+)[ \t]*::=", re.MULTILINE)
 _MOST_RULES = 10_000
@@ -200,9 +200,9 @@ class _Translation:
         while self._peek().kind == "repeat":
             word = self._next()
             text = word.text.replace(" ", "")
-            bounds = [int(bound) for bound in re.findall("[0-9]+", text)]
+            bounds = [bounded_int(bound, MAX_REPEATS) for bound in re.findall("[0-9]+", text)]
             if any(bound > MAX_REPEATS for bound in bounds):
-                raise _error(word.line, f"{text} repeats more than {MAX_REPEATS:,} times")
+                raise _error(word.line, f"{text[:40]} repeats more than {MAX_REPEATS:,} times")
             if len(bounds) == 2 and bounds[0] > bounds[1]:
                 raise _error(word.line, f"{text}: the first number is the larger one")
             # Lark takes one repetition of an element.

@@ -9,6 +9,7 @@ import contextlib
 import json
 import re
 import threading
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -168,22 +169,30 @@ class _Source:
         # In a grammar a special token stands for itself; inside a string its spelling is text of other tokens.
         self.special_token_ids = list(special)
         self._encode = tokenizer.encode
-        self._texts = [b"" if i in special else data for i, data in enumerate(self.tokens)]
-        self._ids = {data: i for i, data in reversed(list(enumerate(self._texts))) if data}
-        self._most = max(map(len, self._ids), default=0)
 
     def __call__(self, text: str | bytes) -> list[int]:
         """The ids of a part of a reply. The library takes no other token where the text is forced."""
         text = text if isinstance(text, str) else text.decode()
         ids, data = self._encode(text, specials=False, continues=True), text.encode()
         # A tokenizer may write another text, such as composed letters, and special tokens, which are no text here.
-        return ids if b"".join([self._texts[i] for i in ids]) == data else self._longest(data)
+        spelled = b"".join([self.tokens[i] for i in ids])
+        return ids if spelled == data and not self._special & {*ids} else self._longest(data)
+
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        return frozenset(self.special_token_ids)
+
+    @cached_property
+    def _ids(self) -> dict[bytes, int]:
+        """The tokens of text by their bytes; of equal ones the first. Few vocabularies need it."""
+        texts = [(data, i) for i, data in enumerate(self.tokens) if data and i not in self._special]
+        return dict(reversed(texts))
 
     def _longest(self, data: bytes) -> list[int]:
         """The longest token that the bytes begin with, and so on behind it."""
-        found, begin = [], 0
+        found, begin, most = [], 0, max(map(len, self._ids), default=0)
         while begin < len(data):
-            ends = range(min(len(data), begin + self._most), begin, -1)
+            ends = range(min(len(data), begin + most), begin, -1)
             end = next((end for end in ends if data[begin:end] in self._ids), None)
             if end is None:
                 break

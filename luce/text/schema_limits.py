@@ -30,6 +30,12 @@ MAX_ARMS = 1_000
 _REPEATS = re.compile(r"\{(\d+)(?:,(\d*))?\}")
 
 
+def bounded_int(digits: str, most: int) -> int:
+    """The number that decimal digits write, or `most` + 1 if that is less: Python reads none of thousands of digits."""
+    kept = digits.lstrip("0")
+    return min(int(kept or "0"), most + 1) if len(kept) <= len(str(most)) else most + 1
+
+
 class SchemaError(LuceError):
     """A schema that cannot hold a reply. `path`: of the keyword in the schema, such as `.properties.a.minLength`."""
 

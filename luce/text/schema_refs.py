@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
+from luce.text.schema_limits import bounded_int
+
 
 class Target(NamedTuple):
     """What a reference leads to."""
@@ -58,8 +60,9 @@ def _at(root: Any, pointer: str) -> Any:
         key = part.replace("~1", "/").replace("~0", "~")
         if isinstance(root, dict):
             root = root.get(key)
-        elif isinstance(root, list) and key.isascii() and key.isdigit() and int(key) < len(root):
-            root = root[int(key)]
+        elif isinstance(root, list) and key.isascii() and key.isdigit():
+            place = bounded_int(key, len(root))
+            root = root[place] if place < len(root) else None
         else:
             return None
     return root

@@ -123,6 +123,7 @@ def test_texts_of_the_grammar(grammar: str, fits: list[str], others: list[str]) 
         (r'root ::= "\uD800"', r"line 1: \uD800 is no character"),
         ('root ::= "a"{3,2}', "line 1: {3,2}: the first number is the larger one"),
         ('root ::= "a"{20000}', "line 1: {20000} repeats more than 10,000 times"),
+        ('root ::= "a"{' + 5000 * "1" + "}", "line 1: {" + 39 * "1" + " repeats more than 10,000 times"),
         ('root ::= "a" !<mark>', "line 1: !<mark>: all tokens but one have no translation"),
         ("root", "line 1: expected ::="),
         ('root ::= * "a"', "line 1: unexpected '*'"),

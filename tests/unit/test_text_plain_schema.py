@@ -10,6 +10,7 @@ from luce.text.plain_schema import plain_schema
 from luce.text.schema_limits import SchemaError
 
 LARGEST = 2**63 - 1024
+NULL = {"type": "null"}
 INTEGER = {"type": "integer", "minimum": -LARGEST, "maximum": LARGEST}
 
 
@@ -170,6 +171,11 @@ def test_what_cannot_be_enforced_goes_unless_the_schema_is_strict(schema: Any, e
         ({"$ref": "#/$defs/a"}, ".$ref", {}),
         ({"$ref": "#/required", "required": ["a"]}, ".$ref", {"required": ["a"]}),
         ({"$ref": "#nowhere"}, ".$ref", {}),
+        # The first place behind the end, and one whose digits Python does not read.
+        *(
+            ({"anyOf": [NULL, {"$ref": f"#/anyOf/{place}"}]}, ".anyOf[1].$ref", {"anyOf": [NULL, {}]})
+            for place in ("2", 5000 * "1")
+        ),
         (
             {"required": ["a"], "additionalProperties": False},
             ".required",
