@@ -18,8 +18,9 @@ import numpy as np
 from luce.backend.backend import Backend
 from luce.bench.cost import Rows
 from luce.engine.sequence import PagingLimits, rows_to_boundary
+from luce.engine.sequence_paging import prompt_limits
 from luce.kvcache.page_table import PageTables
-from luce.kvcache.paging import QUESTION_ROWS, KVFlash, Pager
+from luce.kvcache.paging import KVFlash, Pager
 from luce.kvcache.prefix_tree import HostPage, Residency
 from luce.runtime.step import Int32, Output, Span, Step
 
@@ -147,9 +148,7 @@ class Stepper:
         self._texts[slot, begin:end] = self._random.integers(0, self._backend.capacity.vocab, rows, np.int32)
         prompt, limits, at = self._texts[slot, :end], PagingLimits(), begin
         if self.pager is not None and end > self.pager.max_positions:
-            limits = PagingLimits(
-                prompt_multiple=self.pager.segment, prompt_bound=self.pager.max_positions, query_rows=QUESTION_ROWS
-            )
+            limits = prompt_limits(self.pager)
             self.pager.begin_prompt(slot, prompt, begin)
         while at < end:
             self._rescore_if_due(slot, end)

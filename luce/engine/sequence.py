@@ -93,7 +93,7 @@ class PagingLimits:
     max_draft: int | None = None
     #: no step crosses a multiple of so many positions while the prompt is read; 0 without a limit
     prompt_multiple: int = 0
-    #: nor this position, before which every row sees all of its text; 0 without one
+    #: no step crosses this position; every row before it sees all of its text; 0 without one
     prompt_bound: int = 0
     #: the prompt's last rows, which no step reads together with those before them
     query_rows: int = 0

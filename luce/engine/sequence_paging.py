@@ -8,6 +8,11 @@ from luce.engine.sequence import PagingLimits, Sequence
 from luce.kvcache.paging import QUESTION_ROWS, Pager
 
 
+def prompt_limits(pager: Pager) -> PagingLimits:
+    """The limits of steps that read a prompt of more than `pager.max_positions` tokens."""
+    return PagingLimits(prompt_multiple=pager.segment, prompt_bound=pager.max_positions, query_rows=QUESTION_ROWS)
+
+
 class SequencePaging:
     """Asks the pager for the pages of each sequence."""
 
@@ -23,9 +28,7 @@ class SequencePaging:
             and not sequence.paging.prompt_multiple
             and len(sequence.prompt) > pager.max_positions
         ):
-            sequence.paging = PagingLimits(
-                prompt_multiple=pager.segment, prompt_bound=pager.max_positions, query_rows=QUESTION_ROWS
-            )
+            sequence.paging = prompt_limits(pager)
             pager.begin_prompt(slot, sequence.prompt, computed)
         elif pager.rescore_due(slot, computed):
             pager.rescore(slot, computed, sequence.tokens)

@@ -76,12 +76,12 @@ def open_key_file(key_file: Path, flag: str, *, server: bool) -> Tls:
         certificate = ssl.PEM_cert_to_DER_cert(first[first.index(ssl.PEM_HEADER) :] + end)
         if key_file.stat().st_mode & stat.S_IROTH:
             _log.warning("%s %s: every user of this machine can read the key: chmod o= it", flag, key_file)
-    except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
-        raise UsageError(f"{flag} {key_file}: {error.strerror}", param="key_file") from None
-    except (OSError, ValueError) as error:
+    except (ssl.SSLError, ValueError) as error:
         raise UsageError(
             f"{flag} {key_file}: not a private key with its certificate: {error}", param="key_file"
         ) from None
+    except OSError as error:
+        raise UsageError(f"{flag} {key_file}: {error.strerror}", param="key_file") from None
     return Tls(context, certificate)
 
 
