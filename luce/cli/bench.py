@@ -122,11 +122,11 @@ def _tests(arguments: argparse.Namespace) -> tuple[list[Workload], list[Workload
 
 def _check_contexts(tests: Sequence[Workload], trained: int) -> None:
     """Raise UsageError for a test of more tokens than the model was trained for."""
+    flags = {"prompt": "-p", "decode": "-n", "verify": "--rows", "batch": "-n"}
     for test in tests:
         if test.context > trained:
-            flags = {"prompt": "-p", "decode": "-n", "verify": "--rows", "batch": "-n"}[test.kind]
-            asked = f"{flags}, -d: {test.context} tokens" if test.depth else f"{flags}: {test.context} tokens"
-            raise UsageError(f"{asked}: the model was trained for {trained}", param=test.kind)
+            asked = flags[test.kind] + (", -d" if test.depth else "")
+            raise UsageError(f"{asked}: {test.context} tokens: the model was trained for {trained}")
 
 
 def _prompt_rows(tests: Sequence[Workload], chunk: int) -> list[int]:

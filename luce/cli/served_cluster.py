@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from luce import log
 from luce.api import Model
@@ -40,6 +40,15 @@ _log = logging.getLogger("luce.cluster")
 LOSS_SECONDS = 2.0
 #: longest seconds until a wish for another placement is seen, or the end
 _POLL_INTERVAL = 0.2
+
+
+class _MemberGains(NamedTuple):
+    """The gains of members without layers, and the placement, figures and members for which they hold."""
+
+    plan: PredictedPlan
+    figures: KnownFigures
+    idle: Mapping[str, tuple[str, ...]]
+    gains: Mapping[str, Gain]
 
 
 class ServedCluster:
@@ -71,8 +80,7 @@ class ServedCluster:
         self._model: Callable[[], Model | None] = lambda: None
         #: of all devices so far
         self._known = KnownFigures()
-        #: what members without layers would bring: the placement, the figures and the members for which that is known
-        self._gains: tuple[PredictedPlan, KnownFigures, Mapping[str, tuple[str, ...]], Mapping[str, Gain]] | None = None
+        self._gains: _MemberGains | None = None
         #: the members of its last placement, also while it has none
         self._members = frozenset[str]()
         #: its file and the settings with which it was opened
@@ -165,7 +173,7 @@ class ServedCluster:
                     _log.warning("the model cannot move, and tries again without what is not there: %s", error)
                     continue
                 tried, there = self.coordinator.placed, before & self.coordinator.present
-                # A placement that is not worth it may be that of the same members: those for which it was tried are
+                # A placement that is not worth it may have the same members: the idle ones for which it was tried have
                 # gone, or lack the model file.
                 if only is None and (tried != there or why == "auto"):
                     _log.warning("the model stays where it was: %s", error)
@@ -277,9 +285,9 @@ class ServedCluster:
             return {}, ()
         idle = self.coordinator.idle
         # A search takes up to a second, and `luce cluster status --watch` asks each second.
-        if last is None or last[0] is not plan or last[1] is not figures or last[2] != idle:
-            last = self._gains = plan, figures, idle, figures.gains(plan, idle)
-        return last[3], figures.lacks(idle)
+        if last is None or last.plan is not plan or last.figures is not figures or last.idle != idle:
+            last = self._gains = _MemberGains(plan, figures, idle, figures.gains(plan, idle))
+        return last.gains, figures.lacks(idle)
 
 
 def _bandwidths(model: Model) -> dict[str, float]:

@@ -233,7 +233,7 @@ class Coordinator:
             return wanted
 
     def unplaced(self) -> None:
-        """The model is on no devices: it fits nowhere. A command that has come meanwhile holds."""
+        """The model is on no devices: it fits nowhere. A command for another placement that came meanwhile stays."""
         with self._lock:
             self._layers, self._placement, self.wanted = {}, {}, "command" if self.wanted == "command" else ""
             self._apply(membership.Unplaced())

@@ -325,7 +325,7 @@ class MemberHost:
             try:
                 self._connect_once()
             except (OSError, ValueError, ChannelError, UsageError) as error:
-                # Before it is known whether it leaves: from now on that would be said to nobody, and ends it.
+                # Before `_leaving` is read: a host that leaves from now on has no link to say so, and ends at once.
                 connected, self._link = self._link is not None, None
                 if self._ending.is_set():
                     return

@@ -283,8 +283,8 @@ class Membership:
     _asked: Replan | None = None
     #: whether there is none although one was asked for
     _unplaced: bool = False
-    #: who has connected since the model was placed, and has not been tried
-    _came: set[str] = field(default_factory=set)
+    #: members that have connected since the model was placed, and were in no placement that was tried
+    _newcomers: set[str] = field(default_factory=set)
     #: by token, whose connection is awaited, and its session and epoch
     _awaited: dict[bytes, tuple[str, int, int]] = field(default_factory=dict)
 
@@ -319,11 +319,11 @@ class Membership:
             case Kept(names):
                 return self._keep(names, now)
             case Unplaced():
-                came = self._came & {member.name for member in self.usable()}
+                newcomers = self._newcomers & {member.name for member in self.usable()}
                 done = self._keep(frozenset(), now)
-                # What was asked for because of other members is over with the placement.
+                # The wish for the placement that has just failed keeps no later one from being asked for.
                 self._unplaced, self._asked = True, None
-                return [*done, *(self._ask("back", min(came)) if came else [])]
+                return [*done, *(self._ask("back", min(newcomers)) if newcomers else [])]
             case Dialled(name, token):
                 return self._dial(name, token, now)
             case Arrived(certificate, token):
@@ -385,7 +385,7 @@ class Membership:
         done += self._enter(member, state, now, "back" if back else "connected", other)
         if other:
             return [*done, Tell(event.session, f"this machine is not used: {other}")]
-        self._came.add(member.name)
+        self._newcomers.add(member.name)
         if self._asked == Replan("loss", member.name):
             self._asked = None
             done.append(Withdraw("loss"))
@@ -424,7 +424,7 @@ class Membership:
     def _plan(self, names: tuple[str, ...], now: float) -> list[Instruction]:
         self.epoch += 1
         self.placed, self._asked = frozenset(names), None
-        self._came -= self.placed
+        self._newcomers -= self.placed
         done: list[Instruction] = [Save()]
         for member in self.members.values():
             done += self._drop_devices(member, "its placement is over")
@@ -437,7 +437,7 @@ class Membership:
         return done
 
     def _keep(self, names: frozenset[str], now: float) -> list[Instruction]:
-        self._unplaced, self._came, done = False, set(), self._narrow(names, now)
+        self._unplaced, self._newcomers, done = False, set(), self._narrow(names, now)
         for member in self.members.values():
             if member.state == "draining" and member.name not in names:
                 done += self._leave(member, now)

@@ -134,7 +134,7 @@ class Committer:
             try:
                 token = reply.choose(rows[path[-1]])
             except Exception:
-                # Those before it are the client's, as if steps of their own had given them.
+                # The client gets the tokens before it, as steps of one token would have given them.
                 if tokens:
                     self._delivery.later(reply, lambda: reply.on_event(Tokens(tuple(tokens))))
                 raise

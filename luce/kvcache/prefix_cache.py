@@ -220,7 +220,7 @@ class PrefixCache:
             if loaded is not None:
                 checkpoint, logits = loaded
                 whole = checkpoint.length // PAGE * PAGE
-                # Those of the prompt's end are of tokens behind the limit too.
+                # The logits of the prompt's end follow from tokens behind the limit too.
                 logits = logits if limit >= len(prompt) else None
                 return Hit(checkpoint.length, checkpoint, "disk", max(matched, whole), logits)
             # The slot took pages and freed them: the match may have been evicted.

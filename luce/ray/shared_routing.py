@@ -46,7 +46,7 @@ class SharedRouting:
             return self._state.ranked(keys, time.monotonic(), among)
 
     def asked(self, request: str) -> None:
-        """A request is about to be routed: it begins at most until it ends."""
+        """A request is about to be routed. `began` counts it only between this call and `ended`."""
         with self._lock:
             self._under_way[request] = None
 

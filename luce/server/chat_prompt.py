@@ -68,7 +68,7 @@ def _plain(message: Message, index: int) -> _Json:
         plain.setdefault("reasoning_content", message.reasoning)
     refusal = plain.pop("refusal", "")
     if message.role == "assistant" and not message.content:
-        # What the model said in place of a content.
+        # The refusal stands in the place of the content.
         plain["content"] = refusal
     if message.role in ("system", "developer", "user") and (message.content is None or message.content == []):
         raise invalid(f"{where}.content", "is required")

@@ -164,7 +164,7 @@ _STACK_LOCK = threading.Lock()
 
 @contextlib.contextmanager
 def _threads_with_stack(size: int) -> Iterator[None]:
-    """Threads that start meanwhile have stacks of so many bytes: Python has one size for all that start at a time."""
+    """Threads that start within have stacks of `size` bytes. Python has one size at a time, for all new threads."""
     with _STACK_LOCK:
         before = threading.stack_size(size)
         try:

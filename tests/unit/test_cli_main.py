@@ -18,20 +18,12 @@ import luce
 from luce.cli.main import EXAMPLES, VERBS, main, parse
 from luce.runtime.device import Memory
 from luce.runtime.host import HostDevice
+from tests.support.standard_streams import TerminalStream, no_input
 from tests.support.terminal import ROOT
 
+__all__ = ["no_input"]
 MODEL = ROOT / "tests/reference/qwen3-a-MIX.gguf"
 HYBRID = ROOT / "tests/reference/qwen35-a-Q8_0.gguf"
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.fixture(autouse=True)
-def no_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO())
 
 
 def test_help_is_quick() -> None:
@@ -180,7 +172,7 @@ def test_inspect_cuts_no_path_at_a_terminal(tmp_path: Path, monkeypatch: pytest.
     model = tmp_path / ("folder" * 20) / "model.gguf"
     model.parent.mkdir()
     model.symlink_to(MODEL)
-    screen = Terminal()
+    screen = TerminalStream()
     monkeypatch.setattr("sys.stdout", screen)
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["inspect", str(model), "--devices", "cpu:0,cpu:1"]) == 0

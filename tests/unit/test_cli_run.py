@@ -17,21 +17,13 @@ from luce.cli import run as run_verb
 from luce.cli.arguments import settings
 from luce.cli.main import main, parse
 from tests.support.scripted_chat import LoadedModel, ScriptedModel
+from tests.support.standard_streams import TerminalStream, no_input
 from tests.support.terminal import ROOT
 from tools.terminal import interruptible
 
+__all__ = ["no_input"]
 MODEL = ROOT / "tests/reference/qwen3-a-MIX.gguf"
 THINKING = ["<think>", "h", "m", "</think>", "yes", "."]
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.fixture(autouse=True)
-def no_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO())
 
 
 def test_flags_as_people_type_them(scripted: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,7 +201,7 @@ def test_run_takes_a_prompt_behind_flags(scripted: Any, capsys: pytest.CaptureFi
 
 
 def test_run_strips_control_characters_on_a_terminal_only(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    for stream, expected in ((Terminal(), "a[31mb\n"), (io.StringIO(), "a\x1b[31mb\n")):
+    for stream, expected in ((TerminalStream(), "a[31mb\n"), (io.StringIO(), "a\x1b[31mb\n")):
         scripted("a\x1b[31mb")
         monkeypatch.setattr("sys.stdout", stream)
         assert main(["run", "x.gguf", "hi"]) == 0
