@@ -34,9 +34,20 @@
 // are theirs.
 #include "activation.h"
 #include "quantise.h"
-#include "wgmma.h"
+#include "tensor_map.h"
 
 #define GROUPED (LUCE_WGMMA && QUERIES == 128 && HEAD <= 256)
+// Whether the copy engine brings the pages: it cannot convert.
+#define JOINED(a, b) a##b
+#define COPIED(type) JOINED(COPIED_, type)
+#define COPIED_F16 1
+#define COPIED_BF16 1
+#define MAPPED (GROUPED && COPIED(KTYPE) && COPIED(VTYPE))
+#if MAPPED
+#define MAPS , LUCE_BY_VALUE const TensorMap k_map, LUCE_BY_VALUE const TensorMap v_map
+#else
+#define MAPS
+#endif
 #if GROUPED
 #define WAVES_N 1
 #define WAVES_M (QUERIES / 16)
@@ -62,7 +73,7 @@
 // A lane's part of a wave's part of a tile: rows g and g + 8 of each of its row tiles, in the layout of products.
 struct Sums {
     float top[ROW_TILES][2];
-    float total[ROW_TILES][2];  // of the weights
+    float total[ROW_TILES][2];  // of the weights: until join_totals of those that the lane has
     float value[ROW_TILES][COLUMN_TILES][4];
 };
 
@@ -121,13 +132,22 @@ LUCE_FN float with_sink(float total, float top, const float* sinks, int head) {
     return sinks ? total + luce_exp2(sinks[head] * LOG2_E - softmax_base(top) + WEIGHT_SHIFT) : total;
 }
 
-// Adds the weights of 16 rows and 16 keys to the rows' sums: by a product with ones, in one order for all tiles.
+// Adds the weights of 16 rows and 16 keys to the lane's part of the rows' sums: in one order for all tiles.
 LUCE_FN void add_weights(float (&total)[2], const u32 (&weight)[4]) {
-    const u32 ones[2] = {Values::ONES, Values::ONES};
-    float columns[4] = {total[0], total[0], total[1], total[1]};
-    Values::multiply(columns, weight, ones);
-    total[0] = columns[0];
-    total[1] = columns[2];
+    typedef Values::Element Element;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        total[i % 2] += luce_f32(Element{(u16)weight[i]});
+        total[i % 2] += luce_f32(Element{(u16)(weight[i] >> 16)});
+    }
+}
+
+// Behind the last weights: the sums of rows.
+LUCE_FN void join_totals(Sums& sums) {
+#pragma unroll
+    for (int m = 0; m < ROW_TILES; m++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) sums.total[m][half] = luce_lane_sum<4>(sums.total[m][half]);
 }
 
 #if GROUPED
@@ -194,7 +214,7 @@ LUCE_FN SplitRuns split_runs(const Tile& tile) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     attention_few(float* __restrict__ values, float2* __restrict__ state, const int base, const int rows_apart,
-                  ARGUMENTS) {
+                  ARGUMENTS MAPS) {
     LUCE_DYNAMIC_SHARED(Shared, all);
     Shared& shared = *all;
     int tiles = (rows_apart * (heads / kv_heads) + QUERIES - 1) / QUERIES;
@@ -202,6 +222,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     int4 place = reinterpret_cast<const int4*>(spans)[span];
     if (place.z > few || query >= place.z * (heads / kv_heads)) return luce_await();
     Tile tile = make_tile(PASSED, span, place, query);
+#if MAPPED
+    tile.k_map = &k_map, tile.v_map = &v_map;
+#endif
     const SplitRuns runs = split_runs(tile);
     luce_await();  // until here: the step's own arrays
     luce_release();
@@ -338,7 +361,7 @@ extern "C" __global__ void __launch_bounds__(FOLD_THREADS)
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    attention_many(float* __restrict__ out, const float* __restrict__ sinks, ARGUMENTS) {
+    attention_many(float* __restrict__ out, const float* __restrict__ sinks, ARGUMENTS MAPS) {
     luce_await();
     LUCE_DYNAMIC_SHARED(Shared, all);
     Shared& shared = *all;
@@ -348,6 +371,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     int query = (block - first_tile(spans, span, group, QUERIES)) * QUERIES;
     if (place.z <= few || query >= place.z * group) return;
     Tile tile = make_tile(PASSED, span, place, query);
+#if MAPPED
+    tile.k_map = &k_map, tile.v_map = &v_map;
+#endif
     const WholeRun runs = {tile};
     const auto write = [&](const Sums& sums, int) {
         int g = luce_lane() / 4, t = luce_lane() % 4;

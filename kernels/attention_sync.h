@@ -173,6 +173,7 @@ LUCE_FN void attend_runs(const Tile& tile, Shared& shared, const Queries& querie
         load_queries(tile, shared.q, queries);
         Sums sums;
         attend(tile, shared, begin, end, sums);
+        join_totals(sums);
         done(sums, pages);
     });
 }

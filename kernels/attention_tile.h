@@ -14,13 +14,11 @@
 // The 16-bit type in which a pool's values are multiplied: fp16, or bfloat16 for values that may exceed its range.
 struct Halves {
     typedef f16_t Element;
-    static constexpr u32 ONES = 0x3c003c00u;
     KV_FN void multiply(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) { luce_mma_f16(c, a, b); }
     KV_FN u32 pair(float low, float high) { return luce_f16_pair(low, high); }
 };
 struct BrainHalves {
     typedef bf16_t Element;
-    static constexpr u32 ONES = 0x3f803f80u;
     KV_FN void multiply(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) { luce_mma_bf16(c, a, b); }
     KV_FN u32 pair(float low, float high) { return luce_bf16_pair(low, high); }
 };
@@ -44,6 +42,9 @@ struct Tile {
     const KTYPE::Element* k_pool;  // at the KV head's columns
     const VTYPE::Element* v_pool;
     i64 row;  // values from one pool row to the next
+#if MAPPED
+    const TensorMap *k_map, *v_map;
+#endif
     const int* pages;
     const int* first;
     int count;

@@ -6,8 +6,8 @@
 // each slot that it is full, another one that both groups have read it. So no group waits for the other one, unless it is a
 // whole ring ahead, and one's softmax runs beside the other's products.
 //
-// A wave that fetches begins the copies of its next unit before it waits for those of the last one, and it is the one that
-// fences for the products (luce_wgmma_share), behind that wait. The groups fence nothing while they multiply.
+// Where pages are what products multiply (MAPPED), one lane asks the copy engine for them. Otherwise the four waves convert
+// them, and fence for the products (luce_wgmma_share). The groups fence nothing while they multiply.
 #pragma once
 #include "gate.h"
 #include "wgmma_wide.h"
@@ -22,14 +22,18 @@
 #define KEY_UNITS (HEAD / 64)              // of the pages together
 #define VALUE_UNITS (HEAD == 256 ? 2 : 1)  // of a page
 #define UNIT_ROWS (PAGE / VALUE_UNITS)     // of values
+// Waves that bring units.
+#if MAPPED
+#define FETCHING_WAVES 1
+#else
 #define FETCHING_WAVES (FETCHING / LUCE_LANES)
-// A wave waits until unit n - SLOTS has been read, begins to copy unit n, and only then says that its last one,
-// n - FETCHING_WAVES, is full. Groups say that they have read a unit when they have all units of its pages' keys, or of its
-// page's values: if one of these were n - FETCHING_WAVES or later, all would wait for ever.
-static_assert(SLOTS >= FETCHING_WAVES + KEY_UNITS, "n - SLOTS + KEY_UNITS - 1 comes before n - FETCHING_WAVES");
-static_assert(KEY_UNITS >= VALUE_UNITS, "a page has no more units of values");
-// That n - 2 SLOTS has been read, which the wait for n - SLOTS takes for granted (gate.h), follows from the wave's last unit,
-// for which n - FETCHING_WAVES - SLOTS was read.
+#endif
+// A wave brings unit n when unit n - SLOTS has been read. Groups say that they have read a unit when they have all units of its
+// pages' keys, or of its page's values: so these fit into the ring.
+static_assert(SLOTS >= KEY_UNITS && SLOTS >= VALUE_UNITS, "units that are read together");
+static_assert(SLOTS >= FETCHING_WAVES, "n - FETCHING_WAVES - SLOTS is n - 2 SLOTS or later");
+// That n - 2 SLOTS has been read, which the wait for n - SLOTS takes for granted (gate.h), follows from the wave's last unit: for
+// it n - FETCHING_WAVES - SLOTS was read.
 
 // Registers of the threads that fetch, and of those that multiply. Together they take at most what the block begins with:
 // more would never come.
@@ -53,20 +57,13 @@ struct Place {
     }
 };
 
-template <typename T> struct Copied {  // not converted on the way
-    static constexpr bool value = false;
-};
-template <typename T> struct Copied<KVFloat<T>> {
-    static constexpr bool value = true;
-};
-
-// Starts to copy COLUMNS columns, from `column` on, of `count` rows from `key` on of an entry's page: row i of the unit's
-// panels of `rows` rows is the page's row key + i. Rows beyond the tile's last position may hold any bits, also values whose
-// product with 0 is NaN: they become zeros.
+// Writes COLUMNS columns, from `column` on, of `count` rows from `key` on of an entry's page: row i of the unit's panels of `rows`
+// rows is the page's row key + i. Rows beyond the tile's last position may hold any bits, also values whose product with 0 is
+// NaN: they become zeros.
 template <typename T, int COLUMNS>
 LUCE_FN void fetch_rows(u8* to, int rows, const typename T::Element* pool, const Tile& tile, int entry, int key, int count,
                         int column) {
-    constexpr int CHUNKS = COLUMNS / 8, STEP = LUCE_LANES / CHUNKS, BATCH = Copied<T>::value ? 4 : 2;
+    constexpr int CHUNKS = COLUMNS / 8, STEP = LUCE_LANES / CHUNKS, BATCH = 4;
     const int own = luce_lane() / CHUNKS, chunk = luce_lane() % CHUNKS;
     column += chunk * 8;
     const int keys = column < tile.d ? tile.high - tile.first[entry] + 1 - key : 0;
@@ -88,43 +85,102 @@ LUCE_FN void fetch_rows(u8* to, int rows, const typename T::Element* pool, const
     }
 }
 
-// The wave's copies but those of the N newest units are there: the unit in `slot` is full.
-template <int N> LUCE_FN void fill(Shared& shared, int slot) {
-    luce_copy_wait<N>();
+// The wave has written the unit of a slot.
+LUCE_FN void fill(Shared& shared, int slot) {
+    luce_copy_close();
+    luce_copy_wait<0>();
     luce_wgmma_share();
-    luce_gate_arrive(&shared.full[slot]);
+    luce_sync_lanes();
+    if (luce_lane() == 0) luce_gate_arrive(&shared.full[slot]);
 }
 
-// Brings the units of the pages [begin, end), number `unit` of the ring and on; the number behind them.
+// The wave writes unit n: part `part` of an entry's values.
+LUCE_FN void fetch_values(const Tile& tile, Shared& shared, int n, int entry, int part) {
+    fetch_rows<VTYPE, HEAD>(shared.unit[n % SLOTS], UNIT_ROWS, tile.v_pool, tile, entry, part * UNIT_ROWS, UNIT_ROWS, 0);
+    fill(shared, n % SLOTS);
+}
+
+// Until unit n may be written.
+LUCE_FN void wait_for_slot(Shared& shared, int n) { luce_gate_wait(&shared.read[n % SLOTS], n / SLOTS - 1); }
+
+// fetch_pages(tile, shared, begin, end, unit) brings the units of the pages [begin, end), number `unit` of the ring and on, and
+// returns the number behind them.
+#if MAPPED
+// A lane asks the copy engine for unit n: `count` boxes of `size` bytes, by load(i, place, gate).
+template <typename Load> LUCE_FN void fetch_boxes(Shared& shared, int n, int count, int size, const Load& load) {
+    const int slot = n % SLOTS;
+    wait_for_slot(shared, n);
+    luce_gate_expect(&shared.full[slot], count * size);
+#pragma unroll
+    for (int i = 0; i < count; i++) load(i, shared.unit[slot] + i * size, &shared.full[slot]);
+}
+
+// A lane asks for the units of some pages, but not for those from number `end` on. Rows of keys beyond the tile's last position
+// may hold any bits: their scores are hidden.
+template <int PAGES> LUCE_FN void ask_for_pages(const Tile& tile, Shared& shared, int entry, int unit, int end) {
+    int rows[PAGES];
+#pragma unroll
+    for (int page = 0; page < PAGES; page++) rows[page] = tile.pages[entry + page] * PAGE;
+#pragma unroll 1
+    for (int panel = 0; panel < KEY_UNITS; panel++)
+        fetch_boxes(shared, unit + panel, PAGES, PAGE * 128, [&](int page, u8* to, Gate* gate) {
+            luce_box_load(to, tile.k_map, panel * 64, blockIdx.y, rows[page], gate);
+        });
+#pragma unroll
+    for (int i = 0; i < PAGES * VALUE_UNITS; i++) {
+        if (unit + KEY_UNITS + i >= end) return;
+        const int row = rows[i / VALUE_UNITS] + i % VALUE_UNITS * UNIT_ROWS;
+        fetch_boxes(shared, unit + KEY_UNITS + i, HEAD / 64, UNIT_ROWS * 128, [&](int panel, u8* to, Gate* gate) {
+            luce_box_load(to, tile.v_map, panel * 64, blockIdx.y, row, gate);
+        });
+    }
+}
+
+// The wave itself writes the last units if their values lie in part beyond the tile's last position.
+LUCE_FN int fetch_pages(const Tile& tile, Shared& shared, int begin, int end, int unit) {
+    const int last = unit + luce_ceil_div(end - begin, TOGETHER) * KEY_UNITS + (end - begin) * VALUE_UNITS;
+    const int seen = begin < end ? tile.high + 1 - tile.first[end - 1] : PAGE;
+    const int whole = last - VALUE_UNITS + luce_min(seen / UNIT_ROWS, VALUE_UNITS);
+    if (luce_lane() == 0) {
+        int entry = begin;
+#pragma unroll 1
+        for (; entry + TOGETHER <= end; entry += TOGETHER, unit += KEY_UNITS + TOGETHER * VALUE_UNITS)
+            ask_for_pages<TOGETHER>(tile, shared, entry, unit, whole);
+        if (TOGETHER == 2 && entry < end) ask_for_pages<1>(tile, shared, entry, unit, whole);
+    }
+    luce_sync_lanes();
+#pragma unroll 1
+    for (int n = whole; n < last; n++) {
+        wait_for_slot(shared, n);
+        fetch_values(tile, shared, n, end - 1, n - (last - VALUE_UNITS));
+    }
+    return last;
+}
+#else
 LUCE_FN int fetch_pages(const Tile& tile, Shared& shared, int begin, int end, int unit) {
     const int wave = luce_wave() % FETCHING_WAVES;
-    int last = -1;  // slot of the wave's last unit
 #pragma unroll 1
     for (int entry = begin; entry < end; entry += TOGETHER) {
         const int pages = luce_min(TOGETHER, end - entry), units = KEY_UNITS + VALUE_UNITS * pages;
         // Every FETCHING_WAVES-th unit is the wave's, whatever the pages.
 #pragma unroll 1
         for (int i = (wave - unit) & FETCHING_WAVES - 1; i < units; i += FETCHING_WAVES) {
-            const int slot = (unit + i) % SLOTS, turn = (unit + i) / SLOTS;
-            u8* const to = shared.unit[slot];
-            luce_gate_wait(&shared.read[slot], turn - 1);
-            if (i < KEY_UNITS) {
+            const int slot = (unit + i) % SLOTS, values = i - KEY_UNITS;
+            wait_for_slot(shared, unit + i);
+            if (values < 0) {
                 for (int page = 0; page < pages; page++)
-                    fetch_rows<KTYPE, 64>(to + page * PAGE * 128, TOGETHER * PAGE, tile.k_pool, tile, entry + page, 0,
-                                          PAGE, i * 64);
+                    fetch_rows<KTYPE, 64>(shared.unit[slot] + page * PAGE * 128, TOGETHER * PAGE, tile.k_pool, tile,
+                                          entry + page, 0, PAGE, i * 64);
+                fill(shared, slot);
             } else {
-                const int page = (i - KEY_UNITS) / VALUE_UNITS, part = (i - KEY_UNITS) % VALUE_UNITS;
-                fetch_rows<VTYPE, HEAD>(to, UNIT_ROWS, tile.v_pool, tile, entry + page, part * UNIT_ROWS, UNIT_ROWS, 0);
+                fetch_values(tile, shared, unit + i, entry + values / VALUE_UNITS, values % VALUE_UNITS);
             }
-            luce_copy_close();
-            if (last >= 0) fill<1>(shared, last);
-            last = slot;
         }
         unit += units;
     }
-    if (last >= 0) fill<0>(shared, last);
     return unit;
 }
+#endif
 
 // Scores of a page to weights: `keep` is the factor of the earlier pages' sums.
 LUCE_FN void weigh(const Tile& tile, float (&score)[KEY_TILES][4], int at, Sums& sums, float (&keep)[2],
@@ -270,7 +326,7 @@ template <typename Runs, typename Done>
 LUCE_FN void attend_runs(const Tile& tile, Shared& shared, const Queries& queries, Runs runs, Done done) {
     if (threadIdx.x == 0) {
         for (int i = 0; i < SLOTS; i++) {
-            luce_gate_begin(&shared.full[i], LUCE_LANES);
+            luce_gate_begin(&shared.full[i], 1);
             luce_gate_begin(&shared.read[i], LOADING / LUCE_LANES);
         }
         luce_gate_begin(&shared.queries, LOADING);
@@ -279,6 +335,7 @@ LUCE_FN void attend_runs(const Tile& tile, Shared& shared, const Queries& querie
     luce_sync();
     if (threadIdx.x >= LOADING) {
         luce_wgmma_fewer_registers<FETCHING_REGISTERS>();
+        if (luce_wave() - LOADING / LUCE_LANES >= FETCHING_WAVES) return;
         int unit = 0;
         runs([&](int begin, int end, int) { unit = fetch_pages(tile, shared, begin, end, unit); });
     } else {
@@ -295,6 +352,7 @@ LUCE_FN void attend_runs(const Tile& tile, Shared& shared, const Queries& querie
 #pragma unroll 1
             for (; entry + TOGETHER <= end; entry += TOGETHER) add_pages<TOGETHER>(tile, shared, entry, place, read, sums);
             if (TOGETHER == 2 && entry < end) add_pages<1>(tile, shared, entry, place, read, sums);
+            join_totals(sums);
             done(sums, pages);
         });
     }

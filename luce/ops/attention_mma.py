@@ -19,7 +19,7 @@ from luce.ops.fp16 import Halves
 from luce.ops.kvtype import kernel_type
 from luce.ops.matmul import FEW_ROWS
 from luce.ops.quantise import Quantised, as_arguments
-from luce.runtime.device import Array, Device
+from luce.runtime.device import Array, Device, TensorMap
 from luce.runtime.step import PAGE, PageView, SpanArrays
 
 # As in kernels/attention_mma.cu.
@@ -159,6 +159,8 @@ def launch(
 
     def run(tile: Tile, kernel: str, blocks: tuple[int, ...], *args: object) -> None:
         size = {"HEAD": tile.head, "QUERIES": tile.queries}
+        if kernel != "attention_fold":
+            args = *args, *_maps(tile, inputs)
         block, shared = ((_FOLD_THREADS,), 0) if kernel == "attention_fold" else ((tile.threads,), tile.shared)
         device.launch("attention_mma", kernel, blocks, block, args, defines=types | size, shared=shared)
 
@@ -183,6 +185,14 @@ def launch(
         result = (None if isinstance(out, Quantised) else out, values, state, *place, spans.table)
         sizes = (np.int32(splits), np.int32(d), limit, np.int32(FEW_ROWS))
         run(tile, "attention_fold", (count * rows, heads), *result, *sizes, *gating, inputs.sinks)
+
+
+def _maps(tile: Tile, inputs: AttentionInputs) -> tuple[TensorMap, ...]:
+    """The last arguments of kernels to whose tiles the copy engine brings pages."""
+    if not tile.grouped or not {"F16", "BF16"}.issuperset(map(str, (inputs.types["KTYPE"], inputs.types["VTYPE"]))):
+        return ()
+    # Values come in units of 16 KiB.
+    return TensorMap(inputs.k_pool, PAGE), TensorMap(inputs.v_pool, min(PAGE, _UNIT // (2 * tile.head)))
 
 
 def _gating(gate: Gate | None) -> tuple[object, ...]:

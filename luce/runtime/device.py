@@ -172,6 +172,17 @@ class Fetched:
         return self.values
 
 
+@dataclass(frozen=True)
+class TensorMap:
+    """Boxes of an array that kernels bring to shared memory by the copy engine (kernels/tensor_map.h), on devices with
+    the products WGMMA."""
+
+    #: 16-bit numbers [rows, heads, columns], C-contiguous; whole multiples of 8 columns, from a multiple of 16 bytes on
+    array: Array
+    #: of a box, at most 256; it has one head, and 64 columns
+    rows: int
+
+
 class Device(ABC):
     """One device. Not thread-safe: one thread drives a device."""
 
@@ -281,9 +292,9 @@ class Device(ABC):
     ) -> None:
         """Queue `kernel` of `kernels/<source>.cu`, compiled with `-DNAME=VALUE` for each define.
 
-        `args` are device arrays, None for pointers that the kernel does not dereference, and NumPy scalars of the exact
-        C type. `shared` is dynamic shared memory in bytes. Raises DeviceError naming source and kernel, by default as
-        on devices that run no kernels.
+        `args` are device arrays, None for pointers that the kernel does not dereference, TensorMaps, and NumPy scalars
+        of the exact C type. `shared` is dynamic shared memory in bytes. Raises DeviceError naming source and kernel, by
+        default as on devices that run no kernels.
         """
         raise DeviceError(f"{self.name} runs no kernels (asked for {kernel} of kernels/{source}.cu)")
 

@@ -92,6 +92,15 @@ _RELAXED = 2  # capture mode: neither calls of other threads nor allocations bre
 _DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, hipFuncAttribute...
 _PEER_ENABLED = 704  # access was enabled before
 _PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+# Arguments of cuTensorMapEncodeTiled: map, type, dimensions, address, sizes and strides, box and its steps,
+# interleaving, permutation, what is fetched to the second-level cache, what is read outside.
+_ENCODE = (c_void_p, c_int, c_uint, c_void_p, *(POINTER(c_ulonglong),) * 2, *(POINTER(c_uint),) * 2, *(c_int,) * 4)
+# CU_TENSOR_MAP_DATA_TYPE_UINT16, _INTERLEAVE_NONE, _SWIZZLE_128B, _L2_PROMOTION_L2_128B, _FLOAT_OOB_FILL_NONE (zeros)
+_UINT16, _BOXES = 1, (0, 3, 2, 0)
+_BOX_COLUMNS = 64
+_MAP_ALIGNMENT = 64
+#: the struct module's format of a CUtensorMap
+TENSOR_MAP = "128s"
 # CUlaunchConfig: grid, block, shared memory, stream, attributes and their number. CUlaunchAttribute: id, and a value.
 _CONFIG, _ATTRIBUTE = struct.Struct("@7IPPI"), struct.Struct("@I4xI60x")
 
@@ -307,13 +316,28 @@ class Driver:
             return False
         return tuple(map(int, self.version.split(".")[:2])) >= (12, 3)
 
-    def launcher(self, function: int, format: str, *, early: bool) -> Launcher:
-        """A launcher of a kernel whose parameters are `format`, in the struct module's letters.
+    def tensor_map(self, address: int, shape: tuple[int, ...], rows: int) -> bytes:
+        """A CUtensorMap of 16-bit numbers [rows, heads, columns] at `address`: boxes of `rows` rows of a head and 64
+        columns, in which products of four waves find their rows (kernels/tensor_map.h)."""
+        size = struct.calcsize(TENSOR_MAP)
+        memory = ctypes.create_string_buffer(size + _MAP_ALIGNMENT)
+        skip = -ctypes.addressof(memory) % _MAP_ALIGNMENT
+        sizes = (c_ulonglong * 3)(*reversed(shape))
+        strides = (c_ulonglong * 2)(2 * shape[2], 2 * shape[2] * shape[1])
+        box, steps = (c_uint * 3)(_BOX_COLUMNS, 1, rows), (c_uint * 3)(1, 1, 1)
+        encode = self.library.cuTensorMapEncodeTiled
+        encode.argtypes = _ENCODE
+        at = ctypes.addressof(memory) + skip
+        self.check("cuTensorMapEncodeTiled", encode(at, _UINT16, 3, address, sizes, strides, box, steps, *_BOXES))
+        return memory.raw[skip : skip + size]
+
+    def launcher(self, function: int, formats: Sequence[str], *, early: bool) -> Launcher:
+        """A launcher of a kernel whose parameters have `formats` of the struct module.
 
         With `early` its blocks may start before the previous kernel ends, and wait for that in luce_await; only where
         `starts_early` is true.
         """
-        return Launcher(self, function, format, early)
+        return Launcher(self, function, formats, early)
 
     def launch_graph(self, graph: int, stream: int) -> None:
         """Queue an executable graph."""
@@ -327,17 +351,17 @@ class Driver:
 class Launcher:
     """Launches one kernel repeatedly, with structures laid out once. Not thread-safe."""
 
-    def __init__(self, driver: Driver, function: int, format: str, early: bool) -> None:
+    def __init__(self, driver: Driver, function: int, formats: Sequence[str], early: bool) -> None:
         self._driver = driver
         self._function = function
         self._symbol, self._launch = driver.entry("kernel_launch")
-        parameters = struct.Struct("@" + format)
+        parameters = struct.Struct("@" + "".join(formats))
         self._pack = parameters.pack_into
         self._values = ctypes.create_string_buffer(max(1, parameters.size))
         # A count of zero aligns, and takes no bytes.
-        offsets = [struct.calcsize(f"@{format[:i]}0{letter}") for i, letter in enumerate(format)]
+        offsets = [struct.calcsize(f"@{''.join(formats[:i])}0{format[-1]}") for i, format in enumerate(formats)]
         at = ctypes.addressof(self._values)
-        self._pointers = (c_void_p * (len(format) + 1))(*(at + offset for offset in offsets))
+        self._pointers = (c_void_p * (len(formats) + 1))(*(at + offset for offset in offsets))
         self._parameters = ctypes.addressof(self._pointers)
         self._attribute = ctypes.create_string_buffer(_ATTRIBUTE.pack(_PROGRAMMATIC, 1))
         self._attributes = (ctypes.addressof(self._attribute), 1) if early else (0, 0)
@@ -345,10 +369,10 @@ class Launcher:
         self._config_at = ctypes.addressof(self._config)
 
     def __call__(
-        self, grid: Sequence[int], block: Sequence[int], shared: int, stream: int, values: Sequence[int | float]
+        self, grid: Sequence[int], block: Sequence[int], shared: int, stream: int, values: Sequence[int | float | bytes]
     ) -> None:
         """Queue the kernel: grid and block of three sizes each, bytes of dynamic shared memory, the parameters' values
-        (addresses for pointers). Raises struct.error if their number is not that of the parameters."""
+        (addresses for pointers, bytes for maps). Raises struct.error if their number is not that of the parameters."""
         self._pack(self._values, 0, *values)
         if self._driver.vendor == "cuda":
             _CONFIG.pack_into(self._config, 0, *grid, *block, shared, stream, *self._attributes)

@@ -263,6 +263,9 @@ class GpuDevice(Device):
         try:
             for i in function.arrays:
                 values[i] = 0 if values[i] is None else values[i].data.ptr
+            for i in function.maps:
+                array = values[i].array
+                values[i] = self._driver.tensor_map(array.data.ptr, array.shape, values[i].rows)
             if shared > function.shared:
                 self._driver.allow_shared(function.at, shared)
                 function.shared = shared

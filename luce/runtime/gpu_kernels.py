@@ -12,8 +12,8 @@ import numpy as np
 from luce.errors import DeviceError
 from luce.runtime import compiler
 from luce.runtime.compiler import RuntimeCompiler
-from luce.runtime.device import DeviceName
-from luce.runtime.driver import Driver, Properties
+from luce.runtime.device import DeviceName, TensorMap
+from luce.runtime.driver import TENSOR_MAP, Driver, Properties
 from luce.runtime.kernels import KernelBuild
 
 # Dynamic shared memory that every kernel gets without asking, in bytes: CUDA's 48 KiB but for a kernel's static arrays,
@@ -21,24 +21,24 @@ from luce.runtime.kernels import KernelBuild
 _DEFAULT_SHARED = 40 * 1024
 # Kernels that are compiled side by side.
 _COMPILERS = 8
-# The types of kernel parameters besides arrays, in the struct module's letters.
-_SCALARS: dict[type, str] = {np.int32: "i", np.int64: "q", np.float32: "f"}
+# The types of kernel parameters besides arrays, in the struct module's formats.
+_FORMATS: dict[type, str] = {np.int32: "i", np.int64: "q", np.float32: "f", TensorMap: TENSOR_MAP}
 
 
 class LoadedKernel:
     """A loaded kernel and the dynamic shared memory it may use."""
 
-    __slots__ = ("arrays", "at", "launch", "shared")
+    __slots__ = ("arrays", "at", "launch", "maps", "shared")
 
     def __init__(self, driver: Driver, at: int, args: Sequence[Any], array_type: type, *, early: bool) -> None:
         """`at` is the driver's handle. `args` are those of any launch, since all launches pass the same types."""
         self.at = at
-        self.arrays = [i for i, arg in enumerate(args) if type(arg) not in _SCALARS]
+        self.arrays = [i for i, arg in enumerate(args) if type(arg) not in _FORMATS]
+        self.maps = [i for i, arg in enumerate(args) if type(arg) is TensorMap]
         for i in self.arrays:
             if not isinstance(args[i], array_type | None):
                 raise DeviceError(f"argument {i + 1} is {type(args[i]).__name__}")
-        format = "".join(_SCALARS.get(type(arg), "P") for arg in args)
-        self.launch = driver.launcher(at, format, early=early)
+        self.launch = driver.launcher(at, [_FORMATS.get(type(arg), "P") for arg in args], early=early)
         self.shared = _DEFAULT_SHARED
 
 

@@ -177,12 +177,16 @@ def test_large_scores(device: Device) -> None:
 
 
 @pytest.mark.parametrize("stale", [math.nan, math.inf])
-@on_devices("heads, kv_heads, d, rows", host=[], emulated=[(2, 1, 16, 3)], gpu=[(8, 2, 128, 30)])
+@on_devices(
+    "heads, kv_heads, d, rows",
+    host=[],
+    emulated=[(2, 1, 16, 3), (1, 1, 64, 20)],
+    gpu=[(8, 2, 128, 30), (6, 1, 256, 30)],
+)
 def test_rows_behind_the_end_are_not_read(
     device: Device, heads: int, kv_heads: int, d: int, rows: int, stale: float
 ) -> None:
-    chunks = [inputs.Chunk(inputs.History.random(p + n, heads, kv_heads, d, 1), p, n) for p, n in ((70, rows), (0, 1))]
-    checks.check(device, chunks, stale=stale)
+    checks.check_stale(device, heads, kv_heads, d, rows, stale)
 
 
 @on_devices("position, rows", host=[], emulated=[], gpu=[(0, 512), (8000, 64), (130_000, 1)])

@@ -2,6 +2,7 @@
 // carries its name behind `//!`.
 
 #include "reduce.h"
+#include "tensor_map.h"
 
 extern "C" __global__ void block_sums(const float* __restrict__ x, float* __restrict__ out, const int cols) {
     luce_await();
@@ -171,6 +172,30 @@ extern "C" __global__ void gates(const float* x, float* out) {
             if (BARRIERS & 8) luce_host_gate_arrive(&read);
         }
 }
+
+#if LUCE_WGMMA
+// One wave asks for a box of 8 rows, another one waits for it and reads it.
+extern "C" __global__ void boxes(LUCE_BY_VALUE const TensorMap map, const u16* x, u16* out, int column, int head, int row,
+                                 int expected) {
+    luce_await();
+    LUCE_DYNAMIC_SHARED(u8, box);
+    __shared__ Gate full;
+    int lane = luce_lane();
+    if (luce_thread() == 32) luce_gate_begin(&full, 1), luce_gate_ready();
+    luce_sync();
+    if (luce_thread() == 0) {
+        if (BARRIERS & 1) luce_gate_expect(&full, expected);
+        luce_box_load(box, &map, column, head, row, &full);  //! box_load
+    }
+    if (luce_wave() == 1) {
+        if (BARRIERS & 2) luce_gate_wait(&full, 0);
+        for (int i = lane; i < 8 * 64 && (BARRIERS & 4); i += LUCE_LANES) {
+            const int chunk = (i / 8 ^ i / 64) % 8;
+            out[i] = *reinterpret_cast<u16*>(box + i / 64 * 128 + chunk * 16 + i % 8 * 2);  //! box_read
+        }
+    }
+}
+#endif
 
 extern "C" __global__ void all_read_one_writes(float* out) {
     luce_await();

@@ -23,6 +23,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import struct
 import subprocess
 import threading
 import weakref
@@ -34,7 +35,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from luce.errors import DeviceError, OutOfMemoryError
-from luce.runtime.device import Array, CopyStream, Device, DeviceName, Event, Memory
+from luce.runtime.device import Array, CopyStream, Device, DeviceName, Event, Memory, TensorMap
 from luce.runtime.host import HostCopyStream, HostDevice, HostEvent
 from tests.support.emulated_build import KERNELS, compile_source, emulator
 
@@ -51,6 +52,7 @@ _ENDINGS = {
     17: "the thread posts to a slot from which nobody has taken the number before",
     18: "the thread takes a number that no block before its own has posted",
     19: "the thread arrives at a gate, but did not share what it wrote to shared memory with products",
+    20: "the block ended before this box had come to its shared memory",
 }
 #: one emulator exists in the process
 _RUNNING = threading.Lock()
@@ -335,7 +337,9 @@ class _Library:
         arrays: list[tuple[str, NDArray[Any]]] = []
         for i, arg in enumerate(args):
             parameter = kernel.parameters[i]
-            if not parameter.pointer:
+            if isinstance(arg, TensorMap):
+                values.append(_tensor_map(f"{where}: {labels[i]}", parameter, arg))
+            elif not parameter.pointer:
                 values.append(_scalar(f"{where}: {labels[i]}", parameter, arg))
             elif arg is None:
                 values.append(ctypes.c_void_p(0))
@@ -431,6 +435,17 @@ def _scalar(where: str, parameter: _Parameter, arg: Any) -> Any:
     if dtype is None or not isinstance(arg, np.generic) or arg.dtype != dtype:
         raise DeviceError(f"{where} is {_type(arg)}, the kernel takes {dtype or 'what is no number'}")
     return ctypes.create_string_buffer(arg.tobytes())
+
+
+def _tensor_map(where: str, parameter: _Parameter, arg: TensorMap) -> Any:
+    """TensorMap of kernels/tensor_map.h. Its array must be another argument too."""
+    array = arg.array
+    if parameter.pointer or parameter.size != 128:
+        raise DeviceError(f"{where} is a TensorMap, the kernel takes something else")
+    if not isinstance(array, DeviceArray) or array.ndim != 3 or array.itemsize != 2 or not array.flags.c_contiguous:
+        raise DeviceError(f"{where} is a TensorMap of {_type(array)}, not of 16-bit numbers in three dimensions")
+    values = (array.ctypes.data, *array.strides[:2], *array.shape[1:], arg.rows)
+    return ctypes.create_string_buffer(struct.pack("@PqqiiI88x", *values))
 
 
 def _region(where: str, parameter: _Parameter, arg: Any) -> list[_Region]:

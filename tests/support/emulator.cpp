@@ -63,6 +63,7 @@ enum Fault : u32 {
     FULL,            // a block posted a number to a slot from which nobody had taken the one before
     UNPOSTED,        // a thread takes a number that no block before its own has posted
     UNSHARED,        // a thread arrives at a gate, and products may not see what it wrote to shared memory
+    UNAWAITED_BOX,   // a block ended before a box had come to its shared memory
 };
 
 enum Access : u32 { READ, WRITE, ATOMIC };
@@ -98,12 +99,17 @@ struct Bulk {  // in the kernel's shared memory: the copies of a load, and those
     u32 pieces, asked;
 };
 
+struct Gate {  // in the kernel's shared memory: arrivals of a turn, those that it lacks, copies of boxes too, and turns that have ended
+    uint16_t count, missing, copies, ended;
+};
+
 struct Copy {  // of 16 bytes or less that are on their way to shared memory
     u8* to;
     u8 bytes[16];
     u64 size, group, begun;  // begun: the stamp of when it was asked for; group: of a bulk copy its load
     void* site;
     const Bulk* bulk;
+    Gate* gate;  // of a box
 };
 
 struct Store {  // of 16 bytes that are on their way from shared memory
@@ -116,11 +122,6 @@ struct Store {  // of 16 bytes that are on their way from shared memory
 struct Sent {  // a word on its way to the shared memory of a cluster's leader
     u8* to;
     u32 bits;
-};
-
-struct Gate {  // in the kernel's shared memory: arrivals of a turn, those that it lacks, and turns that have ended
-    uint16_t count, missing;
-    u32 ended;
 };
 
 struct Fiber {
@@ -138,6 +139,7 @@ struct Fiber {
     bool unshared;     // it wrote to shared memory since luce_wgmma_share
     std::vector<Copy> copies;   // that it asked for and did not wait for, the oldest first
     std::vector<Copy> bulk_copies;
+    std::vector<Copy> boxes;    // for which others wait, at gates
     u64 group;                  // of the next one
     std::vector<Store> stores;  // the same for copies from shared memory
     u64 store_group;
@@ -167,6 +169,7 @@ struct Space {  // overlapping regions, one of them writable, share their cells
 Launch launch;
 Report* report;
 bool failed;
+bool landing;  // the scheduler brings boxes
 Fiber fibers[1024];
 std::vector<u8*> free_stacks;
 u64 stacks;
@@ -315,7 +318,7 @@ __attribute__((noinline, cold)) void fail_access(Fault fault, Access access, u8*
     report->other_thread = other >> THREAD & THREAD_MASK;
     report->other_block = (other >> BLOCK) - 1;
     fail(fault, current_thread, site);
-    to_scheduler();
+    if (!landing) to_scheduler();
 }
 
 Stamp own_stamp(Access access) {
@@ -457,13 +460,17 @@ inline void check(void* address, u64 size, Access access, void* site, u64 alignm
 // --- copies to shared memory in the background: they end when they are waited for, or with their thread, as late as on
 // a GPU at worst. Until then nobody may touch the place, and it holds no numbers.
 
-void begin_copy(u8* to, const u8* from, u64 size, bool valid, const Bulk* bulk, void* site) {
+Copy begun_copy(u8* to, const u8* from, u64 size, bool valid, const Bulk* bulk, Gate* gate, void* site) {
     if (valid) check(const_cast<u8*>(from), size, READ, site, size);
     check(to, size, WRITE, site, size);
     const u64 group = bulk ? bulk->asked / bulk->pieces : current->group;
-    Copy copy = {to, {}, size, group, own_stamp(WRITE), site, bulk};
+    Copy copy = {to, {}, size, group, own_stamp(WRITE), site, bulk, gate};
     if (valid) memcpy(copy.bytes, from, size);
     memset(to, 0xff, size);
+    return copy;
+}
+void begin_copy(u8* to, const u8* from, u64 size, bool valid, const Bulk* bulk, void* site) {
+    const Copy copy = begun_copy(to, from, size, valid, bulk, nullptr, site);
     (bulk ? current->bulk_copies : current->copies).push_back(copy);
 }
 
@@ -574,13 +581,14 @@ void run_wave(u32 first, u32 last) {
             t = current_thread;
         }
         u32 meeting = 0;
-        bool same = true;
+        bool same = true, gated = false;
         Fiber& leader = fibers[first];
         for (u32 t = first; t < last; t++) {
             meeting += fibers[t].wait == AT_LANES;
+            gated |= fibers[t].wait == AT_GATE;
             same &= fibers[t].wait == leader.wait && fibers[t].site == leader.site;
         }
-        if (meeting == 0) return;
+        if (meeting == 0 || gated) return;  // lanes at a gate come to the meeting later
         if (!same) return diverged(DIVERGED_LANES, first, last);
         if (count != launch.lanes && leader.op != SYNC_LANES) return fail(PARTIAL_WAVE, first, leader.site);
         u64 results[64], ballot = 0;
@@ -603,13 +611,42 @@ void run_wave(u32 first, u32 last) {
     }
 }
 
+void end_turn(Gate* gate) {
+    if (gate->missing || gate->copies) return;
+    gate->missing = gate->count;
+    gate->ended++;
+}
+
+bool is_open(const Fiber& fiber) { return (fiber.gate->ended & 1) != (fiber.source & 1); }
+
+// Brings the boxes for which threads wait that cannot go on otherwise: as late as on a GPU at worst.
+void land_boxes() {
+    landing = true;
+    for (u32 waiting = 0; waiting < threads; waiting++) {
+        const Fiber& fiber = fibers[waiting];
+        if (fiber.wait != AT_GATE || is_open(fiber) || !fiber.gate->copies) continue;
+        for (u32 t = 0; t < threads && !failed; t++) {
+            current = &fibers[t], current_thread = t;
+            const auto chosen = [&](const Copy& copy) { return copy.gate == fiber.gate; };
+            const u64 count = std::count_if(current->boxes.begin(), current->boxes.end(), chosen);
+            // Products see what the copy engine writes.
+            const bool unshared = current->unshared;
+            land(current->boxes, chosen);
+            current->unshared = unshared;
+            const_cast<Gate*>(fiber.gate)->copies -= count;
+        }
+        end_turn(const_cast<Gate*>(fiber.gate));
+    }
+    landing = false;
+}
+
 // Lets threads through whose gate's turn has ended; whether there are any. They come behind everything before the arrivals,
 // for no thread passes a gate while others run.
 bool open_gates() {
     bool any = false;
     for (u32 t = 0; t < threads; t++) {
         Fiber& fiber = fibers[t];
-        if (fiber.wait != AT_GATE || (fiber.gate->ended & 1) == (fiber.source & 1)) continue;
+        if (fiber.wait != AT_GATE || !is_open(fiber)) continue;
         fiber.wait = READY;
         any = true;
     }
@@ -629,6 +666,7 @@ void run_block() {
                 fibers[t].unshared = false;
                 fibers[t].copies.clear();
                 fibers[t].bulk_copies.clear();
+                fibers[t].boxes.clear();
                 fibers[t].group = 0;
                 fibers[t].stores.clear();
                 fibers[t].store_group = 0;
@@ -649,8 +687,12 @@ void run_block() {
         if (ended == threads) {
             if (received != expected) fail(UNRECEIVED, 0, reinterpret_cast<void*>(launch.call));
             expected = received = 0;
+            for (t = 0; t < threads; t++)
+                if (!fibers[t].boxes.empty()) return fail(UNAWAITED_BOX, t, fibers[t].boxes[0].site);
             return;
         }
+        land_boxes();
+        if (failed) return;
         epoch++;
         if (open_gates()) continue;
         if (ended || !same || fibers[0].wait == AT_GATE) return diverged(DIVERGED, 0, threads);
@@ -788,17 +830,27 @@ void luce_host_sync() {
 }
 void luce_host_gate_begin(Gate* gate, int count) {
     check(gate, sizeof(Gate), WRITE, __builtin_return_address(0), sizeof(Gate));
-    *gate = {static_cast<uint16_t>(count), static_cast<uint16_t>(count), 0};
+    *gate = {static_cast<uint16_t>(count), static_cast<uint16_t>(count), 0, 0};
 }
-void luce_host_gate_arrive(Gate* gate) {
-    check(gate, sizeof(Gate), ATOMIC, __builtin_return_address(0), sizeof(Gate));
+static void arrive(Gate* gate, void* site) {
+    check(gate, sizeof(Gate), ATOMIC, site, sizeof(Gate));
     if (current->unshared) {
-        fail(UNSHARED, current_thread, __builtin_return_address(0));
+        fail(UNSHARED, current_thread, site);
         to_scheduler();
     }
-    if (--gate->missing) return;
-    gate->missing = gate->count;
-    gate->ended++;
+    gate->missing--;
+    end_turn(gate);
+}
+void luce_host_gate_arrive(Gate* gate) { arrive(gate, __builtin_return_address(0)); }
+void luce_host_gate_expect(Gate* gate, u32 bytes) {
+    gate->copies += bytes / 16;
+    arrive(gate, __builtin_return_address(0));
+}
+void luce_host_box_copy16(void* to, const void* from, bool valid, Gate* gate) {
+    const bool unshared = current->unshared;
+    void* const site = __builtin_return_address(0);
+    current->boxes.push_back(begun_copy(static_cast<u8*>(to), static_cast<const u8*>(from), 16, valid, nullptr, gate, site));
+    current->unshared = unshared;
 }
 void luce_host_share() { current->unshared = false; }
 void luce_host_gate_wait(Gate* gate, int turn) {

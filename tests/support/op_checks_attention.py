@@ -72,6 +72,13 @@ def check(
     close(device, chunks, actual, scale=scale, window=window)
 
 
+def check_stale(device: Device, heads: int, kv_heads: int, d: int, rows: int, stale: float) -> None:
+    """Rows behind the end of a sequence hold `stale`: most of a page, and its last row alone."""
+    lengths = (70, rows), (127 - rows, rows), (0, 1)
+    chunks = [Chunk(History.random(p + n, heads, kv_heads, d, 1), p, n) for p, n in lengths]
+    check(device, chunks, stale=stale)
+
+
 def check_types(
     device: Device, k: str, v: str, heads: int, kv_heads: int, d: int, lengths: Sequence[tuple[int, int]]
 ) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from luce.errors import DeviceError
-from luce.runtime.device import Array
+from luce.runtime.device import Array, TensorMap
 from tests.support.emulated import SHARED_LIMIT, EmulatedDevice
 
 pytestmark = pytest.mark.emulated
@@ -256,6 +256,37 @@ def test_gates(checks: Checks) -> None:
     assert f"checks.cu:{LINES['gate_read']}: read of 4 bytes of shared memory that nothing was written to" in message
     message = checks.fails(*launch, barriers=0b01111)
     assert f"checks.cu:{LINES['gate_arrival']}: the thread arrives at a gate, but did not share" in message
+
+
+def test_boxes() -> None:
+    device = EmulatedDevice(32, SOURCE.parent)
+    device.products |= {"WGMMA"}
+    checks = Checks(device)
+    values = np.arange(30 * 3 * 72, dtype=np.uint16).reshape(30, 3, 72)
+    x, out = device.upload(values), device.empty((8, 64), np.uint16)
+    boxes = TensorMap(x, 8)
+
+    def launch(column: int, head: int, row: int, expected: int = 1024) -> tuple[Any, ...]:
+        place = (np.int32(number) for number in (column, head, row, expected))
+        return "boxes", (1,), (64,), boxes, x, out, *place
+
+    for column, head, row in ((0, 0, 0), (0, 2, 22), (8, 1, 5), (64, 1, 5)):
+        checks(*launch(column, head, row), shared=1024, barriers=0b111)
+        inside = values[row : row + 8, head, column : column + 64]
+        np.testing.assert_array_equal(device.download(out), np.pad(inside, ((0, 0), (0, 64 - inside.shape[1]))))
+    message = checks.fails(*launch(0, 0, 0), shared=1024, barriers=0b101)
+    assert f"checks.cu:{LINES['box_read']}: read of 2 bytes of shared memory races" in message
+    for barriers, expected in ((0b110, 1024), (0b111, 1040)):  # no arrival, and more bytes than come
+        assert "divergent barrier: thread" in checks.fails(*launch(0, 0, 0, expected), shared=1024, barriers=barriers)
+    message = checks.fails(*launch(0, 0, 0), shared=1024, barriers=0b001)
+    assert f"checks.cu:{LINES['box_load']}: the block ended before this box had come" in message
+    message = checks.fails(*launch(0, 0, 23), shared=1024, barriers=0b111)
+    assert "read of 16 bytes outside of all arrays" in message
+    for wrong in (TensorMap(device.upload(values.astype(np.float32)), 8), TensorMap(x[:, :, 8:], 8)):
+        with pytest.raises(DeviceError, match=r"is a TensorMap of .*, not of 16-bit numbers in three dimensions"):
+            checks("boxes", (1,), (64,), wrong, x, out, *launch(0, 0, 0)[6:], shared=1024, barriers=0b111)
+    with pytest.raises(DeviceError, match="is a TensorMap, the kernel takes something else"):
+        checks("boxes", (1,), (64,), boxes, boxes, out, *launch(0, 0, 0)[6:], shared=1024, barriers=0b111)
 
 
 def test_work_before_the_kernels_ahead_have_ended(checks: Checks) -> None:

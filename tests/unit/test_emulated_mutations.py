@@ -7,6 +7,7 @@ a reduction swaps two lanes. The edited sources are copies; launches find them t
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -96,6 +97,7 @@ def _attention_wgmma(device: Device) -> None:
     op_checks_attention.check_shape(device, 6, 1, 16, [(4093, 6)])  # splits of two lengths, in larger tiles
     op_checks_attention.check_shape(device, 1, 1, 256, [(500, 20)])  # more units than slots
     op_checks_attention.check_types(device, "q8_0", "q8_0", 6, 2, 64, [(63, 20)])
+    op_checks_attention.check_stale(device, 1, 1, 64, 20, math.nan)
 
 
 def _deltanet(device: Device) -> None:
@@ -307,6 +309,7 @@ HARMLESS = (
     ("attention_wgmma.h", "LUCE_LANES"),
     ("attention_wgmma.h", "luce_gate_wait(&shared.queries"),  # emulated waves pass no gate before all have got to one
     ("attention_wgmma.h", "luce_gate_ready"),  # for CUDA alone
+    ("attention_wgmma.h", "luce_sync_lanes();\n    if"),  # emulated lanes write before a wave passes the gate
     ("deltanet_many.cu", "LUCE_LANES"),
     ("deltanet_step.cu", "LUCE_LANES"),
     ("deltanet_prepare.cu", "LUCE_LANES"),
@@ -329,12 +332,12 @@ HARMLESS = (
 #: fetched pages that are told of too early, or that products do not see
 FENCES = [
     (r"luce_wgmma_share\(\);", ";", 32),
-    (r"luce_copy_wait<N>\(\);\s*luce_wgmma_share\(\);", "luce_wgmma_share(); luce_copy_wait<N>();", 32),
+    (r"luce_copy_wait<0>\(\);\s*luce_wgmma_share\(\);", "luce_wgmma_share(); luce_copy_wait<0>();", 32),
     (r"luce_wgmma_share\(\);\s*luce_gate_arrive\((.*?)\);", r"luce_gate_arrive(\1); luce_wgmma_share();", 32),
+    (r"luce_wgmma_share\(\);\s*luce_sync_lanes\(\);(.*?\);)", r"\1 luce_wgmma_share();", 32),
     (r"luce_copy_close\(\);", ";", 32),
-    (r"\bfill<0>", "fill<1>", 32),
-    (r"\bfill<1>", "fill<2>", 32),
-    (r"if \(last >= 0\) fill<\d>\(.*?\);", ";", 32),
+    (r"fill\(shared, .*?\);", ";", 32),
+    (r"tile\.high \+ 1 - tile\.first\[end", "tile.high + 2 - tile.first[end", 32),
 ]
 SWAPPED = "luce_shfl(value, luce_lane() ^ mask ^ (luce_lane() / 2 == 3))"
 

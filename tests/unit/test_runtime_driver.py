@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import struct
-from ctypes import Structure, c_float, c_int, c_longlong, c_uint, c_void_p
+from ctypes import Structure, c_float, c_int, c_longlong, c_ubyte, c_uint, c_ulonglong, c_void_p
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ import pytest
 from luce.errors import DeviceError
 from luce.runtime import driver
 from luce.runtime.device import Memory
-from luce.runtime.driver import Driver, Properties
+from luce.runtime.driver import TENSOR_MAP, Driver, Properties
 from tests.support.fake_cuda import fake_driver
 
 HIP_HEADER = Path("/usr/include/hip/hip_runtime_api.h")
@@ -104,6 +104,37 @@ def test_a_launch(fake: Driver, early: bool) -> None:
         launch((1, 1, 1), (1, 1, 1), 0, 99, (0, 1, 2))
     with pytest.raises(DeviceError, match=r"cuda: cuLaunchKernelEx: unknown error \(400\)"):
         fake.launcher(8, "Piqf", early=early)((1, 1, 1), (1, 1, 1), 0, 99, (0, 1, 2, 3.0))
+
+
+class _Encoded(Structure):
+    _fields_ = (
+        *((name, c_uint) for name in ("skew", "type", "dimensions")),
+        ("choices", c_uint * 4),
+        ("box", c_uint * 3),
+        ("steps", c_uint * 3),
+        ("address", c_ulonglong),
+        ("sizes", c_ulonglong * 3),
+        ("strides", c_ulonglong * 2),
+    )
+
+
+def test_a_tensor_map(fake: Driver) -> None:
+    made = fake.tensor_map(1 << 40, (640, 4, 80), 32)
+    assert made == bytes(range(1, 129))
+    seen = _Encoded.in_dll(fake.library, "encoded")
+    # CU_TENSOR_MAP_DATA_TYPE_UINT16, without interleaving, permuted within 128 bytes, zeros outside.
+    assert (seen.skew, seen.type, seen.dimensions, seen.address) == (0, 1, 3, 1 << 40)
+    assert (list(seen.choices)[:2], seen.choices[3]) == ([0, 3], 0)
+    assert (list(seen.sizes), list(seen.strides)) == ([80, 4, 640], [160, 640])
+    assert (list(seen.box), list(seen.steps)) == ([64, 1, 32], [1, 1, 1])
+    with pytest.raises(DeviceError, match=r"cuda: cuTensorMapEncodeTiled: unknown error \(1\)"):
+        fake.tensor_map(0, (640, 4, 80), 257)
+
+
+def test_a_launch_with_a_tensor_map(fake: Driver) -> None:
+    made = bytes(reversed(range(128)))
+    fake.launcher(9, ["i", TENSOR_MAP, "i"], early=False)((1, 1, 1), (1, 1, 1), 0, 99, (1, made, 5))
+    assert bytes((c_ubyte * 128).in_dll(fake.library, "launched_map")) == made
 
 
 def test_where_kernels_start_early(fake: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
