@@ -57,13 +57,24 @@ struct Place {
     }
 };
 
+// Chunks that a lane asks for before it writes the first: as many as it has registers for.
+template <typename T> struct Ahead {
+    static constexpr int chunks = 2;
+};
+template <typename T> struct Ahead<KVFloat<T>> {
+    static constexpr int chunks = 4;
+};
+template <> struct Ahead<Q4_0> {
+    static constexpr int chunks = 1;
+};
+
 // Writes COLUMNS columns, from `column` on, of `count` rows from `key` on of an entry's page: row i of the unit's panels of `rows`
 // rows is the page's row key + i. Rows beyond the tile's last position may hold any bits, also values whose product with 0 is
 // NaN: they become zeros.
 template <typename T, int COLUMNS>
 LUCE_FN void fetch_rows(u8* to, int rows, const typename T::Element* pool, const Tile& tile, int entry, int key, int count,
                         int column) {
-    constexpr int CHUNKS = COLUMNS / 8, STEP = LUCE_LANES / CHUNKS, BATCH = 4;
+    constexpr int CHUNKS = COLUMNS / 8, STEP = LUCE_LANES / CHUNKS, BATCH = Ahead<T>::chunks;
     const int own = luce_lane() / CHUNKS, chunk = luce_lane() % CHUNKS;
     column += chunk * 8;
     const int keys = column < tile.d ? tile.high - tile.first[entry] + 1 - key : 0;

@@ -180,8 +180,8 @@ def test_large_scores(device: Device) -> None:
 @on_devices(
     "heads, kv_heads, d, rows",
     host=[],
-    emulated=[(2, 1, 16, 3), (1, 1, 64, 20)],
-    gpu=[(8, 2, 128, 30), (6, 1, 256, 30)],
+    emulated=[(2, 1, 16, 3), (1, 1, 64, 20), (1, 1, 160, 20)],
+    gpu=[(8, 2, 128, 30), (6, 1, 160, 30), (6, 1, 256, 30)],
 )
 def test_rows_behind_the_end_are_not_read(
     device: Device, heads: int, kv_heads: int, d: int, rows: int, stale: float

@@ -444,8 +444,11 @@ def _tensor_map(where: str, parameter: _Parameter, arg: TensorMap) -> Any:
         raise DeviceError(f"{where} is a TensorMap, the kernel takes something else")
     if not isinstance(array, DeviceArray) or array.ndim != 3 or array.itemsize != 2 or not array.flags.c_contiguous:
         raise DeviceError(f"{where} is a TensorMap of {_type(array)}, not of 16-bit numbers in three dimensions")
-    values = (array.ctypes.data, *array.strides[:2], *array.shape[1:], arg.rows)
-    return ctypes.create_string_buffer(struct.pack("@PqqiiI88x", *values))
+    values = struct.pack("@PqqiiI92x", array.ctypes.data, *array.strides[:2], *array.shape[1:], arg.rows)
+    memory = ctypes.create_string_buffer(len(values) + 64)
+    made = (ctypes.c_char * len(values)).from_buffer(memory, -ctypes.addressof(memory) % 64)
+    made.raw = values
+    return made
 
 
 def _region(where: str, parameter: _Parameter, arg: Any) -> list[_Region]:

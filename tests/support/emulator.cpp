@@ -607,7 +607,11 @@ void run_wave(u32 first, u32 last) {
             fiber.value = fiber.op == SHUFFLE ? results[lane] : ballot;
             fiber.wait = READY;
         }
-        if (leader.op == SYNC_LANES) lanes_epoch[first >> lane_bits]++;
+        if (leader.op != SYNC_LANES) continue;
+        lanes_epoch[first >> lane_bits]++;
+        // What one of them wrote before, each of them may tell of at a gate behind.
+        const bool unshared = std::any_of(fibers + first, fibers + last, [](const Fiber& fiber) { return fiber.unshared; });
+        for (u32 t = first; t < last; t++) fibers[t].unshared = unshared;
     }
 }
 

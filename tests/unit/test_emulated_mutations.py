@@ -335,6 +335,7 @@ FENCES = [
     (r"luce_copy_wait<0>\(\);\s*luce_wgmma_share\(\);", "luce_wgmma_share(); luce_copy_wait<0>();", 32),
     (r"luce_wgmma_share\(\);\s*luce_gate_arrive\((.*?)\);", r"luce_gate_arrive(\1); luce_wgmma_share();", 32),
     (r"luce_wgmma_share\(\);\s*luce_sync_lanes\(\);(.*?\);)", r"\1 luce_wgmma_share();", 32),
+    (r"luce_wgmma_share\(\);(?=\s*luce_sync_lanes)", "if (luce_lane() == 0) luce_wgmma_share();", 32),
     (r"luce_copy_close\(\);", ";", 32),
     (r"fill\(shared, .*?\);", ";", 32),
     (r"tile\.high \+ 1 - tile\.first\[end", "tile.high + 2 - tile.first[end", 32),
