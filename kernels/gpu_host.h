@@ -72,8 +72,6 @@ void luce_host_bulk_wait(u64* bulk, int turn);
 void luce_host_gate_begin(u64* gate, int count);
 void luce_host_gate_arrive(u64* gate);
 void luce_host_gate_wait(u64* gate, int turn);
-void luce_host_gate_expect(u64* gate, u32 bytes);
-void luce_host_box_copy16(void* to, const void* from, bool valid, u64* gate);
 void luce_host_share();
 void luce_host_store16(void* to, const void* from);
 void luce_host_store_close();

@@ -16,6 +16,10 @@
 
 #if defined(LUCE_HOST)
 
+extern "C" {
+void luce_host_gate_expect(u64* gate, u32 bytes);
+void luce_host_box_copy16(void* to, const void* from, bool valid, u64* gate);
+}
 #define LUCE_BY_VALUE
 struct alignas(64) TensorMap {
     const u8* array;
