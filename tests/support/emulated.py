@@ -8,7 +8,8 @@ runs it in emulator.cpp at once. It raises DeviceError with kernel, block, threa
 - a race: two threads at one address, one of them writing, without a barrier between, also across blocks, and any
   access where a copy in the background may still be in flight;
 - barriers and lane operations that not all threads reach, shuffles from lanes that do not exist;
-- a thread that ends while a copy in the background may still read its block's shared memory;
+- a thread that ends while a copy in the background may still read its block's shared memory, a block that ends before a
+  box has come to its own;
 - blocks of a cluster that send before they have met, or another number of bytes than their leader expects;
 - a number posted to a slot that still holds one, or taken before it is posted (kernels/posts.h);
 - a thread that ends without luce_await, and before luce_await a write to an array or a read of data that a kernel has
